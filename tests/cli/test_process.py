@@ -1,6 +1,8 @@
 """A service as a child process: what it inherits, how its lines come through, how it is stopped."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,3 +85,10 @@ def test_a_misspelt_variable_is_told_by_commands_that_log_nothing(
         "pagewise keys: the environment variable PAGEWISE_KEYES is unknown and has no effect: "
         "did you mean PAGEWISE_KEYS?"
     ]
+
+
+def test_a_command_that_logs_tells_a_misspelt_variable_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWISE_KEYES", "elsewhere")
+    command = [sys.executable, "-m", "pagewise.main", "up"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert said.count("PAGEWISE_KEYES is unknown") == 1

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"pagewise: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
         return 2
-    if command not in (_serve, _gateways):  # these log
+    if command not in (_serve, _gateways, cluster.up):  # these log
         for warning in misspelt_variables(os.environ):
             print(f"pagewise {arguments[0]}: {warning}", file=sys.stderr)
     try:

@@ -49,8 +49,8 @@ class Supervisor:
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         stop: asyncio.Task[Any] = asyncio.create_task(self._stopping.wait())
         beside = asyncio.create_task(announcement)
-        keepers = [asyncio.create_task(self._keep(service)) for service in self._services]
-        tasks = {stop, beside, *keepers}
+        runs = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks = {stop, beside, *runs}
         try:
             while not stop.done():
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -63,7 +63,7 @@ class Supervisor:
         finally:
             await self._stop()
             beside.cancel()
-            await asyncio.gather(stop, beside, *keepers, return_exceptions=True)
+            await asyncio.gather(stop, beside, *runs, return_exceptions=True)
         return _INTERRUPTED if self._killed else 0
 
     def _interrupt(self) -> None:

@@ -325,6 +325,8 @@ class ExecutorService:
                     if first:
                         self._refused_before, self._closed_before = self._refused_told, self._closed_told
                         log.info("joined the scheduler at %s", self._scheduler.endpoint)
+                        # For whoever has started this process, at any --log-level, as others print ``listening``.
+                        print(f"joined {self._scheduler.endpoint}", flush=True)
                 case Refused(reason):
                     raise RefusedError(
                         f"the scheduler at {self._scheduler.endpoint} refused this executor: {printable(reason, 1000)}"

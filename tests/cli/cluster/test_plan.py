@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise.cluster.plan import PlanError, make_plan
+from pagewise.cluster.plan import PlanError, in_short, make_plan
 from pagewise.keys import keys as make_keys
+from pagewise_gateway.http.key_file import KeyTable, digest_of, read_variable
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, UpConfig
+from pagewise_shared.protocol import KeyLimits
 
 
 def plan_of(keys: dict[str, bytes] | None = None, **options: Any) -> Any:
@@ -24,7 +26,7 @@ def test_each_process_has_its_own_secret_and_all_public_keys() -> None:
 def test_the_same_options_and_keys_make_the_same_plan_and_others_change_what_they_concern() -> None:
     plan = plan_of()
     digests = {kind: process.digest for kind, process in plan.processes.items()}
-    again = plan_of(plan.keys)
+    again = plan_of(dict(reversed(plan.keys.items())))
     assert {kind: process.digest for kind, process in again.processes.items()} == digests
     assert plan_of().processes["executor"].digest != digests["executor"], "other keys"
     other = plan_of(plan.keys, executors=5, executor=ExecutorConfig(num_blocks=7))
@@ -58,23 +60,34 @@ def test_a_folder_of_keys_is_taken_as_it_is(tmp_path: Path) -> None:
     ("given", "sent", "key"),
     [
         (None, None, ""),
-        ("sk-1", "sk-1", "sk-1"),
+        ("sk-1", "default: sk-1 operator=yes, pagewise-controller: {} operator=yes", "{}"),
         ("alice: sk-1 concurrent=2", "alice: sk-1 concurrent=2, pagewise-controller: {} operator=yes", "{}"),
     ],
 )
-def test_the_controller_may_read_metrics_where_there_are_api_keys(
+def test_metrics_are_read_with_a_key_of_their_own_where_there_are_api_keys(
     given: str | None, sent: str | None, key: str
 ) -> None:
-    plan = plan_of(gateway=GatewayConfig(api_keys=given))
-    assert plan.processes["gateway"].variables.get("PAGEWISE_API_KEYS") == (sent and sent.format(plan.metrics_key))
-    assert plan.metrics_key == key.format(plan.metrics_key)
-    assert not any("sk-1" in argument for argument in plan.processes["gateway"].argv)
+    gateway = plan_of(gateway=GatewayConfig(api_keys=given)).processes["gateway"]
+    assert gateway.variables.get("PAGEWISE_API_KEYS") == (sent and sent.format(gateway.metrics_key))
+    assert gateway.metrics_key == key.format(gateway.metrics_key)
+    assert "sk-1" not in gateway.metrics_key
+    assert not any("sk-1" in argument for argument in gateway.argv)
+
+
+def test_beside_that_key_a_single_one_means_what_it_means_alone() -> None:
+    alone, beside = KeyTable(), KeyTable()
+    read_variable("sk-1", "", KeyLimits(), alone)
+    variables = plan_of(gateway=GatewayConfig(api_keys=" sk-1 ")).processes["gateway"].variables
+    read_variable(variables["PAGEWISE_API_KEYS"], "", KeyLimits(), beside)
+    name = alone.names[digest_of("sk-1")]
+    assert beside.names[digest_of("sk-1")] == name
+    assert beside.rights[name] == alone.rights[name]
 
 
 def test_the_controller_s_own_api_key_stays_the_same() -> None:
     options = {"gateway": GatewayConfig(api_keys_file="/keys")}
     plan = plan_of(**options)
-    assert plan.metrics_key
+    assert plan.processes["gateway"].metrics_key
     assert plan_of(plan.keys, **options).processes == plan.processes
 
 
@@ -88,3 +101,10 @@ def test_the_controller_s_own_api_key_stays_the_same() -> None:
 def test_options_that_contradict_each_other(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         plan_of(**options)
+
+
+def test_an_error_is_told_by_its_first_line_and_what_was_raised_elsewhere() -> None:
+    text = "The actor died in its creation task\nTrace:\n  File a\nImportError: no Pagewise here\n\nIt ended."
+    assert in_short(RuntimeError(text)) == "The actor died in its creation task ... ImportError: no Pagewise here"
+    assert in_short(RuntimeError("alone")) == "alone"
+    assert in_short(RuntimeError()) == "RuntimeError"

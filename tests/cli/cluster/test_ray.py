@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from pagewise.cluster.plan import make_plan
+from pagewise.cluster.process_actor import ProcessActor
+from pagewise_shared.config import UpConfig, parse_config
 
 from benchmarks.chaos.workload import client_of
 from benchmarks.processes import spawn
@@ -45,9 +49,9 @@ class Deployment:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add_node(self, cpus: int) -> Any:
+    def add_node(self, cpus: int, **more: Any) -> Any:
         self._count += 1
-        return self._cluster.add_node(**self._node(cpus, 1 + self._count))
+        return self._cluster.add_node(**self._node(cpus, 1 + self._count), **more)
 
     def remove_node(self, node: Any) -> None:
         """All of a node's processes die at once."""
@@ -80,6 +84,10 @@ class Deployment:
 
     def url(self) -> str:
         return str(self.processes()[self.ready("gateway")[0]].listening[0])
+
+    def kept(self) -> dict[str, Any]:
+        """What ``pagewise up`` asks the controller for."""
+        return dict(ray.get(ray.get_actor("controller").kept.remote()))
 
     def decisions(self) -> str:
         return "\n".join(ray.get(ray.get_actor("controller").lines.remote(0))[1])
@@ -132,7 +140,7 @@ async def ask_all(url: str, count: int, max_tokens: int) -> list[str]:
 
 def folders() -> set[Path]:
     """Folders of keys on this machine."""
-    return set(Path("/tmp").glob("pagewise-keeper-*"))
+    return set(Path("/tmp").glob("pagewise-process-*"))
 
 
 def secrets_of(pid: int) -> list[Path]:
@@ -147,7 +155,7 @@ def ours() -> set[int]:
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
         words = process.info["cmdline"] or []
-        if any(service in words for service in SERVICES) and any("/pagewise-keeper-" in word for word in words):
+        if any(service in words for service in SERVICES) and any("/pagewise-process-" in word for word in words):
             found.add(process.info["pid"])
     return found
 
@@ -169,6 +177,8 @@ async def test_up_serves_and_down_leaves_nothing(deployment: Deployment) -> None
     lines = deployment.run("logs", "executor-0").stdout
     assert "executor-0   | " in lines
     assert "joined the scheduler" in lines
+    assert deployment.run("logs", "-n", "0").stdout == ""
+    assert deployment.run("logs", "-n", "2", "executor-0").stdout.splitlines() == lines.splitlines()[-2:]
     for pid in ours() - before:
         (secret,) = secrets_of(pid)
         assert secret.stat().st_mode & 0o077 == 0
@@ -217,7 +227,7 @@ async def test_nodes_are_removed_under_load_and_no_stream_fails(deployment: Depl
     await asyncio.to_thread(until, settled, "three executors on nodes that are there")
 
 
-async def test_processes_keepers_and_the_controller_come_back(deployment: Deployment) -> None:
+async def test_processes_their_actors_and_the_controller_come_back(deployment: Deployment) -> None:
     deployment.add_node(4)
     deployment.up("--executors=1")
 
@@ -282,6 +292,24 @@ async def test_other_options_are_taken_on_one_process_after_the_other(deployment
     assert len(deployment.ready("executor")) == 2
 
 
+def test_all_are_replaced_and_another_model_is_refused(deployment: Deployment) -> None:
+    deployment.add_node(6)
+    deployment.up("--executors=2")
+    before = {one.pid for one in deployment.processes().values()}
+    # Readiness does not depend on what is logged.
+    deployment.up("--executors=2", "--log-level=error")
+    after = deployment.processes()
+    assert len(after) == 4
+    assert not before & {one.pid for one in after.values()}
+    said = deployment.run("up", *SIMULATED, "--executors=2", "--log-level=error", "another-model")
+    assert said.returncode == 1
+    assert "what runs serves MODEL pagewise-demo, and not another-model" in said.stderr
+    assert "pagewise down --name pagewise" in said.stderr
+    assert {name: one.pid for name, one in deployment.processes().items()} == {
+        name: one.pid for name, one in after.items()
+    }, "nothing was changed"
+
+
 def test_an_executor_of_two_ranks_serves_what_one_rank_does(deployment: Deployment) -> None:
     deployment.add_node(4)
     deployment.up("--tensor-parallel=2", "--device=cpu", "--num-blocks=200", common=("--no-profile", "--port=0"))
@@ -308,3 +336,68 @@ def test_what_cannot_run_is_said(deployment: Deployment) -> None:
     assert said.returncode == 1
     assert "cannot start" in said.stderr
     assert "/no/such/model" in said.stderr
+
+
+def test_what_runs_without_a_controller_is_taken_over(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``pagewise up`` was interrupted between ending the controller and starting the next one."""
+    deployment.add_node(5)
+    monkeypatch.setenv("PAGEWISE_API_KEYS", "sk-operator")
+    deployment.up("--executors=1")
+
+    def loads() -> set[str]:
+        return set(ray.get(ray.get_actor("controller").report.remote())["loads"])
+
+    until(lambda: loads() == {"executor-0"}, "metrics are read, with a key of their own")
+    before, kept = deployment.processes(), deployment.kept()
+    said = deployment.run("status")
+    assert said.returncode == 0, said.stderr
+    options = parse_config(UpConfig, [*SIMULATED, "--executors=2"], prog="pagewise up", description="")
+    plan = make_plan(options, gpus=False, keys=kept["keys"])
+    ray.kill(ray.get_actor("controller"))
+    # One that the last controller has made, and was ended before it could start it.
+    actor = ray.remote(ProcessActor).options(name="executor-7", lifetime="detached", num_cpus=0)
+    actor.remote("executor-7", plan.processes["executor"])
+    said = deployment.run("up", *SIMULATED, "--executors=2", "--quantization=int8")
+    assert (said.returncode, "--quantization none, and not int8" in said.stderr) == (1, True), said.stderr
+    deployment.up("--executors=2")
+    assert deployment.kept() == kept
+    after = deployment.processes()
+    assert sorted(after) == ["executor-0", "executor-7", "gateway-0", "scheduler-0"]
+    assert {name: after[name].pid for name in before} == {name: one.pid for name, one in before.items()}
+
+
+def test_a_controller_that_does_not_answer_is_said(deployment: Deployment) -> None:
+    deployment.add_node(4)
+    deployment.up("--executors=1")
+    (controller,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if " ".join(process.info["cmdline"] or ()).startswith("ray::controller")
+        or " ".join(process.info["cmdline"] or ()).startswith("ray::Controller")
+    ]
+    controller.suspend()
+    try:
+        said = deployment.run("status")
+        assert (said.returncode, said.stderr) == (
+            1,
+            "pagewise status: the controller does not answer: Ray may be starting it again\n",
+        )
+    finally:
+        controller.resume()
+
+
+def test_what_dies_before_it_has_answered_is_tried_again_after_pauses(deployment: Deployment, tmp_path: Path) -> None:
+    deployment.add_node(4, env_vars={"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+    deployment.up("--executors=1")
+    broken = tmp_path / "pagewise"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('no Pagewise on this node')")
+    ray.kill(ray.get_actor("executor-0"))
+    until(lambda: "; the next one may start in 4 s" in deployment.decisions(), "three have died")
+    assert "no Pagewise on this node" in deployment.decisions()
+    assert ray.get(ray.get_actor("controller").report.remote())["failing"] == ["executor"]
+    said = deployment.run("status")
+    assert (said.returncode, "executor: those started last have died" in said.stdout) == (3, True), said.stdout
+    shutil.rmtree(broken)
+    until(lambda: deployment.ready("executor"), "an executor")
+    assert ray.get(ray.get_actor("controller").report.remote())["failing"] == []

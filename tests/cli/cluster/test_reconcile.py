@@ -62,6 +62,20 @@ def test_a_scheduler_goes_before_the_next_one_comes() -> None:
     assert isinstance(action, Start)
 
 
+def test_others_are_replaced_when_the_next_scheduler_is_ready() -> None:
+    """They would take the room of the old one."""
+    wanted: dict[Kind, int] = {"scheduler": 1, "gateway": 1, "executor": 1}
+    old = [one for kind in ("gateway", "executor") for one in members_of(kind, "ready", digest="old")]
+    steps: list[list[Member]] = [members_of("scheduler", "ready", digest="old"), []]
+    states: list[State] = ["pending", "starting"]
+    steps += [members_of("scheduler", state) for state in states]
+    for scheduler in steps:
+        actions = reconcile(wanted, DIGESTS, [*scheduler, *old])
+        assert [action.name for action in actions if not action.name.startswith("scheduler")] == []
+    actions = reconcile(wanted, DIGESTS, [*members_of("scheduler", "ready"), *old])
+    assert [action.name for action in actions] == ["executor-1", "gateway-1"]
+
+
 def test_without_room_for_a_replacement_an_old_one_makes_room() -> None:
     wanted: dict[Kind, int] = {"scheduler": 0, "gateway": 0, "executor": 2}
     old = members_of("executor", "ready", "ready", digest="old")

@@ -35,6 +35,28 @@ def test_nothing_is_decided_until_those_that_were_asked_for_have_joined() -> Non
     assert scaler.decide(100.0, Load(90, 10, 2), 2) is None, "the time begins now"
 
 
+def test_one_that_never_joins_goes_when_it_is_not_needed_and_the_others_after_it() -> None:
+    scaler, executors, changes = Scaler(POLICY), 4, []
+    for second in range(600):  # the cluster has room for three
+        decision = scaler.decide(float(second), Load(0, 0, min(executors, 3)), executors)
+        if decision is not None:
+            executors = decision.executors
+            changes.append(executors)
+    assert changes == [3, 2, 1]
+
+
+def test_one_that_never_joins_is_not_counted_with_those_that_remain() -> None:
+    scaler = Scaler(POLICY)
+    assert all(scaler.decide(float(second), Load(0, 17, 2), 4) is None for second in range(300)), (
+        "16 of 20 rows is most"
+    )
+
+
+def test_nothing_goes_while_fewer_serve_than_the_minimum() -> None:
+    scaler = Scaler(POLICY._replace(minimum=2))
+    assert all(scaler.decide(float(second), Load(0, 0, 1), 4) is None for second in range(300))
+
+
 def test_one_goes_after_long_quiet_if_its_work_fits_elsewhere() -> None:
     scaler = Scaler(POLICY)
     assert run(scaler, Load(0, 9, 2), 2, 0.0, 300) == (2, []), "nine of ten rows would leave no slack"

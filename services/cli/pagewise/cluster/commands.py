@@ -13,11 +13,15 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
-from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, make_plan
+from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, in_short, make_plan
 from pagewise.cluster.reconcile import KINDS
+from pagewise.cluster.running import check_served, kept
+from pagewise.cluster.served import Served
 from pagewise.probe import answers
 
 _ANSWER_SECONDS = 15.0
+_RESTART_SECONDS = 90.0
+"""For Ray to start the controller, or to start it again."""
 _STOP_ORDER = ("gateway", "executor", "scheduler")
 """Gateways first, so that running streams can end; the scheduler last, so that nobody loses it without having left."""
 
@@ -68,8 +72,8 @@ def status(arguments: Sequence[str]) -> int:
             report = ray.get(_controller().report.remote(), timeout=_ANSWER_SECONDS)
             _print_report(report)
             return 0 if _all_ready(report) else 3
-    except (PlanError, TimeoutError) as error:
-        print(f"pagewise status: {error or 'the controller does not answer'}", file=sys.stderr)
+    except PlanError as error:
+        print(f"pagewise status: {error}", file=sys.stderr)
         return 1
 
 
@@ -77,7 +81,7 @@ def logs(arguments: Sequence[str]) -> int:
     """Print the last lines of processes, and the controller's decisions; returns the process's exit code."""
     parser = _parser("logs", "Print the last log lines of the processes of a deployment.")
     parser.add_argument("names", nargs="*", metavar="PROCESS", help=f"as in pagewise status, or {CONTROLLER}")
-    parser.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="last lines of each (default: 50)")
+    parser.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="last lines of each (default: 50)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what they log from now on")
     options = parser.parse_args(arguments)
     try:
@@ -87,6 +91,16 @@ def logs(arguments: Sequence[str]) -> int:
         print(f"pagewise logs: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    return number
+
+
+_count.__name__ = "number of lines"  # in what argparse says
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -103,7 +117,7 @@ def _connected(address: str, name: str) -> Iterator[None]:
     """Be connected to the Ray cluster while the context lasts.
 
     Raises:
-        PlanError: Ray is not installed, or there is no cluster.
+        PlanError: Ray is not installed, or there is no cluster, or what was asked of it within the context failed.
     """
     try:
         import ray
@@ -115,6 +129,10 @@ def _connected(address: str, name: str) -> Iterator[None]:
         raise PlanError(f"no Ray cluster at {address}: {error}") from error
     try:
         yield
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlanError("the controller does not answer: Ray may be starting it again") from error
+    except ray.exceptions.RayError as error:
+        raise PlanError(in_short(error)) from error
     finally:
         ray.shutdown()
 
@@ -129,7 +147,11 @@ def _controller() -> Any:
 
 
 def _plan(config: UpConfig) -> Plan:
-    """Make the plan for the cluster as it is, with the keys of what runs there already."""
+    """Make the plan for the cluster as it is, with the keys of what runs there already.
+
+    Raises:
+        PlanError: there is no room for an executor, or what runs there serves another model.
+    """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -143,19 +165,24 @@ def _plan(config: UpConfig) -> Plan:
             f"no node of the cluster has {each}, which an executor needs"
             + (f" (--tensor-parallel {ranks}: its ranks have to be on one node)" if ranks > 1 else "")
         )
-    try:
-        keys = ray.get(_controller().keys.remote(), timeout=_ANSWER_SECONDS)
-    except (PlanError, ray.exceptions.RayActorError):  # there is none
-        keys = None
-    return make_plan(config, gpus=gpus, keys=keys)
+    keys, served = kept(config.name, _RESTART_SECONDS)
+    plan = make_plan(config, gpus=gpus, keys=keys)
+    if served is not None:
+        check_served(config.name, served, Served.by(config.executor))
+    return plan
 
 
 def _replace_controller(plan: Plan) -> None:
-    """Start a controller with this plan, in the place of the one that there is."""
+    """Start a controller with this plan, in the place of the one that there is.
+
+    Raises:
+        PlanError: Ray does not let it start.
+    """
     import ray
 
     from pagewise.cluster.controller import Controller, head_if_possible
 
+    deadline = time.monotonic() + _RESTART_SECONDS
     while True:
         with suppress(PlanError):
             ray.kill(_controller())
@@ -172,10 +199,14 @@ def _replace_controller(plan: Plan) -> None:
                 )
                 .remote(plan)
             )
-            ray.get(actor.report.remote())
-            return
-        except ValueError:  # the last one is still known by this name
+        except ValueError as error:
+            # The last one may still be known by this name.
+            if "already taken" not in str(error) or time.monotonic() > deadline:
+                raise PlanError(f"the controller cannot be started: {in_short(error)}") from error
             time.sleep(0.2)
+            continue
+        ray.get(actor.report.remote(), timeout=_RESTART_SECONDS)
+        return
 
 
 def _wait_ready(config: UpConfig, plan: Plan) -> int:
@@ -195,18 +226,24 @@ def _wait_ready(config: UpConfig, plan: Plan) -> int:
         told = count
         for line in lines:
             print(line, file=sys.stderr, flush=True)
-        said = [described for described, _ in report["processes"].values() if described is not None]
-        for one in said:
+        # Those with the options of before may be of another version, and are replaced.
+        said = {
+            name: one
+            for name, (one, _) in report["processes"].items()
+            if one is not None and one.digest == report["digests"][name.rsplit("-", 1)[0]]
+        }
+        for one in said.values():
             if one.version != package_version():
                 raise PlanError(f"node {one.address} has Pagewise {one.version}, and this is {package_version()}")
-        if problems := [name for name, (one, _) in report["processes"].items() if one is not None and one.problem]:
+        problems = [name for name, one in said.items() if one.problem]
+        if problems := [*problems, *(f"the next {kind}" for kind in report["failing"])]:
             print(
-                f"pagewise up: {', '.join(problems)} cannot start, as said above. It is tried again every minute; "
+                f"pagewise up: {', '.join(problems)} cannot start, as said above. It is tried again; "
                 "`pagewise logs` says more, `pagewise down` ends everything.",
                 file=sys.stderr,
             )
             return 1
-        urls = [one.listening[0] for one in said if one.listening and one.listening[0].startswith("http")]
+        urls = [one.listening[0] for one in said.values() if one.listening and one.listening[0].startswith("http")]
         if _all_ready(report) and any(answers(f"{url}/health") for url in urls):
             name = config.gateway.served_model_name or config.gateway.model
             print(f"\nServing {name} at {' and '.join(sorted(urls))}", flush=True)
@@ -238,6 +275,8 @@ def _print_report(report: dict[str, Any]) -> None:
             f"{name:<14}{state:<10}{described.address:<18}{described.pid or '':>8}{described.restarts:>10}{load:>6}"
             f"  {rest or ' '.join(described.listening)}".rstrip()
         )
+    for kind in report["failing"]:
+        print(f"{kind}: those started last have died before they said a word; it is tried again after pauses")
     print("wanted: " + ", ".join(f"{kind} {count}" for kind, count in report["wanted"].items()))
 
 
@@ -262,7 +301,7 @@ def _print_lines(names: Sequence[str], count: int, follow: bool) -> None:
                 number, lines = ray.get(ray.get_actor(name).lines.remote(known), timeout=_ANSWER_SECONDS)
             except (ValueError, ray.exceptions.RayError):  # it has gone, or waits for room
                 continue
-            for line in lines if name in told else lines[-count:]:
+            for line in lines if name in told else lines[len(lines) - min(count, len(lines)) :]:
                 print(f"{name:<12} | {line}", flush=True)
             told[name] = number
         if not follow:

@@ -16,25 +16,26 @@ from datetime import datetime
 from typing import Any
 
 import ray
-from msgspec import convert
+from msgspec.structs import asdict
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from pagewise.cluster.keeper import Description, Keeper
-from pagewise.cluster.plan import CONTROLLER, Plan
+from pagewise.cluster.plan import CONTROLLER, Plan, in_short
+from pagewise.cluster.process_actor import Description, ProcessActor, read_description
 from pagewise.cluster.reconcile import KINDS, Kind, Member, Start, Stop, reconcile
 from pagewise.cluster.scaling import Load, Scaler
-from pagewise.probe import text_of
+from pagewise.cluster.start_pauses import StartPauses
 
 _ROUND_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0
+_METRICS_SECONDS = 3.0
 _EVENTS_KEPT = 500
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A keeper that exists. ``described``: what it has said last; None while Ray has not placed it."""
+    """A process actor that exists. ``described``: what it has said last; None while Ray has not placed it."""
 
     actor: Any
     since: float
@@ -57,6 +58,7 @@ class Controller:
         self._plan = plan
         self._seen: dict[str, _Seen] = {}
         self._dead: set[Any] = set()
+        self._pauses = StartPauses()
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
         self._num_events = 0
         self._scaler = Scaler(plan.policy)
@@ -66,9 +68,13 @@ class Controller:
         self._log(f"controller of {plan.name} starts, {len(self._names())} processes are there")
         threading.Thread(target=self._rounds, name="rounds", daemon=True).start()
 
-    def keys(self) -> dict[str, bytes]:
-        """Return the keys of the deployment, for the next plan."""
-        return self._plan.keys
+    def kept(self) -> dict[str, Any]:
+        """Return what the next plan takes over, or must not change: the keys of the deployment, and what is served.
+
+        As builtins, because whoever asks may be of another version.
+        """
+        served = self._plan.processes["executor"].served
+        return {"keys": self._plan.keys, "served": served and asdict(served)}
 
     def report(self) -> dict[str, Any]:
         """Return what is wanted and what is there."""
@@ -77,6 +83,7 @@ class Controller:
             "wanted": dict(wanted),
             "digests": {kind: self._plan.processes[kind].digest for kind in KINDS},
             "loads": dict(self._loads.by_executor) if self._loads is not None else {},
+            "failing": self._pauses.failing(),
             "processes": {name: (seen.described, seen.stopping) for name, seen in sorted(self._seen.copy().items())},
         }
 
@@ -120,7 +127,7 @@ class Controller:
         return {name for name in ray.util.list_named_actors() if name.rsplit("-", 1)[0] in KINDS}
 
     def _look(self) -> None:
-        """Find the keepers that exist, ask each of them, and forget those that have died."""
+        """Find the process actors that exist, ask each of them, and forget those that have died."""
         now = time.monotonic()
         for name in self._names() - self._seen.keys():
             try:
@@ -129,6 +136,8 @@ class Controller:
                 continue
             if actor._actor_id not in self._dead:
                 self._seen[name] = _Seen(actor, now)
+                # The controller before may have died between making it and starting it. Twice does no harm.
+                actor.start.remote()
         for seen in self._seen.values():
             if seen.asked is None:
                 seen.asked = seen.actor.describe.remote()
@@ -139,17 +148,29 @@ class Controller:
             seen = self._seen[name]
             seen.asked = None
             try:
-                seen.described = convert(ray.get(ref), Description)
+                described = read_description(ray.get(ref))
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:
-                self._log(f"{name} is gone: {str(error).splitlines()[0]}")
-                self._forget(name)
+                self._mourn(name, seen, error)
                 continue
+            if seen.described is None:
+                self._pauses.answered(_kind_of(name))
+                if not described.digest:
+                    self._log(f"{name} is of a version that is not understood here, and counts as to be replaced")
+            seen.described = described
             self._complain(name, seen)
             if seen.described.state == "stopped":
                 self._log(f"{name} has ended")
                 self._forget(name)
+
+    def _mourn(self, name: str, seen: _Seen, error: Exception) -> None:
+        """Forget one that has died. What dies before it has said a word is started again after a pause."""
+        said = f"{name} is gone: {in_short(error)}"
+        if seen.described is None:
+            said += f"; the next one may start in {self._pauses.died(_kind_of(name), time.monotonic()):g} s"
+        self._log(said)
+        self._forget(name)
 
     def _complain(self, name: str, seen: _Seen) -> None:
         assert seen.described is not None
@@ -181,11 +202,14 @@ class Controller:
                     seen.actor.point.remote(endpoint)
 
     def _measure(self) -> None:
-        """Read the load from any gateway that answers."""
+        """Read the load from any gateway that answers, through the actor beside it."""
         self._loads = None
         for name, seen in self._seen.items():
             if name.startswith("gateway") and seen.described and seen.described.listening:
-                text = text_of(f"{seen.described.listening[0]}/metrics", self._plan.metrics_key)
+                try:
+                    text = ray.get(seen.actor.metrics.remote(), timeout=_METRICS_SECONDS)
+                except (AttributeError, ray.exceptions.RayError):  # of a version without it, or just gone
+                    continue
                 if text is not None:
                     self._loads = loads_of(text)
                     return
@@ -202,7 +226,7 @@ class Controller:
     def _members(self) -> list[Member]:
         members = []
         for name, seen in self._seen.items():
-            kind: Kind = name.rsplit("-", 1)[0]  # type: ignore[assignment]
+            kind = _kind_of(name)
             said = seen.described
             # One that has said nothing yet was started lately, by this controller or by the one before.
             digest = said.digest if said is not None else self._plan.processes[kind].digest
@@ -213,6 +237,8 @@ class Controller:
 
     def _act(self, action: Start | Stop) -> None:
         if isinstance(action, Start):
+            if not self._pauses.may_start(action.kind, time.monotonic()):
+                return
             try:
                 self._start(action.kind, action.name)
             except ValueError:  # Ray has not yet forgotten the last one of this name
@@ -244,7 +270,7 @@ class Controller:
             )
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         actor = (
-            ray.remote(Keeper)
+            ray.remote(ProcessActor)
             .options(
                 name=name,
                 lifetime="detached",
@@ -256,6 +282,10 @@ class Controller:
         )
         actor.start.remote()
         self._seen[name] = _Seen(actor, time.monotonic())
+
+
+def _kind_of(name: str) -> Kind:
+    return name.rsplit("-", 1)[0]  # type: ignore[return-value]
 
 
 def loads_of(text: str) -> _Loads:

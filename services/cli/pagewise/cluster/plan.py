@@ -16,6 +16,7 @@ from pagewise_shared.version import package_version
 
 from pagewise.cluster.reconcile import Kind
 from pagewise.cluster.scaling import Policy
+from pagewise.cluster.served import Served
 from pagewise.keys import keys as make_keys
 
 NAMESPACE = "pagewise."
@@ -25,10 +26,19 @@ CONTROLLER = "controller"
 
 _MODULES: dict[Kind, str] = {kind: f"pagewise_{kind}.main" for kind in ("scheduler", "gateway", "executor")}
 _GRACE_SECONDS = 10.0
+_SOLE_KEY = r"[^\s,:#]+"
+"""An API key without a name."""
 
 
 class PlanError(Exception):
     """What was asked for cannot run in a cluster; the text says why."""
+
+
+def in_short(error: Exception) -> str:
+    """Return the first line of an error's text, and the last exception in it, which Ray puts below its own words."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return " ... ".join([lines[0].strip(), *raised[-1:]])
 
 
 class ProcessPlan(Struct, frozen=True, kw_only=True):
@@ -37,6 +47,8 @@ class ProcessPlan(Struct, frozen=True, kw_only=True):
     Fields:
         argv: without what depends on the node: addresses, names, and where the keys are.
         variables, keys: secrets. The latter are the contents of the files of a folder of keys, by their paths in it.
+        metrics_key: of a gateway: an API key with which its metrics may be read; empty if there are no API keys.
+        served: by an executor.
         cpus, gpus: of each rank. ranks: how many an executor has.
         drain_seconds, end_seconds: how long it may take to go in good order, or to end at once.
         version: of Pagewise, as of who made the plan.
@@ -47,6 +59,8 @@ class ProcessPlan(Struct, frozen=True, kw_only=True):
     argv: list[str]
     variables: dict[str, str]
     keys: dict[str, bytes]
+    metrics_key: str = ""
+    served: Served | None = None
     cpus: int
     gpus: int = 0
     ranks: int = 1
@@ -62,7 +76,7 @@ class ProcessPlan(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """A deployment. ``metrics_key``: an API key with which the controller may read metrics; empty if there are none."""
+    """A deployment."""
 
     name: str
     gateways: int
@@ -70,7 +84,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     policy: Policy
     processes: dict[Kind, ProcessPlan]
     keys: dict[str, bytes]
-    metrics_key: str
 
 
 def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) -> Plan:
@@ -90,7 +103,6 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
         keys = _read_keys(Path(config.scheduler.keys))
     elif not keys:
         keys = _new_keys()
-    processes, metrics_key = _processes(config, keys, gpus)
     policy = Policy(
         minimum=least,
         maximum=most,
@@ -105,14 +117,13 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
         gateways=config.gateways,
         executors=config.executors,
         policy=policy,
-        processes=processes,
+        processes=_processes(config, keys, gpus),
         keys=keys,
-        metrics_key=metrics_key,
     )
 
 
-def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[dict[Kind, ProcessPlan], str]:
-    """Return how the processes of each kind are started, and an API key for the controller."""
+def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> dict[Kind, ProcessPlan]:
+    """Return how the processes of each kind are started."""
     variables, metrics_key = _gateway_secrets(config, keys)
     executor = config.executor
     if executor.threads == "auto":
@@ -131,6 +142,7 @@ def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[di
             argv=to_argv(replace(config.gateway, keys=None)),
             variables=variables,
             keys=_keys_of(keys, "gateway"),
+            metrics_key=metrics_key,
             cpus=1,
             drain_seconds=config.gateway.shutdown_timeout + _GRACE_SECONDS,
             end_seconds=config.gateway.shutdown_timeout + _GRACE_SECONDS,
@@ -140,13 +152,14 @@ def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> tuple[di
             argv=to_argv(replace(executor, keys=None)),
             variables={},
             keys=_keys_of(keys, "executor"),
+            served=Served.by(executor),
             cpus=config.executor_cpus,
             gpus=int(gpus),
             ranks=executor.tensor_parallel,
             drain_seconds=executor.drain_timeout + _GRACE_SECONDS,
         ),
     }
-    return {kind: _sealed(process) for kind, process in processes.items()}, metrics_key
+    return {kind: _sealed(process) for kind, process in processes.items()}
 
 
 def _sealed(process: ProcessPlan) -> ProcessPlan:
@@ -155,13 +168,13 @@ def _sealed(process: ProcessPlan) -> ProcessPlan:
 
 
 def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str, str], str]:
-    """Return the secrets of gateways, and an API key for the controller, which is added to those of clients."""
+    """Return the secrets of gateways, and an API key for reading their metrics, which is added to those of clients."""
     variables = secret_variables(config.gateway)
     given = config.gateway.api_keys
     if not given and not config.gateway.api_keys_file:
         return variables, ""
-    if given and ":" not in given:
-        return variables, given.strip()  # a single key is its owner's, an operator's
+    if given and re.fullmatch(_SOLE_KEY, given.strip()):
+        given = f"default: {given.strip()} operator=yes"  # what gateways make of it where it is alone
     # Derived from another secret of the deployment, so that the same options make the same plan.
     seed = keys.get("scheduler/scheduler.key_secret") or (given or secrets.token_hex()).encode()
     own = "pw-" + hashlib.sha256(b"metrics " + seed).hexdigest()[:40]
@@ -170,8 +183,8 @@ def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str
 
 
 def _keys_of(keys: dict[str, bytes], name: str) -> dict[str, bytes]:
-    """Return the files of the public keys, and of the pair of ``name``."""
-    return {path: content for path, content in keys.items() if path.split("/")[0] in ("public", name)}
+    """Return the files of the public keys, and of the pair of ``name``, in an order that does not depend on theirs."""
+    return {path: content for path, content in sorted(keys.items()) if path.split("/")[0] in ("public", name)}
 
 
 def _new_keys() -> dict[str, bytes]:
@@ -181,13 +194,18 @@ def _new_keys() -> dict[str, bytes]:
         return _read_keys(Path(folder))
 
 
+def missing_pair(keys: dict[str, bytes]) -> str | None:
+    """Return the name of a key pair that a deployment needs and that is not among ``keys``; None: all are there."""
+    names = ("scheduler", "executor", "gateway")
+    return next((name for name in names if f"{name}/{name}.key_secret" not in keys), None)
+
+
 def _read_keys(folder: Path) -> dict[str, bytes]:
     try:
         files = sorted(path for path in folder.rglob("*") if path.suffix in (".key", ".key_secret") and path.is_file())
         found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
     except OSError as error:
         raise PlanError(f"--keys {folder}: {error.filename} cannot be read: {error.strerror}") from error
-    for name in ("scheduler", "executor", "gateway"):
-        if f"{name}/{name}.key_secret" not in found:
-            raise PlanError(f"--keys {folder} has no pair {name}: run `pagewise keys init`")
+    if (name := missing_pair(found)) is not None:
+        raise PlanError(f"--keys {folder} has no pair {name}: run `pagewise keys init`")
     return found

@@ -51,15 +51,21 @@ def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: 
 
     ``wanted``: how many processes of each kind there should be; ``digests``: with which options. What was started with
     others is replaced one at a time: first a new one is started and ready, then an old one goes. Where Ray has no room
-    for one more, an old one goes first. The scheduler, of which there can be one only, always goes first.
+    for one more, an old one goes first. The scheduler, of which there can be one only, always goes first. No others are
+    replaced until the next one is ready: they could take its room, and would not become ready without it.
     """
+    current = [one for one in members if one.kind == "scheduler" and one.digest == digests["scheduler"]]
+    may_replace = sum(one.state == "ready" for one in current) >= wanted["scheduler"]
     actions: list[Start | Stop] = []
     for kind in KINDS:
-        actions += _reconcile_kind(kind, wanted[kind], digests[kind], [one for one in members if one.kind == kind])
+        some = [one for one in members if one.kind == kind]
+        actions += _reconcile_kind(kind, wanted[kind], digests[kind], some, may_replace)
     return actions
 
 
-def _reconcile_kind(kind: Kind, wanted: int, digest: str, all_members: list[Member]) -> list[Start | Stop]:
+def _reconcile_kind(
+    kind: Kind, wanted: int, digest: str, all_members: list[Member], may_replace: bool
+) -> list[Start | Stop]:
     staying = [one for one in all_members if one.state not in ("stopping", "stopped")]
     leaving = len(all_members) - len(staying)
     old = [one for one in staying if one.digest != digest]
@@ -86,6 +92,8 @@ def _reconcile_kind(kind: Kind, wanted: int, digest: str, all_members: list[Memb
     if not old or leaving:
         return []  # one at a time
     if len(staying) == wanted:
+        if not may_replace:
+            return []
         return [Start(kind, _free_name(kind, names), f"it replaces {_leavable(old)[0].name}")]
     new = [one for one in staying if one.digest == digest]
     settled = all(one.state == "ready" for one in new)

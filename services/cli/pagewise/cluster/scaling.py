@@ -56,14 +56,16 @@ class Scaler:
     def decide(self, now: float, load: Load, executors: int) -> Decision | None:
         """Return another number of executors than the ``executors`` that are wanted now; None: it stays.
 
-        Nothing happens while executors that were asked for have not joined: they would not be counted yet.
+        While executors that were asked for have not joined, none are added: these would not be counted yet. But they
+        may never join, where there is no room for them, so that one of them goes if it is not needed any more. Nothing
+        is known of the load while fewer than the minimum serve.
         """
         policy = self._policy
-        if load.ready < executors:
+        if load.ready < min(executors, policy.minimum):
             self._above = self._below = None
             return None
-        above = load.waiting > policy.queue * executors
-        rows_after = policy.rows * (executors - 1)
+        above = load.ready >= executors and load.waiting > policy.queue * executors
+        rows_after = policy.rows * min(load.ready, executors - 1)
         below = not load.waiting and executors > policy.minimum and load.running <= _STEADY * rows_after
         # With one executor, "none at all" is the only load that fits into those that remain.
         self._above = (now if self._above is None else self._above) if above else None

@@ -6,6 +6,7 @@ import uuid
 from urllib.parse import urlsplit
 
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.scheduler_connection import SchedulerAddress
 
 log = logging.getLogger(__name__)
 
@@ -17,12 +18,16 @@ def block_listener(config: ExecutorConfig, rank: int = 0) -> tuple[str, str]:
 
     Without ``--block-listen`` the endpoint is next to the scheduler's: on the address of this machine that leads to the
     scheduler, or, with ipc, in the same folder.
+
+    Raises:
+        ConfigError: ``--scheduler`` names a file that cannot be read.
     """
     listen, host = _of_rank(config.block_listen, rank), config.advertise
-    if config.scheduler.startswith("ipc:"):
-        own = f"ipc://{config.scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
+    scheduler = SchedulerAddress(config.scheduler).endpoint
+    if scheduler.startswith("ipc:"):
+        own = f"ipc://{scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
         return listen or own, host or "127.0.0.1"
-    host = host or _address_towards(config.scheduler)
+    host = host or _address_towards(scheduler)
     shown = f"[{host}]" if ":" in host else host
     return listen or f"tcp://{shown}:*", shown
 

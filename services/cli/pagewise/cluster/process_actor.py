@@ -1,69 +1,80 @@
-"""The actor that holds one process: starts it, starts it again when it ends, passes its lines on, and ends it."""
+"""The actor that holds one process: starts it, starts it again when it ends, passes its lines on, and ends it.
+
+Ray is imported where it is needed: all but the place of the actor and its GPUs works without.
+"""
 
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-import ray
-from msgspec import Struct, to_builtins
+from msgspec import Struct, ValidationError, convert, to_builtins
+from msgspec.structs import asdict
 from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.version import package_version
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pagewise.cluster.plan import ProcessPlan
+from pagewise.cluster.private_folder import PrivateFolder
 from pagewise.cluster.reconcile import State
+from pagewise.probe import text_of
 from pagewise.process import Service
 
 _PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 """Seconds before a process that ended soon is started again; the last pause is repeated."""
 _SETTLED_SECONDS = 30.0
+_EARLY_ENDS = 2
+"""How often in a row a process may end before it is ready, until that is a problem to tell of."""
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
-_FOLDER = "pagewise-keeper-"
-"""What the names of folders with keys begin with; the process id of the keeper follows."""
+_FOLDER = "pagewise-process-"
+"""What the names of folders with keys begin with."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a keeper says of its process.
+    """What a process actor says of its process. It may be of another version, so every field has a default.
 
     Fields:
         listening: the addresses that it has printed: of a scheduler those for gateways and executors, of a gateway its
             URL.
         scheduler: where it was told that the scheduler is.
-        problem: why it could not start, its last line; empty if it could.
+        problem: why it does not start; empty if it does.
     """
 
-    digest: str
-    version: str
-    state: State
-    node: str
-    address: str
-    pid: int | None
-    since: float
-    restarts: int
-    listening: list[str]
-    scheduler: str
-    problem: str
+    digest: str = ""
+    version: str = ""
+    state: State = "starting"
+    node: str = ""
+    address: str = ""
+    pid: int | None = None
+    since: float = 0.0
+    restarts: int = 0
+    listening: list[str] = []
+    scheduler: str = ""
+    problem: str = ""
 
 
-class Keeper:
+def read_description(said: Any) -> Description:
+    """Return what a process actor says. If that makes no sense here, it was started with options of before, and serves:
+    so it is replaced like every other one of them."""
+    try:
+        return convert(said, Description)
+    except ValidationError:
+        return Description(state="ready")
+
+
+class ProcessActor:
     """Holds one process. Made as a detached actor by the controller, under the name of the process."""
 
     def __init__(self, name: str, plan: ProcessPlan) -> None:
         self._name, self._plan = name, plan
-        self._address = ray.util.get_node_ip_address()
-        self._node = ray.get_runtime_context().get_node_id()
-        _remove_folders_of_the_dead()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))  # its user's alone
+        self._address, self._node = self._place()
+        self._folder = PrivateFolder(_FOLDER)
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._num_lines = 0
         self._listening: list[str] = []
@@ -72,7 +83,8 @@ class Keeper:
         self._state: State = "starting"
         self._since = time.time()
         self._restarts = 0
-        self._problem = ""
+        self._problem, self._problem_of_pointing = "", ""
+        self._early_ends = 0
         self._service: Service | None = None
         self._pointed, self._stopping = asyncio.Event(), asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -85,13 +97,30 @@ class Keeper:
         """Begin to run the process, if it does not run; one other than a scheduler waits until it is pointed to one."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
+            self._running.add_done_callback(self._end_if_failed)
+
+    async def kept(self) -> dict[str, Any]:
+        """Return what the next plan takes over from this process, as ``Controller.kept`` does for all of them."""
+        return {"keys": self._plan.keys, "served": self._plan.served and asdict(self._plan.served)}
+
+    async def metrics(self) -> str | None:
+        """Return the metrics of this gateway; None if it does not answer.
+
+        They are asked for here, on its own host, because the request carries an API key: that should not cross a
+        network over http, nor over TLS to somebody whose certificate is not verified.
+        """
+        if not self._listening:
+            return None
+        return await asyncio.to_thread(text_of, f"{self._listening[0]}/metrics", self._plan.metrics_key)
 
     async def point(self, scheduler: str) -> None:
         """Say where the scheduler is now. A process that runs notices by itself."""
-        unfinished = self._folder / "scheduler.new"
-        unfinished.write_text(scheduler)
-        unfinished.replace(self._folder / "scheduler")
-        self._scheduler = scheduler
+        try:
+            self._write_scheduler(scheduler)
+        except OSError as error:  # the controller asks again
+            self._problem_of_pointing = f"the scheduler's address cannot be written: {error}"
+            return
+        self._scheduler, self._problem_of_pointing = scheduler, ""
         self._pointed.set()
 
     async def stop(self, drain: bool) -> None:
@@ -107,7 +136,7 @@ class Keeper:
         if self._running is not None:
             await self._running
         self._state = "stopped"
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     async def describe(self) -> dict[str, Any]:
         """Return a ``Description`` as a dictionary: the controller may be of another version."""
@@ -122,7 +151,7 @@ class Keeper:
             restarts=self._restarts,
             listening=self._listening,
             scheduler=self._scheduler,
-            problem=self._problem,
+            problem=self._problem or self._problem_of_pointing,
         )
         return dict(to_builtins(description))
 
@@ -134,17 +163,14 @@ class Keeper:
     async def _run(self) -> None:
         if self._plan.kind != "scheduler":
             await self._pointed.wait()
-        try:
-            variables = self._plan.variables | await self._devices()
-        except ray.exceptions.RayError as error:
-            # The others of the group are on this node, so this actor will not live long either.
-            self._said(f"the group has lost a rank: {error}")
-            os._exit(1)
+        variables = self._plan.variables | await self._devices()
         failures = 0
         while not self._stopping.is_set():
-            began = self._since = time.time()
-            self._service = Service(self._name, self._plan.module, self._argv(), self._printed, variables, self._said)
+            began, lines_before = time.time(), self._num_lines
+            self._since = began
             try:
+                argv = self._argv()
+                self._service = Service(self._name, self._plan.module, argv, self._printed, variables, self._said)
                 code = await self._service.run()
             except OSError as error:
                 self._said(f"cannot be started: {error}")
@@ -152,6 +178,7 @@ class Keeper:
             self._listening, self._service = [], None
             if self._stopping.is_set():
                 break
+            self._early_ends += self._state != "ready"
             self._state, self._restarts = "starting", self._restarts + 1
             failures = 0 if time.time() - began > _SETTLED_SECONDS else failures + 1
             pause = _PAUSES[min(max(0, failures - 1), len(_PAUSES) - 1)]
@@ -159,7 +186,12 @@ class Keeper:
                 if self._plan.kind == "scheduler" and self._listened:
                     self._listened, pause = [], 0.0  # its last ports are taken: others will do
                 else:
-                    self._problem, pause = self._lines[-1] if self._lines else "it has said nothing", _PAUSES[-1]
+                    self._problem, pause = self._last_line(lines_before), _PAUSES[-1]
+            elif self._early_ends > _EARLY_ENDS:
+                self._problem = (
+                    f"it has ended {self._early_ends} times before it was ready, now with exit code {code}; its last "
+                    f"line: {self._last_line(lines_before)}"
+                )
             text = f"ended with exit code {code}, starting it again in {pause:g} s"
             print(f"{self._name:<10} | {text}", file=sys.stderr, flush=True)
             self._said(text)
@@ -171,14 +203,14 @@ class Keeper:
         host = f"[{self._address}]" if ":" in self._address else self._address
         given = list(self._plan.argv)
         if self._plan.keys:
-            folder = self._folder / "keys"
+            folder = self._folder.path() / "keys"
             _write(folder, self._plan.keys)
             given.append(f"--keys={folder}")
         if self._plan.kind == "scheduler":
             # The same ports as before, if it has had some: whoever is connected need not be told.
             gateways, executors = self._listened or [f"tcp://{host}:*"] * 2
             return [*given, f"--listen={executors}", f"--listen-gateways={gateways}"]
-        given.append(f"--scheduler=file:{self._folder / 'scheduler'}")
+        given.append(f"--scheduler=file:{self._write_scheduler(self._scheduler)}")
         if self._plan.kind == "gateway":
             return [*given, f"--host={self._address}", "--reuse-port", f"--gateway-id={self._name}"]
         return [
@@ -188,10 +220,33 @@ class Keeper:
             f"--executor-id={self._name}",
         ]
 
+    def _write_scheduler(self, scheduler: str) -> Path:
+        """Write where the scheduler is, and return the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        file = self._folder.path() / "scheduler"
+        unfinished = file.with_suffix(".new")
+        unfinished.write_text(scheduler)
+        unfinished.replace(file)
+        return file
+
+    @staticmethod
+    def _place() -> tuple[str, str]:
+        """Return the address of this node, and Ray's id of it."""
+        import ray
+
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+
     async def _devices(self) -> dict[str, str]:
         """Return the variables that show the process the GPUs of all ranks; the other ranks' are held by seats."""
         if not self._plan.gpus or self._plan.ranks == 1:
             return {}  # Ray has set them for this actor, and the process inherits them
+        import ray
+        from ray.util.placement_group import get_current_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         group = get_current_placement_group()
         self._seats = [
             ray.remote(Seat)
@@ -211,16 +266,29 @@ class Keeper:
             self._listening = line.split()[1:]
             self._listened = self._listening
             self._is_ready()
+        elif line.startswith("joined "):
+            self._is_ready()
 
     def _said(self, line: str) -> None:
         self._lines.append(line[:_LINE_CHARACTERS])
         self._num_lines += 1
-        if self._plan.kind == "executor" and "joined the scheduler at" in line:
-            self._is_ready()
+
+    def _last_line(self, before: int) -> str:
+        """Return the last line behind the first ``before`` of them."""
+        return self._lines[-1] if self._num_lines > before else "it has said nothing"
 
     def _is_ready(self) -> None:
         if self._state == "starting":
-            self._state, self._problem = "ready", ""
+            self._state, self._problem, self._early_ends = "ready", "", 0
+
+    def _end_if_failed(self, run: "asyncio.Task[None]") -> None:
+        """End this actor, and with it the process, if what holds the process has failed: the controller starts another.
+
+        This happens if the actor loses a rank of its group: the others are on its node, which will not live long.
+        """
+        if not run.cancelled() and (error := run.exception()) is not None:
+            print(f"{self._name:<10} | {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 class Seat:
@@ -232,15 +300,10 @@ class Seat:
 
 
 def _own_gpus() -> list[str]:
+    import ray
+
     ids: dict[str, list[Any]] = ray.get_runtime_context().get_accelerator_ids()
     return [str(each) for each in ids.get("GPU", [])]
-
-
-def _remove_folders_of_the_dead() -> None:
-    """Remove what keepers that were killed on this host have left."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        if not Path("/proc", folder.name.removeprefix(_FOLDER).split("-")[0]).exists():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
