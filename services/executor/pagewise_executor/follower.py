@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
 from pagewise_executor.main import build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.ranks.agreement import computes
 from pagewise_executor.ranks.messages import (
     Counted,
     Failed,
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 _COUNT_SECONDS = 1.0
 
 
-class _Link:
+class Link:
     """The frames between this rank and rank 0. Messages that wait for steps are put into ``inbox``."""
 
     def __init__(self, connection: Connection, folder: str) -> None:
@@ -81,12 +83,18 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
-    link = _Link(connection, seat.folder)
+    link = Link(connection, seat.folder)
     threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
+    return run(link, config, seat)
+
+
+def run(link: Link, config: ExecutorConfig, seat: Seat) -> int:
+    """Follow rank 0 to the end; returns the process's exit code. What goes wrong is told to rank 0."""
     try:
         _follow(link, config, seat)
     except Exception as error:
-        final = isinstance(error, PagewiseError)
+        # A rank that has served can do so again: then what has failed is a step, and not what it was started with.
+        final = isinstance(error, PagewiseError) and link.runner is None
         if not final:
             log.exception("rank %d failed", seat.rank)
         link.send(Failed(str(error)[:500] or type(error).__name__, final))
@@ -94,23 +102,25 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
+def _follow(link: Link, config: ExecutorConfig, seat: Seat) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
     runner = build_runner(config, keys, (seat.rank, seat.size, Path(seat.folder)))
     runner.report_copies(link.send)
     link.runner = runner
-    link.send(Ready(runner.info.block_endpoint))
+    link.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))
     pending: PendingStep | None = None
     num_steps = 0
-    counted = Counted()
+    counted, counted_at = Counted(), time.monotonic()
     while True:
-        try:
+        message = None
+        with contextlib.suppress(queue.Empty):
             message = link.inbox.get(timeout=_COUNT_SECONDS)
-        except queue.Empty:
-            now = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
-            if now != counted:
-                counted = now
-                link.send(counted)
+        if (now := time.monotonic()) - counted_at >= _COUNT_SECONDS:
+            found = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
+            if found != counted:
+                link.send(found)
+            counted, counted_at = found, now
+        if message is None:
             continue
         if pending is not None and not (isinstance(message, StepPlan) and not message.drafts):
             # A plan with drafts reads what the step before has sampled: rank 0 had its result when it was told of it.

@@ -82,7 +82,9 @@ def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     """Build the runner, and see to it that clients can use it."""
     runner = build_runner(config, keys) if config.tensor_parallel == 1 else lead(config, keys)
     info = runner.info
-    check_pool(info.num_blocks, info.block_size, info.bytes_per_block, info.max_model_len)
+    # Per rank, as --kv-memory is.
+    block_bytes = info.bytes_per_block // config.tensor_parallel
+    check_pool(info.num_blocks, info.block_size, block_bytes, info.max_model_len)
     return runner
 
 

@@ -21,7 +21,7 @@ _MOST_SECONDS = 60
 
 
 def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int) -> None:
-    """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton caches them on disk.
+    """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
 
     ``dtype``: the type of the model's logits. The runner must be reset afterwards: its input batch and the first blocks
     of its pool have been written over. Its ``fallback`` is set if kernels are launched by Triton, which is slower.
@@ -31,9 +31,6 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
     began = time.perf_counter()
     with torch.inference_mode():
         _sampling(runner.info.vocab_size, dtype, pool.device)
-        pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
-        if pool.num_blocks > 1:
-            pool.copy_blocks(np.array([[0, 1]], np.int32))
     room = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
     for size in _CHUNKS:
         if size <= room and time.perf_counter() - began < _MOST_SECONDS:
@@ -41,6 +38,14 @@ def warm_up(runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_to
     if num_unfrozen_launches():
         runner.info = replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
+
+
+def warm_up_copies(pool: KVPool) -> None:
+    """Launch the kernels of copies between blocks, which every rank of an executor makes for itself."""
+    with torch.inference_mode():
+        pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
+        if pool.num_blocks > 1:
+            pool.copy_blocks(np.array([[0, 1]], np.int32))
 
 
 def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:

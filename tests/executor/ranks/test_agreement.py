@@ -1,7 +1,14 @@
 """What every rank does for itself is confirmed once, when all have done it."""
 
-from pagewise_executor.ranks.agreement import Agreement, common_blocks
+import logging
+from dataclasses import replace
+
+import pytest
+from pagewise_executor.ranks.agreement import Agreement, common_blocks, common_device, computes
+from pagewise_executor.ranks.messages import Ready
+from pagewise_executor.runner import RunnerInfo
 from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
@@ -87,3 +94,34 @@ def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     assert common == inventory({1: 10})
     assert common_blocks([inventory({1: 10}), None]) is None
     assert common_blocks([inventory({1: 10}), inventory({1: 10})]) == inventory({1: 10})
+
+
+H100 = RunnerInfo("model", 100, 64, 8, 10, 1024, "NVIDIA H100", "bfloat16", kernels="triton")
+
+
+def ready(info: RunnerInfo) -> Ready:
+    return Ready("", info.device, computes(info))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (replace(H100, kernels="torch"), "kernels: triton and torch"),
+        (replace(H100, model_fingerprint="model-exact-inputs"), "weights: model and model-exact-inputs"),
+        (replace(H100, bytes_per_block=512), "bytes of a block: 1024 and 512"),
+        (replace(H100, dtype="float16"), "data type: bfloat16 and float16"),
+    ],
+)
+def test_ranks_that_do_not_compute_the_same_are_refused(other: RunnerInfo, what: str) -> None:
+    old = replace(other, device="NVIDIA A100")
+    with pytest.raises(ModelError, match=rf"3: ranks 0 \(NVIDIA H100\) and 2 \(NVIDIA A100\) .*\({what}\)"):
+        common_device(H100, [ready(H100), ready(old)])
+
+
+def test_devices_of_two_models_that_compute_the_same_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert common_device(H100, [ready(H100)]) == "NVIDIA H100, 2 ranks"
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        name = common_device(H100, [ready(H100), ready(replace(H100, device="NVIDIA L40S"))])
+    assert name == "NVIDIA H100, NVIDIA L40S, 3 ranks"
+    assert "as slow as the slowest: NVIDIA H100, NVIDIA L40S" in caplog.text

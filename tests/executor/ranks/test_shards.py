@@ -48,6 +48,15 @@ def test_columns_and_rows_are_divided_and_only_they_are_read() -> None:
     assert down.read == down.whole.numel()
 
 
+def test_the_vocabulary_is_cut_by_tokens_whatever_the_plan_says_of_the_head() -> None:
+    names, head = VocabularyNames("model.embed_tokens", "lm_head"), Weight(5, 3)
+    for style in ("colwise_gather_output", "colwise", "rowwise"):
+        cut = [
+            Shards(Ranks(rank, 2), {"lm_head": style}, names).read(head, "lm_head.weight", [3, 3]) for rank in range(2)
+        ]
+        assert torch.equal(torch.cat(cut)[:5], head.whole), style
+
+
 def test_kv_heads_that_are_fewer_than_ranks_are_shared_by_neighbours() -> None:
     keys = Weight(2 * 4, 6)  # two heads of four
     found = parts(keys, "model.layers.0.self_attn.k_proj.weight", [4, 6], 4)

@@ -131,7 +131,9 @@ class Shards:
         joined = len(whole) < len(shape)
         style = self.style(name) or self.style(name.rpartition(".")[0])
         part: torch.Tensor
-        if style == _ROWS and name.endswith(".bias") and whole == shape:
+        if name.rpartition(".")[0] in (self.vocabulary.embedding, self.vocabulary.head):
+            part = self._vocabulary(source, whole, shape[0])  # whatever the plan says: its size need not be divisible
+        elif style == _ROWS and name.endswith(".bias") and whole == shape:
             part = source[...]
             part = part if self.ranks.first else torch.zeros_like(part)  # it is summed, and must count once
         elif style == _PACKED and not joined:
@@ -147,8 +149,6 @@ class Shards:
         elif style == _ROWS:
             dim = len(whole) - 1
             part = self._cut(source, whole, dim, whole[dim] // self.ranks.size if joined else shape[dim])
-        elif name.rpartition(".")[0] in (self.vocabulary.embedding, self.vocabulary.head):
-            part = self._vocabulary(source, whole, shape[0])
         else:
             part = source[...]
         if not joined and list(part.shape) != shape:
@@ -207,7 +207,7 @@ def connect(model: nn.Module, shards: Shards, vocab_size: int) -> None:
     """
     ranks, names = shards.ranks, shards.vocabulary
     for name, module in model.named_modules():
-        if shards.style(name) in _SUMMED:
+        if shards.style(name) in _SUMMED and name not in names:
             module.register_forward_hook(lambda module, args, output: ranks.reduce(output))
     embedding = model.get_submodule(names.embedding)
     model.set_submodule(names.embedding, ShardedEmbedding(embedding, -(-vocab_size // ranks.size), ranks))

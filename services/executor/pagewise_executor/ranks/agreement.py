@@ -1,4 +1,5 @@
-"""When something is done that every rank of an executor does for itself, and with what result.
+"""When something is done that every rank of an executor does for itself, and with what result; and what they have to
+have in common.
 
 Copies between tiers, with peers and with storage take different times on each rank, and may fail on one alone. The
 scheduler knows blocks of the executor only, so a list of copies is confirmed when every rank has done its part: a block
@@ -6,12 +7,19 @@ is bad if it is on any rank, and the list has failed if it has on any rank. Unti
 the list. So no rank's block is given to others while another rank still copies, and all ranks hold the same blocks.
 """
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import Copied, Found, Inventory, NamedBlocks, pack_int32s, unpack_int32s
+
+from pagewise_executor.ranks.messages import Ready
+from pagewise_executor.runner import RunnerInfo
+
+log = logging.getLogger(__name__)
 
 _Key = tuple[object, ...]
 
@@ -66,6 +74,40 @@ def _joined(messages: Sequence[Copied | Found]) -> Copied | Found:
         bad=pack_int32s(sorted({block for each in copied for block in unpack_int32s(each.bad)})),
         error=next((each.error for each in copied if each.error is not None), None),
     )
+
+
+def computes(info: RunnerInfo) -> dict[str, str]:
+    """Return what has to be the same on all ranks, by what it is called.
+
+    The scheduler knows the blocks of rank 0 only, and which executors may exchange theirs. GPUs of two models may have
+    different kernels and formats, and round in different ways.
+    """
+    return {
+        "weights": info.model_fingerprint,
+        "kernels": info.kernels,
+        "data type": info.dtype,
+        "bytes of a block": str(info.bytes_per_block),
+    }
+
+
+def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:
+    """Return what to call the devices of all ranks. ``own``: of rank 0; ``others``: what the ranks behind it said.
+
+    Raises:
+        ModelError: they would not compute the same.
+    """
+    for rank, other in enumerate(others, 1):
+        for what, value in computes(own).items():
+            if (theirs := other.computes.get(what)) != value:
+                raise ModelError(
+                    f"--tensor-parallel {1 + len(others)}: ranks 0 ({own.device}) and {rank} ({other.device}) do not "
+                    f"compute the same ({what}: {value} and {theirs}): take devices of one kind, or options that both "
+                    "support, such as --kernels"
+                )
+    devices = list(dict.fromkeys([own.device, *(other.device for other in others)]))
+    if len(devices) > 1:
+        log.warning("the ranks have different devices, and all are as slow as the slowest: %s", ", ".join(devices))
+    return f"{', '.join(devices)}, {1 + len(others)} ranks"
 
 
 def common_blocks(inventories: Sequence[Inventory | None]) -> Inventory | None:

@@ -177,9 +177,9 @@ class Leader:
         self._num_steps += 1
         self.tell(plan)
 
-    def ready(self) -> list[str]:
-        """Wait until all ranks are ready; return their block endpoints."""
-        return [follower.answer(Ready, None).block_endpoint for follower in self.followers]
+    def ready(self) -> list[Ready]:
+        """Wait until all other ranks are ready; return what they say of themselves."""
+        return [follower.answer(Ready, None) for follower in self.followers]
 
     def settle(self, epoch: int) -> None:
         """Wait until the other ranks have been reset for ``epoch``, behind as many steps as rank 0.

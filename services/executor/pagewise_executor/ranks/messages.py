@@ -23,9 +23,14 @@ class Stop(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks."""
+    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks.
+
+    ``computes``: what has to be the same on all ranks (``agreement.computes``).
+    """
 
     block_endpoint: str
+    device: str
+    computes: dict[str, str]
 
 
 class Settled(Message, frozen=True):
