@@ -16,7 +16,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.protocol import CancelCopies, LookUp, StepPlan, Welcome, encode
+from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, StepPlan, Welcome, encode
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _COUNT_SECONDS = 1.0
 
 
-class Link:
+class _Link:
     """The frames between this rank and rank 0. Messages that wait for steps are put into ``inbox``."""
 
     def __init__(self, connection: Connection, folder: str) -> None:
@@ -67,6 +67,8 @@ class Link:
                     self.runner.cancel_copies(message)
                 elif isinstance(message, LookUp) and self.runner is not None:
                     self.runner.look_up(message)
+                elif isinstance(message, LoadAdapter) and self.runner is not None:
+                    self.runner.load_adapter(message)
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
@@ -83,12 +85,12 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
-    link = Link(connection, seat.folder)
+    link = _Link(connection, seat.folder)
     threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
     return run(link, config, seat)
 
 
-def run(link: Link, config: ExecutorConfig, seat: Seat) -> int:
+def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
     """Follow rank 0 to the end; returns the process's exit code. What goes wrong is told to rank 0."""
     try:
         _follow(link, config, seat)
@@ -102,7 +104,7 @@ def run(link: Link, config: ExecutorConfig, seat: Seat) -> int:
     return 0
 
 
-def _follow(link: Link, config: ExecutorConfig, seat: Seat) -> None:
+def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
     runner = build_runner(config, keys, (seat.rank, seat.size, Path(seat.folder)))
     runner.report_copies(link.send)
@@ -143,6 +145,8 @@ def _follow(link: Link, config: ExecutorConfig, seat: Seat) -> None:
                 runner.cancel_copies(message)
             case LookUp():
                 runner.look_up(message)
+            case LoadAdapter():
+                runner.load_adapter(message)
             case Stop():
                 runner.close()
                 return

@@ -4,7 +4,18 @@ import dataclasses
 
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LoadAdapter,
+    LookUp,
+    LowerTier,
+    StepPlan,
+    Welcome,
+)
 
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.issued_step import IssuedStep
@@ -66,7 +77,7 @@ class LeadingRunner(ModelRunner):
         agreement: Agreement = self._leader.agree(report)
 
         def add(message: object) -> None:
-            if isinstance(message, Copied | Found):
+            if isinstance(message, Copied | Found | AdapterLoaded):
                 agreement.add(self._leader.rank, message)
             else:
                 report(message)  # type: ignore[arg-type] # of rank 0 alone: grammars
@@ -77,6 +88,11 @@ class LeadingRunner(ModelRunner):
         """See ``Runner``."""
         self._leader.tell(message)
         super().look_up(message)
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """See ``Runner``."""
+        self._leader.tell(message)
+        super().load_adapter(message)
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """See ``Runner``."""

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from pagewise_executor.ranks.agreement import Agreement, common_blocks, common_device, computes
+from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks, common_device, computes
 from pagewise_executor.ranks.messages import Ready
 from pagewise_executor.runner import RunnerInfo
 from pagewise_shared.block_hash import HASH_BYTES
@@ -12,6 +12,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
+    AdapterLoaded,
     Copied,
     Found,
     Inventory,
@@ -27,8 +28,8 @@ def copied(step: int = 1, bad: tuple[int, ...] = (), seconds: float = 0.0, error
     return Copied(epoch, step, HOST, DEVICE, elapsed_us=int(seconds * 1e6), bad=pack_int32s(bad), error=failed)
 
 
-def agreement(size: int = 3) -> tuple[Agreement, list[Copied | Found]]:
-    reported: list[Copied | Found] = []
+def agreement(size: int = 3) -> tuple[Agreement, list[Answer]]:
+    reported: list[Answer] = []
     return Agreement(size, reported.append), reported
 
 
@@ -80,6 +81,19 @@ def test_a_prefix_is_stored_as_far_as_every_rank_has_it() -> None:
     for rank, count in enumerate((7, 3, 9)):
         agreed.add(rank, Found(1, 12, count))
     assert reported == [Found(1, 12, 3)]
+
+
+def test_an_adapter_is_loaded_where_all_ranks_have_it() -> None:
+    agreed, reported = agreement(2)
+    agreed.add(1, AdapterLoaded(1, 7, 300, from_host=True))
+    assert not reported
+    agreed.add(0, AdapterLoaded(1, 7, 100, from_host=False, evicted=(b"one", b"two")))
+    agreed.add(0, AdapterLoaded(1, 8, evicted=(b"one",)))
+    agreed.add(1, AdapterLoaded(1, 8, evicted=(b"two",), error="no such folder"))
+    assert reported == [
+        AdapterLoaded(1, 7, 300, from_host=False, evicted=(b"one", b"two")),
+        AdapterLoaded(1, 8, evicted=(b"one", b"two"), error="no such folder"),
+    ]
 
 
 def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:

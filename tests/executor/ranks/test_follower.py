@@ -43,15 +43,15 @@ class Runner:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[follower.Link, Connection]]:
+def ends() -> Iterator[tuple[follower._Link, Connection]]:
     """Both ends of the link between a rank and rank 0."""
     own, other = (Connection(end.detach()) for end in socket.socketpair())
-    yield follower.Link(own, "nowhere"), other
+    yield follower._Link(own, "nowhere"), other
     own.close()
     other.close()
 
 
-def follow(link: follower.Link, runner: Runner | Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+def follow(link: follower._Link, runner: Runner | Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def build(*_: object) -> Runner:
         if isinstance(runner, Exception):
             raise runner
@@ -66,7 +66,7 @@ def said(rank_0: Connection) -> list[Message]:
 
 
 def test_it_tells_what_it_has_counted_also_while_it_has_work_all_the_time(
-    ends: tuple[follower.Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     monkeypatch.setattr(follower, "_COUNT_SECONDS", 0.02)
@@ -81,7 +81,7 @@ def test_it_tells_what_it_has_counted_also_while_it_has_work_all_the_time(
 
 
 def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
-    ends: tuple[follower.Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     link.inbox.put(StepPlan(1, 1))
@@ -90,7 +90,7 @@ def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
 
 
 def test_a_model_that_cannot_be_loaded_does(
-    ends: tuple[follower.Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     assert follow(link, ModelError("no room"), monkeypatch) == CANNOT_START

@@ -49,7 +49,7 @@ class LoadedModel:
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
     ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
     layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part
-    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole.
+    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part.
     """
 
     model: torch.nn.Module
@@ -67,6 +67,7 @@ class LoadedModel:
     rotations: list[KeyRotation] = field(default_factory=list)
     no_segments: str = ""
     ranks: Ranks = field(default_factory=Ranks)
+    shards: Shards | None = None
 
     @property
     def heads_first(self) -> bool:
@@ -142,6 +143,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         rotations=rotations,
         no_segments=no_segments,
         ranks=ranks,
+        shards=shards,
     )
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, Found, Inventory, encode
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, encode
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START
 
-from pagewise_executor.ranks.agreement import Agreement, common_blocks
+from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
 from pagewise_executor.ranks.messages import (
     Counted,
     Failed,
@@ -138,7 +138,7 @@ class Follower:
                     return
                 if isinstance(message, Counted):
                     self.counted = message
-                elif isinstance(message, Copied | Found):
+                elif isinstance(message, Copied | Found | AdapterLoaded):
                     if self.agreement is not None:
                         self.agreement.add(self.rank, message)
                 else:
@@ -198,7 +198,7 @@ class Leader:
             if found != expected:
                 self.give_up(f"rank {follower.rank} is at {found}, rank 0 at {expected}")
 
-    def agree(self, report: Callable[[Copied | Found], None]) -> Agreement:
+    def agree(self, report: Callable[[Answer], None]) -> Agreement:
         """Return what joins the reports of all ranks; rank 0 adds its own."""
         self._agreement = Agreement(self.size, report)
         for follower in self.followers:
