@@ -14,13 +14,12 @@ from pathlib import Path
 
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
-from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, StepPlan, Welcome, encode
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
-from pagewise_executor.main import build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, free_unused
 from pagewise_executor.ranks.agreement import computes
 from pagewise_executor.ranks.messages import (
     Counted,
@@ -96,7 +95,7 @@ def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
         _follow(link, config, seat)
     except Exception as error:
         # A rank that has served can do so again: then what has failed is a step, and not what it was started with.
-        final = isinstance(error, PagewiseError) and link.runner is None
+        final = isinstance(error, FINAL) and link.runner is None
         if not final:
             log.exception("rank %d failed", seat.rank)
         link.send(Failed(str(error)[:500] or type(error).__name__, final))

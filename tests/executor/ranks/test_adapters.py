@@ -13,6 +13,7 @@ from tests.executor.driver import run_requests
 from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
 from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import build_model
+from tests.quantised_checkpoints import FORMS, build_quantised
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -95,6 +96,16 @@ def test_layers_that_are_not_fused_and_kv_heads_that_are_shared(
     expected = outputs(ModelRunner(config_of(model, 1, kernels=kernels, **LORA)), folders)
     group = ThreadGroup(model, size, kernels=kernels, **LORA)
     same(outputs(group, folders), expected)  # type: ignore[arg-type]
+    group.close()
+
+
+def test_adapters_of_a_quantised_checkpoint(llama: tuple[Path, Folders], tmp_path: Path) -> None:
+    """Inputs are not rounded in this form, so that tokens do not depend on the number of ranks."""
+    folders = llama[1]
+    build_quantised(FORMS["int8 weights"], tmp_path, "llama")
+    expected = outputs(ModelRunner(config_of(tmp_path, 1, **LORA)), folders, asked=1)
+    group = ThreadGroup(tmp_path, 2, **LORA)
+    same(outputs(group, folders, asked=1), expected)  # type: ignore[arg-type]
     group.close()
 
 

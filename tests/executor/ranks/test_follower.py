@@ -1,5 +1,6 @@
 """A rank behind rank 0: what it tells of itself, and what becomes of it when something fails."""
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import zmq
 from pagewise_executor import follower
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.ranks.messages import Counted, Failed, Ready, Seat, Stop, decode_from_rank
@@ -89,9 +91,10 @@ def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
     assert said(rank_0)[-1] == Failed("it contradicts what this rank holds", final=False)
 
 
-def test_a_model_that_cannot_be_loaded_does(
-    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ModelError("no room"), zmq.ZMQError(errno.EADDRINUSE)])
+def test_a_model_that_cannot_be_loaded_does_and_so_does_a_port_that_is_taken(
+    error: Exception, ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
-    assert follow(link, ModelError("no room"), monkeypatch) == CANNOT_START
-    assert said(rank_0) == [Failed("no room", final=True)]
+    assert follow(link, error, monkeypatch) == CANNOT_START
+    assert said(rank_0) == [Failed(str(error), final=True)]
