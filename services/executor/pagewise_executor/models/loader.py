@@ -119,11 +119,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: checkpoint.read(part, dtype)) if checkpoint is not None else None
-            # What else is summed, the embeddings, is zero on all ranks but one.
-            reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
-            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, reduce)
-            if shards is not None:
-                connect(model, shards, vocab_size)
+            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
+            connect(model, shards, vocab_size)
     return LoadedModel(
         model=model,
         # A rope that was fixed for a length makes other keys with another length.

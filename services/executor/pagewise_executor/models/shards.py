@@ -229,11 +229,13 @@ def vocabulary_names(model: Any) -> VocabularyNames:
     return VocabularyNames(names[model.get_input_embeddings()], names[model.get_output_embeddings()])
 
 
-def connect(model: nn.Module, shards: Shards, vocab_size: int) -> None:
+def connect(model: nn.Module, shards: Shards | None, vocab_size: int) -> None:
     """Let the modules of a model compute together with those of the other ranks.
 
-    Fused layers do so by themselves. ``vocab_size``: of the whole model.
+    Fused layers do so by themselves. ``shards``: None if there is one rank. ``vocab_size``: of the whole model.
     """
+    if shards is None:
+        return
     ranks, names = shards.ranks, shards.vocabulary
     for name, module in model.named_modules():
         if shards.style(name) in _SUMMED and name not in names:
