@@ -41,14 +41,14 @@ def expected(folders: dict[str, Path]) -> dict[str, str]:
     return found
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["", "2 ranks"])
+def cluster(tmp_path: Path, folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Cluster]:
     modules = ["--lora-modules", *(f"{name}={folders[name]}" for name in ("first", "second"))]
     cluster = Cluster(
         tmp_path,
         gateways=2,
         gateway_options=(*LORA, "--allow-runtime-lora-updating", *modules),
-        executor_options=(*LORA, "--max-loras=2"),
+        executor_options=(*LORA, "--max-loras=2", f"--tensor-parallel={request.param}"),
     )
     with running(cluster, 1):
         yield cluster

@@ -5,6 +5,7 @@ from pathlib import Path
 from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.runner import Runner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
 
@@ -53,3 +54,14 @@ def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], l
     _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)
     tokens = {one.request_id: one.sequences[0].output_token_ids.tolist() for one in requests}
     return tokens, [entry.logprob for output in outputs for entry in output.logprobs.values()]
+
+
+def outputs(runner: Runner, prompts: dict[int, list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their log-probabilities, by request; ``prompts`` by seed."""
+    requests = [request(prompt, 6, f"r{i}", temperature=1.0, seed=i, logprobs=0) for i, prompt in prompts.items()]
+    _, steps = run_requests(runner, requests, **load)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step in steps:
+        for sequence, entry in step.logprobs.items():
+            found.setdefault(sequence.request.request_id, []).append((entry.token_id, entry.logprob))
+    return found

@@ -19,6 +19,7 @@ from pagewise_shared.errors import ModelError
 
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
+from tests.executor.runners import outputs
 from tests.model_builders import VOCAB_SIZE, build_model
 
 LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
@@ -115,17 +116,6 @@ def test_seeded_samples_are_those_of_the_torch_executor(tmp_path: Path) -> None:
         run_requests(ModelRunner(config), requests, num_blocks=20, max_num_seqs=3, arrive_every=2)
         sampled.append([asked.sequences[0].output_token_ids.tolist() for asked in requests])
     assert sampled[0] == sampled[1]
-
-
-def outputs(runner: ModelRunner, prompts: dict[int, list[int]], **load: int) -> dict[str, list[tuple[int, float]]]:
-    """Tokens and their log-probabilities, by request; ``prompts`` by seed."""
-    requests = [request(prompt, 6, f"r{i}", temperature=1.0, seed=i, logprobs=0) for i, prompt in prompts.items()]
-    _, steps = run_requests(runner, requests, **load)
-    found: dict[str, list[tuple[int, float]]] = {}
-    for step in steps:
-        for sequence, entry in step.logprobs.items():
-            found.setdefault(sequence.request.request_id, []).append((entry.token_id, entry.logprob))
-    return found
 
 
 @pytest.mark.long  # tests/kernels has the same of the kernels alone

@@ -90,8 +90,6 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--speculative", "[4]"], {}, "--speculative-config: Expected `object`"),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE"),
         (["--tensor-parallel", "0"], {}, "--tensor-parallel: Expected `int` >= 1"),
-        (["--tensor-parallel", "2", "--enable-lora"], {}, "--tensor-parallel 2 cannot be used with --enable-lora"),
-        (["--tensor-parallel", "2", "--deterministic"], {}, "cannot be used with --deterministic"),
         (["--tensor-parallel", "2", "--kv-mapping", "mmu"], {}, "cannot be used with --kv-mapping mmu"),
         (["--simulate"], {"PAGEWISE_TENSOR_PARALLEL": "4"}, "--tensor-parallel 4 cannot be used with --simulate"),
         (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size: layers are not divided among devices"),

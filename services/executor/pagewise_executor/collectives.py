@@ -59,6 +59,22 @@ class Ranks:
         torch.distributed.all_reduce(x)
         return x
 
+    def reduce_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``x`` over all ranks, added in their order.
+
+        So each element follows from those of the ranks alone. In ``reduce`` the order depends on where an element lies
+        in how large a tensor, which is to say on the batch; with two ranks there is one order only.
+        """
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, x)
+        total, *others = parts
+        for part in others:
+            total += part
+        return total
+
     def gather_logits(self, local: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Return on rank 0 the logits [.., vocab_size] of which each rank has a part [.., part], the last ones padded.
 

@@ -1,8 +1,9 @@
 """Drafts of a step: tokens that a plan says may follow those of a row, and what became of them."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,37 +15,52 @@ from pagewise_executor.plan_checks import InvalidPlanError
 _Int32s = npt.NDArray[np.int32]
 
 
+class KnownTokens(Protocol):
+    """The tokens of a row: those that it joined with, and those that were sampled since and have reached the host."""
+
+    tokens: _Int32s
+    sampled: "array[int]"
+
+
 @dataclass(slots=True)
 class Draft:
     """Tokens [n] that may follow those of a row that decodes, at positions from ``start`` + 1 on.
 
-    ``num_accepted``: how many of them were drawn; known once the step has sampled.
+    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them were drawn; known
+    once the step has sampled.
     """
 
     row: int
     start: int
     tokens: _Int32s
+    last: int = 0
     num_accepted: int = 0
 
-    def computed_tokens(self, num_joined: int, sampled: "array[int]") -> _Int32s:
-        """Return the tokens that verify it [1 + n]: the one that was sampled last, and its own.
+    @property
+    def computed_tokens(self) -> _Int32s:
+        """The tokens that verify it [1 + n]: the one that was sampled last, and its own."""
+        return np.append(np.array([self.last], np.int32), self.tokens)
 
-        ``num_joined``: the tokens that the row joined with; ``sampled``: those that were sampled for it since.
+    def follow(self, held: KnownTokens) -> None:
+        """Take the token before the draft from those of its row.
 
         Raises:
             InvalidPlanError: the result of the step before is not back.
         """
-        if not sampled or num_joined + len(sampled) != self.start + 1:
+        if not held.sampled or len(held.tokens) + len(held.sampled) != self.start + 1:
             raise InvalidPlanError(f"row {self.row} has a draft before its last token is known")
-        return np.append(np.array(sampled[-1:], np.int32), self.tokens)
+        self.last = held.sampled[-1]
 
 
-def checked_drafts(drafts: Sequence[Draft], slots: Sequence[int], vocab_size: int) -> list[Draft]:
-    """Return the drafts of a plan. ``slots``: how many tokens each of their rows has room for.
+def checked_drafts(
+    drafts: Sequence[Draft], rows: Mapping[int, KnownTokens], slots: Sequence[int], vocab_size: int
+) -> list[Draft]:
+    """Return the drafts of a plan. ``rows``: by their numbers. ``slots``: how many tokens each of the drafts' rows has
+    room for.
 
     Raises:
-        InvalidPlanError: a row has two of them or no slots for one, or a draft has no tokens, too many, or impossible
-            ones.
+        InvalidPlanError: a row has two of them, no slots for one, or a last token that is not known yet, or a draft has
+            no tokens, too many, or impossible ones.
     """
     for draft, room in zip(drafts, slots, strict=True):
         if len(draft.tokens) > MAX_SPECULATIVE_TOKENS:
@@ -53,6 +69,7 @@ def checked_drafts(drafts: Sequence[Draft], slots: Sequence[int], vocab_size: in
             raise InvalidPlanError(f"row {draft.row}: a draft of no tokens, or with one outside the vocabulary")
         if draft.start + 1 + len(draft.tokens) > room:
             raise InvalidPlanError(f"row {draft.row} has no slots for a draft of {len(draft.tokens)} tokens")
+        draft.follow(rows[draft.row])
     if len({draft.row for draft in drafts}) < len(drafts):
         raise InvalidPlanError("a row has two drafts in one step")
     return list(drafts)

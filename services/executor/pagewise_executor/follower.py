@@ -8,18 +8,19 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
-from pagewise_shared.errors import PagewiseError
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.protocol import CancelCopies, LookUp, StepPlan, Welcome, encode
+from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, StepPlan, Welcome, encode
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
-from pagewise_executor.main import build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.ranks.agreement import computes
 from pagewise_executor.ranks.messages import (
     Counted,
     Failed,
@@ -65,6 +66,8 @@ class _Link:
                     self.runner.cancel_copies(message)
                 elif isinstance(message, LookUp) and self.runner is not None:
                     self.runner.look_up(message)
+                elif isinstance(message, LoadAdapter) and self.runner is not None:
+                    self.runner.load_adapter(message)
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
@@ -83,10 +86,16 @@ def main(argv: list[str]) -> int:
     tune_allocator(computes=True, free_unused=free_unused)
     link = _Link(connection, seat.folder)
     threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
+    return run(link, config, seat)
+
+
+def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
+    """Follow rank 0 to the end; returns the process's exit code. What goes wrong is told to rank 0."""
     try:
         _follow(link, config, seat)
     except Exception as error:
-        final = isinstance(error, PagewiseError)
+        # A rank that has served can do so again: then what has failed is a step, and not what it was started with.
+        final = isinstance(error, FINAL) and link.runner is None
         if not final:
             log.exception("rank %d failed", seat.rank)
         link.send(Failed(str(error)[:500] or type(error).__name__, final))
@@ -99,18 +108,20 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
     runner = build_runner(config, keys, (seat.rank, seat.size, Path(seat.folder)))
     runner.report_copies(link.send)
     link.runner = runner
-    link.send(Ready(runner.info.block_endpoint))
+    link.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))
     pending: PendingStep | None = None
     num_steps = 0
-    counted = Counted()
+    counted, counted_at = Counted(), time.monotonic()
     while True:
-        try:
+        message = None
+        with contextlib.suppress(queue.Empty):
             message = link.inbox.get(timeout=_COUNT_SECONDS)
-        except queue.Empty:
-            now = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
-            if now != counted:
-                counted = now
-                link.send(counted)
+        if (now := time.monotonic()) - counted_at >= _COUNT_SECONDS:
+            found = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
+            if found != counted:
+                link.send(found)
+            counted, counted_at = found, now
+        if message is None:
             continue
         if pending is not None and not (isinstance(message, StepPlan) and not message.drafts):
             # A plan with drafts reads what the step before has sampled: rank 0 had its result when it was told of it.
@@ -133,6 +144,8 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
                 runner.cancel_copies(message)
             case LookUp():
                 runner.look_up(message)
+            case LoadAdapter():
+                runner.load_adapter(message)
             case Stop():
                 runner.close()
                 return

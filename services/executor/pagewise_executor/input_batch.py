@@ -238,8 +238,7 @@ class InputBatch:
 
     def chunk_tokens(self, work: StepWork) -> Int64s:
         """Return the tokens of the chunks of a step [tokens of all chunks]."""
-        of_drafts = [(self.sequences[draft.row], draft) for draft in work.drafts]
-        tokens = [draft.computed_tokens(len(held.tokens), held.sampled) for held, draft in of_drafts]
+        tokens = [draft.computed_tokens for draft in work.drafts]
         tokens += [self.sequences[c.row].tokens[c.start : c.start + c.size] for c in work.chunks[len(work.drafts) :]]
         return np.concatenate([np.zeros(0, np.int64), *tokens])
 
@@ -343,7 +342,7 @@ class InputBatch:
             raise InvalidPlanError(f"row {lost[0]} has a draft but does not decode")
         found = [Draft(row, int(self.num_computed[row]), _int32s(tokens)) for row, tokens in drafts]
         slots = [min(int(self.num_blocks[one.row]) * self.block_size, self.max_model_len) for one in found]
-        return checked_drafts(found, slots, self.vocab_size)
+        return checked_drafts(found, self.sequences, slots, self.vocab_size)
 
     def _check_moves(self, plan: StepPlan) -> None:
         """Check the moves of a plan: rows that go on past moved tokens get all of them."""

@@ -4,12 +4,23 @@ import dataclasses
 
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, LowerTier, StepPlan, Welcome
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LoadAdapter,
+    LookUp,
+    LowerTier,
+    StepPlan,
+    Welcome,
+)
 
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.ranks.agreement import Agreement
+from pagewise_executor.ranks.agreement import Agreement, common_device
 from pagewise_executor.ranks.leader import Leader
 from pagewise_executor.runner import Report
 
@@ -21,17 +32,18 @@ class LeadingRunner(ModelRunner):
         self._leader = leader
         self._leads = self._told = False
         super().__init__(config, **arguments)  # type: ignore[arg-type]
-        endpoints = [self.info.block_endpoint, *self._endpoints]
+        endpoints = [self.info.block_endpoint, *(other.block_endpoint for other in self._others)]
         self.info = dataclasses.replace(
             self.info,
             block_endpoint=" ".join(endpoints) if all(endpoints) else "",
             bytes_per_block=leader.size * self.info.bytes_per_block,
-            device=f"{self.info.device}, {leader.size} ranks",
+            device=self._devices,
         )
 
     def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
         """See ``ModelRunner``. From here on the others follow: so far all have done the same by themselves."""
-        self._endpoints = self._leader.ready()
+        self._others = self._leader.ready()
+        self._devices = common_device(self.info, self._others)
         self._leads = True
         return super()._rehearse(config, dtype, tiers)
 
@@ -65,7 +77,7 @@ class LeadingRunner(ModelRunner):
         agreement: Agreement = self._leader.agree(report)
 
         def add(message: object) -> None:
-            if isinstance(message, Copied | Found):
+            if isinstance(message, Copied | Found | AdapterLoaded):
                 agreement.add(self._leader.rank, message)
             else:
                 report(message)  # type: ignore[arg-type] # of rank 0 alone: grammars
@@ -76,6 +88,11 @@ class LeadingRunner(ModelRunner):
         """See ``Runner``."""
         self._leader.tell(message)
         super().look_up(message)
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        """See ``Runner``."""
+        self._leader.tell(message)
+        super().load_adapter(message)
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """See ``Runner``."""

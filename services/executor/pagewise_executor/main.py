@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FINAL = (PagewiseError, zmq.ZMQError)
+"""Errors after which another start would fail too. Without OSError: one that ends the worker may come from a disk or a
+device, and a restart may help."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service; returns the process's exit code."""
@@ -42,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warn_of_variables()
     tune_allocator(computes=True, free_unused=free_unused)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
-    # Without OSError: one that ends the worker may come from a disk or a device, and a restart may help.
-    return exit_code_of(lambda: _serve(config), final=(PagewiseError, zmq.ZMQError))
+    return exit_code_of(lambda: _serve(config), final=FINAL)
 
 
 def free_unused() -> None:
@@ -82,7 +85,9 @@ def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     """Build the runner, and see to it that clients can use it."""
     runner = build_runner(config, keys) if config.tensor_parallel == 1 else lead(config, keys)
     info = runner.info
-    check_pool(info.num_blocks, info.block_size, info.bytes_per_block, info.max_model_len)
+    # Per rank, as --kv-memory is.
+    block_bytes = info.bytes_per_block // config.tensor_parallel
+    check_pool(info.num_blocks, info.block_size, block_bytes, info.max_model_len)
     return runner
 
 

@@ -51,6 +51,7 @@ from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.uploads import Array, Uploads, to_host
+from pagewise_executor.warm_up import warm_up, warm_up_copies
 
 if TYPE_CHECKING:
     from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
@@ -115,15 +116,15 @@ class ModelRunner:
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
         self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks)
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
+        store = BlockStore(self._pool, self._tiers)
+        self._storages = make_storages(
+            config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size, ranks
+        )
+        self._copier.storages = self._storages.links
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
         if ranks.first:
             lower = self._rehearse(config, loaded.dtype, lower)
-        store = BlockStore(self._pool, self._tiers)
-        self._storages = make_storages(
-            config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size
-        )
-        self._copier.storages = self._storages.links
         self.info = dataclasses.replace(self.info, tiers=tuple(lower), storages=self._storages.described)
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
@@ -188,6 +189,7 @@ class ModelRunner:
                 graphs.decodes.warm_up()
             elif not graphs.capture(self._ranks):
                 self.info = dataclasses.replace(self.info, fallback=True)
+        warm_up_copies(self._pool)
         self._mover.warm_up()
         if self._adapters is not None:
             self._adapters.slots.warm_up()
@@ -198,8 +200,6 @@ class ModelRunner:
         How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.
         """
         if self._device.type == "cuda" and self._graphs is not None:
-            from pagewise_executor.warm_up import warm_up
-
             least = self._graphs.mixed.least_without
             warm_up(self, self._pool, dtype, config.max_num_batched_tokens, least)
         if not config.profile:

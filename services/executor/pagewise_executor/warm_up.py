@@ -23,7 +23,7 @@ _MOST_SECONDS = 60
 def warm_up(
     runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int, least_tokens: int = 1
 ) -> None:
-    """Launch the kernels of short chunks, of sampling, and of copies between blocks. Triton caches them on disk.
+    """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
 
     ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute; what they do
     has been compiled for them. Chunks are tried in as many sequences as such a step needs, if there can be as many.
@@ -36,9 +36,6 @@ def warm_up(
     began = time.perf_counter()
     with torch.inference_mode():
         _sampling(runner.info.vocab_size, dtype, pool.device)
-        pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
-        if pool.num_blocks > 1:
-            pool.copy_blocks(np.array([[0, 1]], np.int32))
     longest = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
     for size in (*_CHUNKS, least_tokens) if least_tokens > _CHUNKS[-1] else _CHUNKS:
         number = -(-least_tokens // size)
@@ -49,6 +46,14 @@ def warm_up(
     if num_unfrozen_launches():
         runner.info = replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
+
+
+def warm_up_copies(pool: KVPool) -> None:
+    """Launch the kernels of copies between blocks, which every rank of an executor makes for itself."""
+    with torch.inference_mode():
+        pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
+        if pool.num_blocks > 1:
+            pool.copy_blocks(np.array([[0, 1]], np.int32))
 
 
 def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -29,8 +29,6 @@ REFUSED = {
 """Options of vLLM that there are not, and what to use."""
 
 _NOT_WITH_RANKS = {
-    "enable_lora": (True, "--enable-lora: adapters are not divided among ranks"),
-    "deterministic": (True, "--deterministic: sums over ranks depend on the size of the batch"),
     "simulate": (True, "--simulate: it runs no model"),
 }
 

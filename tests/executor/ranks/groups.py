@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,9 +16,10 @@ from pagewise_executor.leading_runner import LeadingRunner
 from pagewise_executor.main import lead
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.ranks.agreement import Agreement
 from pagewise_executor.runner import Report
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import StepPlan, Welcome
+from pagewise_shared.protocol import LoadAdapter, StepPlan, Welcome
 
 from tests.cpu_kernels import kernels_without_openvino
 from tests.executor.runners import BLOCK_SIZE
@@ -90,7 +92,13 @@ class ThreadGroup:
         self._on_all(lambda runner: runner.reset(welcome))
 
     def report_copies(self, report: Report) -> None:
-        pass
+        agreement = Agreement(len(self.runners), report)
+        for rank, runner in enumerate(self.runners):
+            runner.report_copies(partial(agreement.add, rank))  # type: ignore[arg-type] # nothing is said of grammars
+
+    def load_adapter(self, message: LoadAdapter) -> None:
+        for runner in self.runners:
+            runner.load_adapter(message)
 
     def execute(self, plan: StepPlan) -> IssuedStep:
         first, *others = self._on_all(lambda runner: runner.execute(plan))
@@ -101,6 +109,7 @@ class ThreadGroup:
         return first
 
     def close(self) -> None:
+        self._on_all(lambda runner: runner.close())
         self._threads.shutdown()
 
 

@@ -1,10 +1,18 @@
 """What every rank does for itself is confirmed once, when all have done it."""
 
-from pagewise_executor.ranks.agreement import Agreement, common_blocks
+import logging
+from dataclasses import replace
+
+import pytest
+from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks, common_device, computes
+from pagewise_executor.ranks.messages import Ready
+from pagewise_executor.runner import RunnerInfo
 from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
+    AdapterLoaded,
     Copied,
     Found,
     Inventory,
@@ -20,8 +28,8 @@ def copied(step: int = 1, bad: tuple[int, ...] = (), seconds: float = 0.0, error
     return Copied(epoch, step, HOST, DEVICE, elapsed_us=int(seconds * 1e6), bad=pack_int32s(bad), error=failed)
 
 
-def agreement(size: int = 3) -> tuple[Agreement, list[Copied | Found]]:
-    reported: list[Copied | Found] = []
+def agreement(size: int = 3) -> tuple[Agreement, list[Answer]]:
+    reported: list[Answer] = []
     return Agreement(size, reported.append), reported
 
 
@@ -75,6 +83,19 @@ def test_a_prefix_is_stored_as_far_as_every_rank_has_it() -> None:
     assert reported == [Found(1, 12, 3)]
 
 
+def test_an_adapter_is_loaded_where_all_ranks_have_it() -> None:
+    agreed, reported = agreement(2)
+    agreed.add(1, AdapterLoaded(1, 7, 300, from_host=True))
+    assert not reported
+    agreed.add(0, AdapterLoaded(1, 7, 100, from_host=False, evicted=(b"one", b"two")))
+    agreed.add(0, AdapterLoaded(1, 8, evicted=(b"one",)))
+    agreed.add(1, AdapterLoaded(1, 8, evicted=(b"two",), error="no such folder"))
+    assert reported == [
+        AdapterLoaded(1, 7, 300, from_host=False, evicted=(b"one", b"two")),
+        AdapterLoaded(1, 8, evicted=(b"one", b"two"), error="no such folder"),
+    ]
+
+
 def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     def inventory(*tiers: dict[int, int]) -> Inventory:
         named = [
@@ -87,3 +108,34 @@ def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     assert common == inventory({1: 10})
     assert common_blocks([inventory({1: 10}), None]) is None
     assert common_blocks([inventory({1: 10}), inventory({1: 10})]) == inventory({1: 10})
+
+
+H100 = RunnerInfo("model", 100, 64, 8, 10, 1024, "NVIDIA H100", "bfloat16", kernels="triton")
+
+
+def ready(info: RunnerInfo) -> Ready:
+    return Ready("", info.device, computes(info))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (replace(H100, kernels="torch"), "kernels: triton and torch"),
+        (replace(H100, model_fingerprint="model-exact-inputs"), "weights: model and model-exact-inputs"),
+        (replace(H100, bytes_per_block=512), "bytes of a block: 1024 and 512"),
+        (replace(H100, dtype="float16"), "data type: bfloat16 and float16"),
+    ],
+)
+def test_ranks_that_do_not_compute_the_same_are_refused(other: RunnerInfo, what: str) -> None:
+    old = replace(other, device="NVIDIA A100")
+    with pytest.raises(ModelError, match=rf"3: ranks 0 \(NVIDIA H100\) and 2 \(NVIDIA A100\) .*\({what}\)"):
+        common_device(H100, [ready(H100), ready(old)])
+
+
+def test_devices_of_two_models_that_compute_the_same_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert common_device(H100, [ready(H100)]) == "NVIDIA H100, 2 ranks"
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        name = common_device(H100, [ready(H100), ready(replace(H100, device="NVIDIA L40S"))])
+    assert name == "NVIDIA H100, NVIDIA L40S, 3 ranks"
+    assert "as slow as the slowest: NVIDIA H100, NVIDIA L40S" in caplog.text

@@ -137,6 +137,20 @@ def test_a_wrong_plan_is_refused_by_rank_0_and_the_others_hear_nothing_of_it(gro
     assert len(result.tokens) == 4
 
 
+def test_a_draft_that_comes_too_early_is_refused_before_the_others_hear_of_it(group: LeadingRunner) -> None:
+    group.reset(Welcome(3, 4, 64))
+    group.execute(StepPlan(3, 1, joined=(new_sequence(0, 9, 0),), chunks=((0, 9),))).result()
+    group.execute(StepPlan(3, 2))  # its result is not waited for
+    with pytest.raises(InvalidPlanError, match="before its last token is known"):
+        group.execute(StepPlan(3, 3, drafts=((0, pack_int32s([5])),)))
+    group.reset(Welcome(4, 4, 64))  # all ranks have gone on from the same step
+
+
+def test_the_device_of_all_ranks_is_told(group: LeadingRunner, one: ModelRunner) -> None:
+    assert group.info.device == f"{one.info.device}, 2 ranks"
+    assert group.info.bytes_per_block == one.info.bytes_per_block, "all parts of a block are as large as the whole"
+
+
 def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, disk: Path) -> None:
     said: list[Any] = []
     group.report_copies(said.append)

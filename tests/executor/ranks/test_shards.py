@@ -48,6 +48,15 @@ def test_columns_and_rows_are_divided_and_only_they_are_read() -> None:
     assert down.read == down.whole.numel()
 
 
+def test_the_vocabulary_is_cut_by_tokens_whatever_the_plan_says_of_the_head() -> None:
+    names, head = VocabularyNames("model.embed_tokens", "lm_head"), Weight(5, 3)
+    for style in ("colwise_gather_output", "colwise", "rowwise"):
+        cut = [
+            Shards(Ranks(rank, 2), {"lm_head": style}, names).read(head, "lm_head.weight", [3, 3]) for rank in range(2)
+        ]
+        assert torch.equal(torch.cat(cut)[:5], head.whole), style
+
+
 def test_kv_heads_that_are_fewer_than_ranks_are_shared_by_neighbours() -> None:
     keys = Weight(2 * 4, 6)  # two heads of four
     found = parts(keys, "model.layers.0.self_attn.k_proj.weight", [4, 6], 4)
@@ -122,3 +131,21 @@ def test_experts_have_to_divide() -> None:
     config = Qwen3MoeConfig(moe_intermediate_size=6, num_attention_heads=4, num_key_value_heads=4)
     with pytest.raises(ModelError, match="moe_intermediate_size is 6"):
         shard_config("a model", config, 4)
+
+
+def test_an_adapter_is_cut_as_its_layer_is() -> None:
+    names, layer = VocabularyNames("model.embed_tokens", "lm_head"), "model.layers.1"
+    a, b = torch.randn(3, 8), torch.randn(12, 3)
+    for rank in range(2):
+        shards = Shards(Ranks(rank, 2), PLAN | {"model.layers.*.mlp.both": "packed_colwise"}, names)
+        shards.read(Weight(12, 8), f"{layer}.mlp.up_proj.weight", [6, 8])
+        assert shards.whole_shape(f"{layer}.mlp.up_proj", (6, 8)) == (12, 8)
+        assert shards.whole_shape(f"{layer}.mlp.gate", (5, 8)) == (5, 8), "what all ranks hold is whole"
+        whole_a, rows = shards.cut_adapter(f"{layer}.mlp.up_proj", a, b, (6, 8))
+        assert torch.equal(whole_a, a)
+        assert torch.equal(rows, b[6 * rank : 6 * rank + 6])
+        columns, whole_b = shards.cut_adapter(f"{layer}.mlp.down_proj", a, b, (12, 4))
+        assert torch.equal(columns, a[:, 4 * rank : 4 * rank + 4])
+        assert torch.equal(whole_b, b)
+        _, halves = shards.cut_adapter(f"{layer}.mlp.both", a, b, (6, 8))
+        assert torch.equal(halves, torch.cat([b[3 * rank : 3 * rank + 3], b[6 + 3 * rank : 9 + 3 * rank]]))

@@ -3,10 +3,24 @@
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
-from pagewise_executor import model_runner
+import torch
+from pagewise_executor import main, model_runner
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.kv import host_tier, kv_pool
+from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.host_tier import make_host_tier
+from pagewise_executor.kv.kv_pool import KVPool, pool_size
+from pagewise_executor.leading_runner import LeadingRunner
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.ranks.messages import Ready
+from pagewise_executor.storage.storages import make_storages
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
 
-from tests.executor.ranks.groups import ThreadGroup
+from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.model_builders import build_model
 
 
@@ -33,4 +47,102 @@ def test_an_executor_is_as_slow_as_its_slowest_rank(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(model_runner, "choose_engine", choose_engine)
     group = ThreadGroup(tmp_path, 2)
     assert group.info.fallback
+    group.close()
+
+
+class Two(Ranks):
+    """One of two ranks, without the other one."""
+
+    def __init__(self, rank: int, number: int = 0) -> None:
+        super().__init__(rank, 2)
+        self._number = number
+        self.told: list[int] = []
+
+    def of_first(self, number: int) -> int:
+        self.told.append(number)
+        return number if self.first else self._number
+
+
+CPU = torch.device("cpu")
+POOL = KVPool([(1, 8)], 4, 8, torch.float32, CPU)
+
+
+def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "free_memory", lambda _: 3 * 2**20)
+    config = with_step_limits(ExecutorConfig(kv_memory="2MiB", tensor_parallel=2), None)
+    with pytest.raises(ModelError, match="asks for 2048KiB on each of 2 ranks, 3072KiB are free"):
+        pool_size(config, 1024, CPU, 64)
+    monkeypatch.setattr(kv_pool, "free_memory", lambda _: 4 * 2**20)
+    assert pool_size(config, 1024, CPU, 64) == 2048
+
+
+def test_ranks_share_the_host_tier_and_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "free_memory", lambda _: 3 * 2**20)
+    config = ExecutorConfig(host_memory="4MiB", host_bandwidth="10MiB", tensor_parallel=2)
+    with pytest.raises(ModelError, match="--host-memory 4MiB"):
+        make_host_tier(config, POOL, None, "content", Two(0))
+    monkeypatch.setattr(host_tier, "free_memory", lambda _: 4 * 2**20)
+    tiers = [make_host_tier(config, POOL, None, "content", Two(0))]
+    monkeypatch.setattr(host_tier, "free_memory", lambda _: 2 * 2**20)  # the first one has taken its part
+    tiers.append(make_host_tier(config, POOL, None, "content", Two(1)))
+    for tier in tiers:
+        assert tier is not None
+        assert tier.num_blocks == 2 * 2**20 // POOL.bytes_per_block
+        assert tier._bandwidth == 5 * 2**20
+
+
+def test_the_files_of_weights_are_read_by_one_rank_to_tell_what_storage_holds(tmp_path: Path) -> None:
+    weights, store = tmp_path / "weights", BlockStore(POOL, {})
+    weights.write_bytes(bytes(range(256)))
+    config = ExecutorConfig(disk_cache=str(tmp_path / "disk"), profile=False)
+    alone = make_storages(config, "model", "content", [weights], store, 8)
+    first = Two(0)
+    leads = make_storages(config, "model", "content", [weights], store, 8, first)
+    assert leads.described[0].identity == alone.described[0].identity
+    follows = make_storages(config, "model", "content", [tmp_path / "not read"], store, 8, Two(1, first.told[0]))
+    assert np.int64(first.told[0]) == first.told[0]
+    assert len(first.told) == 2
+    for storages in (alone, leads, follows):
+        storages.close()
+
+
+def test_a_pool_that_is_too_small_is_told_of_as_each_rank_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small:
+        info = model_runner.RunnerInfo("model", 100, 64, 8, 2, 2 * 1024, "cpu", "float32")
+
+    monkeypatch.setattr(main, "lead", lambda *_: Small())
+    with pytest.raises(ModelError, match="needs 8 blocks, 8KiB: raise --kv-memory"):
+        main._build_useful_runner(ExecutorConfig(tensor_parallel=2), None)
+
+
+def test_a_rank_that_computes_otherwise_ends_the_start(tmp_path: Path) -> None:
+    """The other one is not there: it only says that it is ready."""
+    build_model("llama", tmp_path, num_hidden_layers=1)
+
+    class Leads:
+        size, rank = 2, 0
+
+        def ready(self) -> list[Ready]:
+            return [Ready("", "another", {})]
+
+    with pytest.raises(ModelError, match=r"and 1 \(another\) do not compute the same"):
+        LeadingRunner(Leads(), config_of(tmp_path, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.interpreted
+def test_every_rank_warms_up_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model("llama", tmp_path, num_hidden_layers=1)
+    config = config_of(tmp_path, 1, kernels="triton", max_num_seqs=1, cuda_graphs=False)
+    group = ThreadGroup(tmp_path, 2, kernels="triton", max_num_seqs=1)
+    copied: list[str] = []
+    for name in ("gather", "scatter", "copy_blocks"):
+        monkeypatch.setattr(KVPool, name, lambda *_, name=name: copied.append(name))
+
+    class NoGraphs:
+        def warm_up(self) -> None:
+            pass
+
+    for runner in group.runners:
+        ModelRunner._capture(runner, NoGraphs(), with_step_limits(config, None))  # type: ignore[arg-type]
+    assert copied == 2 * ["gather", "scatter", "copy_blocks"]
     group.close()

@@ -270,8 +270,8 @@ def make_host_tier(
 ) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
-    Of an executor with several ranks, each takes the same part of it, for as many blocks, in files of one number: those
-    of the same executor before, whose blocks are only of use together.
+    Of an executor with several ranks, each takes the same part of it, and of ``--host-bandwidth``, for as many blocks,
+    in files of one number: those of the same executor before, whose blocks are only of use together.
 
     ``content``: what tells its blocks from those of other models and formats.
 
@@ -280,10 +280,12 @@ def make_host_tier(
     """
     if config.host_memory is None:
         return None
-    wanted, free = parse_size(config.host_memory) // config.tensor_parallel, free_memory(torch.device("cpu"))
-    if not pool.bytes_per_block <= wanted <= free:
+    whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    wanted = whole // ranks.size
+    # Rank 0 looks for all, before any of them takes its part: later on, parts would be missing from what is free.
+    if not pool.bytes_per_block <= wanted or (ranks.first and whole > free):
         raise ModelError(
-            f"--host-memory {config.host_memory}: one KV block takes {pool.bytes_per_block} bytes, "
+            f"--host-memory {config.host_memory}: one KV block takes {ranks.size * pool.bytes_per_block} bytes, "
             f"{free / 2**30:.2f} GiB are free on the host"
         )
     num_blocks, cuda = wanted // pool.bytes_per_block, pool.device.type == "cuda"
@@ -299,7 +301,7 @@ def make_host_tier(
         ranks.of_first(number)
     if memory is None:
         memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
-    bandwidth = parse_size(config.host_bandwidth) if config.host_bandwidth else None
+    bandwidth = parse_size(config.host_bandwidth) / ranks.size if config.host_bandwidth else None
     tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies, keep_memory=config.keep_host_memory)
     log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
     return tier

@@ -304,9 +304,11 @@ def pool_size(
         else:  # all ranks share the host's memory
             room = min(int(free * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel
         wanted = min(useful, room)
-    if wanted > free:
+    sharing = config.tensor_parallel if device.type == "cpu" else 1  # ranks, of which none has taken anything yet
+    if sharing * wanted > free:
+        each = f" on each of {sharing} ranks" if sharing > 1 else ""
         raise ModelError(
-            f"not enough memory: the KV pool asks for {size_text(wanted)}, {size_text(free)} are free on {device}"
+            f"not enough memory: the KV pool asks for {size_text(wanted)}{each}, {size_text(free)} are free on {device}"
         )
     if wanted < block_bytes:
         check_pool(0, config.block_size, block_bytes, max_model_len)

@@ -104,9 +104,15 @@ def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
         return None
     context = LoraContext()
     layers = adapt_linears(loaded.model, context)
-    host = HostAdapters(layers, loaded.dtype, config.max_cpu_loras or config.max_loras, config.max_lora_rank)
-    if loaded.device.type == "cuda":
-        host.prepare = torch.Tensor.pin_memory
+    most = config.max_cpu_loras or config.max_loras
+    host = HostAdapters(layers, loaded.dtype, most, config.max_lora_rank, shards=loaded.shards)
+    if (device := loaded.device).type == "cuda":
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.device(device):  # every thread begins on the first device
+                return tensor.pin_memory()
+
+        host.prepare = pin
     if loaded.kernels != "triton":
         return Adapters(host, TorchSlots(config.max_loras, context, loaded.device))
     from pagewise_executor.lora.triton_slots import TritonSlots

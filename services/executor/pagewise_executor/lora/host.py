@@ -9,6 +9,7 @@ from pagewise_shared.protocol import Adapter
 from safetensors.torch import load
 
 from pagewise_executor.lora.layers import AdaptedLinear, shapes_of
+from pagewise_executor.models.shards import Shards
 
 _PREFIX = "base_model.model."
 
@@ -31,7 +32,7 @@ class HostAdapters:
     """The adapters that lie on the host, the least recently used first: at most ``most``.
 
     ``layers``: those of the model. ``dtype``: of its activations. ``prepare``: what is done to each factor when it has
-    been read, such as pinning its memory.
+    been read, such as pinning its memory. ``shards``: which part of the layers this rank has; None: all.
     """
 
     layers: list[AdaptedLinear]
@@ -39,6 +40,7 @@ class HostAdapters:
     most: int
     max_rank: int
     prepare: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    shards: Shards | None = None
     _held: dict[bytes, LayerFactors] = field(default_factory=dict)
 
     def get(self, adapter: Adapter) -> LayerFactors | None:
@@ -67,7 +69,7 @@ class HostAdapters:
                 "its files are not those that were registered: they have changed since, or the executor sees others; "
                 f"load the adapter again from {adapter.path}",
             )
-        check_shapes(adapter.name, files.factors, shapes_of(self.layers))
+        check_shapes(adapter.name, files.factors, self._whole_shapes())
         tensors = load(weights)
         tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
         found: LayerFactors = {}
@@ -77,6 +79,8 @@ class HostAdapters:
                     a, b = (tensors[f"{part.module}.lora_{name}.weight"] for name in "AB")
                     if (a.shape, b.shape) != ((factor.rank, factor.ins), (factor.outs, factor.rank)):
                         raise unusable(adapter.name, f"the weights of {part.module} have changed while they were read")
+                    if self.shards is not None:
+                        a, b = self.shards.cut_adapter(part.module, a, b, (part.stop - part.start, layer.ins))
                     b = (b.float() * factor.scale).to(self.dtype)
                     a = a.to(self.dtype)
                     if not (a.isfinite().all() and b.isfinite().all()):
@@ -85,6 +89,15 @@ class HostAdapters:
                     pair = PartFactors(number, self.prepare(a.clone()), self.prepare(b))
                     found.setdefault(layer.number, []).append(pair)
         return found, self._keep(adapter.content, found, keep)
+
+    def _whole_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return inputs and outputs of each linear layer of the whole model, by its name in the checkpoint."""
+        shapes = shapes_of(self.layers)
+        if self.shards is not None:
+            for module, (ins, outs) in shapes.items():
+                whole_outs, whole_ins = self.shards.whole_shape(module, (outs, ins))
+                shapes[module] = whole_ins, whole_outs
+        return shapes
 
     def _keep(self, content: bytes, factors: LayerFactors, keep: Collection[bytes]) -> tuple[bytes, ...]:
         self._held.pop(content, None)

@@ -64,7 +64,10 @@ def adapt_linears(model: nn.Module, context: LoraContext) -> list[AdaptedLinear]
     for name, layer in list(_decoder_layers(model)):
         linears = _fused(name, layer) if isinstance(layer, FusedDecoderLayer) else _plain(name, layer)
         for place, parts, ins in list(linears):
-            adapted = AdaptedLinear(model.get_submodule(place), len(found), parts, ins, context)
+            base = model.get_submodule(place)
+            adapted = AdaptedLinear(base, len(found), parts, ins, context)
+            # What sums a layer's output over ranks has to come after the adapter, which adds a part of the sum too.
+            adapted._forward_hooks, base._forward_hooks = base._forward_hooks, adapted._forward_hooks
             model.set_submodule(place, adapted)
             found.append(adapted)
     return found

@@ -51,7 +51,7 @@ class LoadedModel:
     computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
     ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
     layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part
-    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole.
+    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part.
     """
 
     model: torch.nn.Module
@@ -69,6 +69,7 @@ class LoadedModel:
     rotations: list[KeyRotation] = field(default_factory=list)
     no_segments: str = ""
     ranks: Ranks = field(default_factory=Ranks)
+    shards: Shards | None = None
 
     @property
     def heads_first(self) -> bool:
@@ -122,9 +123,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     else:
         with _errors_of_loading(config, device):
             read = (lambda part: stored.read(part, dtype)) if stored is not None else None
-            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks.reduce)
-            if shards is not None:
-                connect(model, shards, vocab_size)
+            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
+            connect(model, shards, vocab_size)
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
@@ -142,6 +142,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         rotations=rotations,
         no_segments=no_segments,
         ranks=ranks,
+        shards=shards,
     )
 
 

@@ -15,7 +15,8 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
-from pagewise_executor.models.fused import Reduce, fuse_decoder, fuse_layers
+from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.models.fused import fuse_decoder, fuse_layers
 from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
@@ -34,20 +35,21 @@ def prepare(
     max_model_len: int,
     device: torch.device,
     read: Callable[[str], None] | None = None,
-    reduce: Reduce = lambda partial: partial,
+    ranks: Ranks = ALONE,
 ) -> bool:
     """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
 
     Returns whether weights in eight bits are computed slowly, because nothing here is made for them.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
-    ``reduce``: sums over the ranks that hold parts of a layer.
+    ``ranks``: that hold parts of a layer each, over which sums are made.
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
         ValueError: a linear layer cannot be quantised.
     """
     operations = _operations(kernels)
+    reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
     fused = packed = 0
     for part in list(_parts(model)):
         if read is not None:

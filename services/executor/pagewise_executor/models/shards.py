@@ -9,7 +9,7 @@ instead of 6.7 ms.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -113,6 +113,7 @@ class Shards:
     def __init__(self, ranks: Ranks, plan: Mapping[str, str], vocabulary: VocabularyNames) -> None:
         self.ranks, self.vocabulary = ranks, vocabulary
         self._plan = plan
+        self._whole: dict[str, tuple[int, int]] = {}
 
     def style(self, name: str) -> str:
         """Return the style of a module or a weight; empty if all ranks hold the whole of it."""
@@ -129,9 +130,13 @@ class Shards:
         """
         whole = list(source.get_shape())
         joined = len(whole) < len(shape)
+        if not joined:
+            self.note(name, whole)
         style = self.style(name) or self.style(name.rpartition(".")[0])
         part: torch.Tensor
-        if style == _ROWS and name.endswith(".bias") and whole == shape:
+        if name.rpartition(".")[0] in (self.vocabulary.embedding, self.vocabulary.head):
+            part = self._vocabulary(source, whole, shape[0])  # whatever the plan says: its size need not be divisible
+        elif style == _ROWS and name.endswith(".bias") and whole == shape:
             part = source[...]
             part = part if self.ranks.first else torch.zeros_like(part)  # it is summed, and must count once
         elif style == _PACKED and not joined:
@@ -147,8 +152,6 @@ class Shards:
         elif style == _ROWS:
             dim = len(whole) - 1
             part = self._cut(source, whole, dim, whole[dim] // self.ranks.size if joined else shape[dim])
-        elif name.rpartition(".")[0] in (self.vocabulary.embedding, self.vocabulary.head):
-            part = self._vocabulary(source, whole, shape[0])
         else:
             part = source[...]
         if not joined and list(part.shape) != shape:
@@ -160,6 +163,32 @@ class Shards:
 
     def _cut(self, source: Slice, whole: list[int], dim: int, width: int) -> torch.Tensor:
         return source[(slice(None),) * dim + (slice(*self.span(whole[dim], width)),)]
+
+    def note(self, name: str, whole: Sequence[int]) -> None:
+        """Keep the shape that a weight has in the whole model."""
+        if len(whole) == 2:
+            self._whole[name.removesuffix(".weight")] = whole[0], whole[1]
+
+    def whole_shape(self, module: str, part: tuple[int, int]) -> tuple[int, int]:
+        """Return outputs and inputs of a linear layer in the whole model; ``part``: those of this rank."""
+        return self._whole.get(module, part)
+
+    def cut_adapter(
+        self, module: str, a: torch.Tensor, b: torch.Tensor, part: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of what an adapter adds to a linear layer: A [rank, inputs] and B [outputs, rank].
+
+        ``part``: outputs and inputs of the layer on this rank. Where it has some of the outputs, it needs these rows of
+        B and all of A. Where it has some of the inputs, it needs these columns of A and all of B: what it adds is a
+        part of a sum then, as the layer's own output is.
+        """
+        outs, ins = part
+        if outs < len(b):
+            halves = b.chunk(2) if self.style(module) == _PACKED else (b,)
+            b = torch.cat([half[slice(*self.span(len(half), outs // len(halves)))] for half in halves])
+        if ins < a.shape[1]:
+            a = a[:, slice(*self.span(a.shape[1], ins))]
+        return a, b
 
     def span(self, whole: int, width: int) -> tuple[int, int]:
         """Return where this rank's part of a dimension begins and ends.
@@ -200,14 +229,16 @@ def vocabulary_names(model: Any) -> VocabularyNames:
     return VocabularyNames(names[model.get_input_embeddings()], names[model.get_output_embeddings()])
 
 
-def connect(model: nn.Module, shards: Shards, vocab_size: int) -> None:
+def connect(model: nn.Module, shards: Shards | None, vocab_size: int) -> None:
     """Let the modules of a model compute together with those of the other ranks.
 
-    Fused layers do so by themselves. ``vocab_size``: of the whole model.
+    Fused layers do so by themselves. ``shards``: None if there is one rank. ``vocab_size``: of the whole model.
     """
+    if shards is None:
+        return
     ranks, names = shards.ranks, shards.vocabulary
     for name, module in model.named_modules():
-        if shards.style(name) in _SUMMED:
+        if shards.style(name) in _SUMMED and name not in names:
             module.register_forward_hook(lambda module, args, output: ranks.reduce(output))
     embedding = model.get_submodule(names.embedding)
     model.set_submodule(names.embedding, ShardedEmbedding(embedding, -(-vocab_size // ranks.size), ranks))

@@ -146,6 +146,7 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
         UnknownShardError: the outputs cannot be divided.
     """
     (outs, ins), weight = linear.values.shape, linear.quantised
+    shards.note(name, (outs, ins))
     bias: torch.Tensor | None = linear.bias
     if shape[0] < outs:
         if outs % shape[0]:

@@ -1,17 +1,37 @@
-"""When something is done that every rank of an executor does for itself, and with what result.
+"""When something is done that every rank of an executor does for itself, and with what result; and what they have to
+have in common.
 
 Copies between tiers, with peers and with storage take different times on each rank, and may fail on one alone. The
 scheduler knows blocks of the executor only, so a list of copies is confirmed when every rank has done its part: a block
 is bad if it is on any rank, and the list has failed if it has on any rank. Until then the scheduler pins all blocks of
 the list. So no rank's block is given to others while another rank still copies, and all ranks hold the same blocks.
+Loads of adapters, of which each rank has a part in the same slot, are confirmed likewise.
 """
 
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
-from pagewise_shared.protocol import Copied, Found, Inventory, NamedBlocks, pack_int32s, unpack_int32s
+from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    Copied,
+    Found,
+    Inventory,
+    NamedBlocks,
+    pack_int32s,
+    unpack_int32s,
+)
+
+from pagewise_executor.ranks.messages import Ready
+from pagewise_executor.runner import RunnerInfo
+
+log = logging.getLogger(__name__)
+
+Answer = Copied | Found | AdapterLoaded
+"""What every rank says of what it has been asked to do."""
 
 _Key = tuple[object, ...]
 
@@ -19,12 +39,12 @@ _Key = tuple[object, ...]
 class Agreement:
     """Passes on one message where every one of ``size`` ranks has sent one. May be called on any thread."""
 
-    def __init__(self, size: int, report: Callable[[Copied | Found], None]) -> None:
+    def __init__(self, size: int, report: Callable[[Answer], None]) -> None:
         self._report = report
         self._lock = threading.Lock()
-        self._waiting: dict[_Key, list[deque[Copied | Found]]] = defaultdict(lambda: [deque() for _ in range(size)])
+        self._waiting: dict[_Key, list[deque[Answer]]] = defaultdict(lambda: [deque() for _ in range(size)])
 
-    def add(self, rank: int, message: Copied | Found) -> None:
+    def add(self, rank: int, message: Answer) -> None:
         """Take what a rank has to say; report what all have said if this was the last one."""
         key = _key(message)
         with self._lock:
@@ -44,17 +64,28 @@ class Agreement:
                 del self._waiting[key]
 
 
-def _key(message: Copied | Found) -> _Key:
-    if isinstance(message, Found):
-        return Found, message.epoch, message.number
+def _key(message: Answer) -> _Key:
+    if isinstance(message, Found | AdapterLoaded):
+        return type(message), message.epoch, message.number
     return Copied, message.epoch, message.step, message.source, message.target, message.peer
 
 
-def _joined(messages: Sequence[Copied | Found]) -> Copied | Found:
+def _joined(messages: Sequence[Answer]) -> Answer:
     first = messages[0]
     if isinstance(first, Found):
         # A prefix is there as far as all ranks have it.
         return Found(first.epoch, first.number, min(each.num_blocks for each in messages if isinstance(each, Found)))
+    if isinstance(first, AdapterLoaded):
+        # It is in its slot if it is on all ranks, and on the host no longer than on the first that gives it up.
+        loaded = [each for each in messages if isinstance(each, AdapterLoaded)]
+        return AdapterLoaded(
+            first.epoch,
+            first.number,
+            elapsed_us=max(each.elapsed_us for each in loaded),
+            from_host=all(each.from_host for each in loaded),
+            evicted=tuple(dict.fromkeys(content for each in loaded for content in each.evicted)),
+            error=next((each.error for each in loaded if each.error), ""),
+        )
     copied = [each for each in messages if isinstance(each, Copied)]
     return Copied(
         first.epoch,
@@ -66,6 +97,40 @@ def _joined(messages: Sequence[Copied | Found]) -> Copied | Found:
         bad=pack_int32s(sorted({block for each in copied for block in unpack_int32s(each.bad)})),
         error=next((each.error for each in copied if each.error is not None), None),
     )
+
+
+def computes(info: RunnerInfo) -> dict[str, str]:
+    """Return what has to be the same on all ranks, by what it is called.
+
+    The scheduler knows the blocks of rank 0 only, and which executors may exchange theirs. GPUs of two models may have
+    different kernels and formats, and round in different ways.
+    """
+    return {
+        "weights": info.model_fingerprint,
+        "kernels": info.kernels,
+        "data type": info.dtype,
+        "bytes of a block": str(info.bytes_per_block),
+    }
+
+
+def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:
+    """Return what to call the devices of all ranks. ``own``: of rank 0; ``others``: what the ranks behind it said.
+
+    Raises:
+        ModelError: they would not compute the same.
+    """
+    for rank, other in enumerate(others, 1):
+        for what, value in computes(own).items():
+            if (theirs := other.computes.get(what)) != value:
+                raise ModelError(
+                    f"--tensor-parallel {1 + len(others)}: ranks 0 ({own.device}) and {rank} ({other.device}) do not "
+                    f"compute the same ({what}: {value} and {theirs}): take devices of one kind, or options that both "
+                    "support, such as --kernels"
+                )
+    devices = list(dict.fromkeys([own.device, *(other.device for other in others)]))
+    if len(devices) > 1:
+        log.warning("the ranks have different devices, and all are as slow as the slowest: %s", ", ".join(devices))
+    return f"{', '.join(devices)}, {1 + len(others)} ranks"
 
 
 def common_blocks(inventories: Sequence[Inventory | None]) -> Inventory | None:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Copied, Found, Inventory, encode
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, encode
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START
 
-from pagewise_executor.ranks.agreement import Agreement, common_blocks
+from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
 from pagewise_executor.ranks.messages import (
     Counted,
     Failed,
@@ -138,7 +138,7 @@ class Follower:
                     return
                 if isinstance(message, Counted):
                     self.counted = message
-                elif isinstance(message, Copied | Found):
+                elif isinstance(message, Copied | Found | AdapterLoaded):
                     if self.agreement is not None:
                         self.agreement.add(self.rank, message)
                 else:
@@ -177,9 +177,9 @@ class Leader:
         self._num_steps += 1
         self.tell(plan)
 
-    def ready(self) -> list[str]:
-        """Wait until all ranks are ready; return their block endpoints."""
-        return [follower.answer(Ready, None).block_endpoint for follower in self.followers]
+    def ready(self) -> list[Ready]:
+        """Wait until all other ranks are ready; return what they say of themselves."""
+        return [follower.answer(Ready, None) for follower in self.followers]
 
     def settle(self, epoch: int) -> None:
         """Wait until the other ranks have been reset for ``epoch``, behind as many steps as rank 0.
@@ -198,7 +198,7 @@ class Leader:
             if found != expected:
                 self.give_up(f"rank {follower.rank} is at {found}, rank 0 at {expected}")
 
-    def agree(self, report: Callable[[Copied | Found], None]) -> Agreement:
+    def agree(self, report: Callable[[Answer], None]) -> Agreement:
         """Return what joins the reports of all ranks; rank 0 adds its own."""
         self._agreement = Agreement(self.size, report)
         for follower in self.followers:

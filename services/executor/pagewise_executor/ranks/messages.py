@@ -2,7 +2,17 @@
 
 import msgspec
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import CancelCopies, Copied, Found, Inventory, LookUp, StepPlan, Welcome
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LoadAdapter,
+    LookUp,
+    StepPlan,
+    Welcome,
+)
 from pagewise_shared.protocol.base import Message
 
 
@@ -23,9 +33,14 @@ class Stop(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks."""
+    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks.
+
+    ``computes``: what has to be the same on all ranks (``agreement.computes``).
+    """
 
     block_endpoint: str
+    device: str
+    computes: dict[str, str]
 
 
 class Settled(Message, frozen=True):
@@ -56,8 +71,8 @@ class Failed(Message, frozen=True):
     final: bool = False
 
 
-ToRank = StepPlan | Welcome | CancelCopies | LookUp | ListBlocks | Stop
-FromRank = Ready | Settled | Listed | Counted | Failed | Copied | Found
+ToRank = StepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Stop
+FromRank = Ready | Settled | Listed | Counted | Failed | Copied | Found | AdapterLoaded
 
 decode_seat = msgspec.msgpack.Decoder(Seat).decode
 decode_config = msgspec.msgpack.Decoder(ExecutorConfig).decode

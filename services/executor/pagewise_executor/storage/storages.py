@@ -12,6 +12,7 @@ from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.protocol import Found, LookUp, SharedStorage
 
+from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.storage.disk import DiskStorage
 from pagewise_executor.storage.link import StorageLink
@@ -62,32 +63,35 @@ def make_storages(
     weight_files: Iterable[Path],
     store: BlockStore,
     block_size: int,
+    ranks: Ranks = ALONE,
 ) -> Storages:
     """The storages that the options ask for.
 
     ``fingerprint``: of the model, with which block hashes begin. ``content``: what else tells the blocks from those of
     other models and formats; the weights of the model count as well. ``store``: the memory that is copied from and to.
+    ``ranks``: of this executor, which all call this.
 
     Raises:
         ConfigError: one cannot be used.
     """
     if config.disk_cache is None and config.store is None:
         return Storages()
-    digest = hashlib.sha256(f"{content} {_digest(weight_files)}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{content} {_digest(weight_files, ranks)}".encode()).hexdigest()[:16]
     storages = _open(config, content_name(fingerprint, digest), store.bytes_per_block)
     described = [_describe(storage, store.bytes_per_block, measure=config.profile) for storage in storages]
     return Storages([StorageLink(storage, store, block_size) for storage in storages], described)
 
 
-def _digest(files: Iterable[Path]) -> str:
+def _digest(files: Iterable[Path], ranks: Ranks) -> str:
     """Return a checksum of all that the weight files hold: the fingerprint of a model takes samples only, and storage
-    outlives what an operator does to the files."""
+    outlives what an operator does to the files. Of several ranks, the first reads them for all."""
     digest = xxhash.xxh3_128()
-    for file in files:
+    for file in files if ranks.first else ():
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE_BYTES):
                 digest.update(piece)
-    return digest.hexdigest()
+    halves = np.frombuffer(digest.digest(), ">i8").tolist()
+    return b"".join(ranks.of_first(half).to_bytes(8, "big", signed=True) for half in halves).hex()
 
 
 def _open(config: ExecutorConfig, content: str, bytes_per_block: int) -> list[Storage]:

@@ -1,0 +1,100 @@
+"""A rank behind rank 0: what it tells of itself, and what becomes of it when something fails."""
+
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import zmq
+from pagewise_executor import follower
+from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.ranks.messages import Counted, Failed, Ready, Seat, Stop, decode_from_rank
+from pagewise_executor.runner import RunnerInfo
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import CancelCopies, Message, StepPlan
+from pagewise_shared.service_process import CANNOT_START
+
+INFO = RunnerInfo("model", 100, 64, 8, 10, 1024, "cpu", "float32", kernels="torch")
+
+
+class Runner:
+    """What a follower calls, without a model. ``seconds``: that cancelling copies takes."""
+
+    info = INFO
+    num_closed = num_storage_errors = 0
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.num_refused, self._seconds = 0, seconds
+
+    def report_copies(self, report: Any) -> None:
+        pass
+
+    def cancel_copies(self, cancelled: CancelCopies) -> None:
+        self.num_refused += 1
+        time.sleep(self._seconds)
+
+    def execute(self, plan: StepPlan) -> None:
+        raise InvalidPlanError("it contradicts what this rank holds")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[follower._Link, Connection]]:
+    """Both ends of the link between a rank and rank 0."""
+    own, other = (Connection(end.detach()) for end in socket.socketpair())
+    yield follower._Link(own, "nowhere"), other
+    own.close()
+    other.close()
+
+
+def follow(link: follower._Link, runner: Runner | Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+    def build(*_: object) -> Runner:
+        if isinstance(runner, Exception):
+            raise runner
+        return runner
+
+    monkeypatch.setattr(follower, "build_runner", build)
+    return follower.run(link, ExecutorConfig(), Seat(1, 2, "nowhere"))
+
+
+def said(rank_0: Connection) -> list[Message]:
+    return [decode_from_rank.decode(rank_0.recv_bytes()) for _ in iter(lambda: rank_0.poll(0), False)]
+
+
+def test_it_tells_what_it_has_counted_also_while_it_has_work_all_the_time(
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, rank_0 = ends
+    monkeypatch.setattr(follower, "_COUNT_SECONDS", 0.02)
+    for _ in range(5):
+        link.inbox.put(CancelCopies(1, 1, "peer"))
+    link.inbox.put(Stop())
+    assert follow(link, Runner(seconds=0.03), monkeypatch) == 0
+    ready, *counted = said(rank_0)
+    assert isinstance(ready, Ready)
+    assert (ready.device, ready.computes["kernels"]) == ("cpu", "torch")
+    assert Counted(num_refused=5) in counted
+
+
+def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, rank_0 = ends
+    link.inbox.put(StepPlan(1, 1))
+    assert follow(link, Runner(), monkeypatch) not in (0, CANNOT_START)
+    assert said(rank_0)[-1] == Failed("it contradicts what this rank holds", final=False)
+
+
+@pytest.mark.parametrize("error", [ModelError("no room"), zmq.ZMQError(errno.EADDRINUSE)])
+def test_a_model_that_cannot_be_loaded_does_and_so_does_a_port_that_is_taken(
+    error: Exception, ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, rank_0 = ends
+    assert follow(link, error, monkeypatch) == CANNOT_START
+    assert said(rank_0) == [Failed(str(error), final=True)]
