@@ -1,4 +1,4 @@
-"""``pagewise segments``: what it counts, which texts it names, and what it refuses; as a process, and within this one."""
+"""``pagewise segments``: what it counts, which texts it names, and what it refuses; twice as a process."""
 
 import contextlib
 import gzip
