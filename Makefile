@@ -41,8 +41,8 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 	@exec $(VENV)/bin/pagewise serve $(ARGS)
 
 test: setup ## The whole suite (no GPU, no Docker)
-	@# Two processes: a file's tests stay in one, and in order.
-	$(PY) -m pytest -n 2 --dist loadfile -m "not long and not chaos and not gpu and not compose" $(ARGS)
+	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)

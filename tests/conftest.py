@@ -5,6 +5,8 @@ interpreter, marked ``interpreted``, are skipped.
 """
 
 import os
+from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -25,9 +27,15 @@ hypothesis.settings.register_profile("pagewise", deadline=None)
 hypothesis.settings.load_profile("pagewise")
 
 
+PROCESSES = {"abuse", "agents", "benchmarks", "chaos", "cli", "compose", "e2e", "fuzz"}
+"""Folders whose tests start processes and wait for them. The others compute in the process of pytest."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell apart what runs on the GPU, if there is one."""
+    """Tell apart what runs on the GPU, if there is one, and put files in an order in which several workers run them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        interleave(items)
     if not torch.cuda.is_available():
         return
     for item in items:
@@ -35,6 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif item.get_closest_marker("interpreted"):
             item.add_marker(pytest.mark.skip(reason="kernels are interpreted only where there is no GPU"))
+
+
+def interleave(items: list[pytest.Item]) -> None:
+    """Spread the files of either kind evenly: while one worker waits for processes, another one computes.
+
+    Two files that start many processes seldom run at once then, and the last files are not the longest.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    kinds = {path: path.relative_to(Path(__file__).parent).parts[0] in PROCESSES for path in files}
+    totals, seen = Counter(kinds.values()), Counter[bool]()
+    places = {}
+    for path in files:
+        places[path] = (seen[kinds[path]] + 0.5) / totals[kinds[path]]
+        seen[kinds[path]] += 1
+    items.sort(key=lambda item: (places[item.path], str(item.path)))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.abuse.abuser import post
 from tests.abuse.bystander import ABUSER, serving_two_keys, unharmed
 
 COMPLETIONS = "/v1/completions"
-SECONDS = 8.0
+SECONDS = 5.0
 
 
 def opened(server: Served, body: dict[str, Any]) -> socket.socket:

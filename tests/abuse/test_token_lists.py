@@ -4,15 +4,25 @@ A real model: the executor makes masks and tables of them.
 """
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.processes import Served
 from tests.abuse.abuser import at_once, post
 from tests.abuse.bystander import serving_two_keys, unharmed
 
 COMPLETIONS = "/v1/completions"
 VOCABULARY = 4096
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving_two_keys(tmp_path_factory.mktemp("keys")) as server:
+        assert post(server, COMPLETIONS, body(1)).status == 200
+        yield server
 
 
 def body(prompts: int, **fields: Any) -> dict[str, Any]:
@@ -24,10 +34,10 @@ def body(prompts: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_a_list_longer_than_the_vocabulary_is_refused_and_hurts_nobody(tmp_path: Path) -> None:
+def test_a_list_longer_than_the_vocabulary_is_refused_and_hurts_nobody(server: Served) -> None:
     # 4 MB of body: it was found with 5, which are over the limit by now.
     abuse = body(120, allowed_token_ids=[904] * 1_000_000)
-    with serving_two_keys(tmp_path) as server, unharmed(server):
+    with unharmed(server):
         for _ in range(3):
             answer = post(server, COMPLETIONS, abuse)
             assert answer.status == 400
@@ -48,15 +58,14 @@ LEGAL: list[dict[str, Any]] = [
 ]
 
 
-def test_the_longest_lists_that_are_legal_hurt_nobody(tmp_path: Path) -> None:
-    with serving_two_keys(tmp_path) as server:
-        for _ in range(2):  # the first steps of that size take memory that the executor keeps, lists or not: 57 MB
-            at_once(server, COMPLETIONS, body(120, n=4), 2)
-        with unharmed(server):
-            for fields in LEGAL:
-                answers = at_once(server, COMPLETIONS, body(120, n=4, **fields), 2)
-                assert [answer.status for answer in answers] == [200, 200], answers
-                assert all(len(answer.body["choices"]) == 480 for answer in answers)
+def test_the_longest_lists_that_are_legal_hurt_nobody(server: Served) -> None:
+    for _ in range(2):  # the first steps of that size take memory that the executor keeps, lists or not: 57 MB
+        at_once(server, COMPLETIONS, body(120, n=2), 2)
+    with unharmed(server):
+        for fields in LEGAL:
+            answers = at_once(server, COMPLETIONS, body(120, n=2, **fields), 2)
+            assert [answer.status for answer in answers] == [200, 200], answers
+            assert all(len(answer.body["choices"]) == 240 for answer in answers)
 
 
 def different(number: int) -> dict[str, Any]:
@@ -72,9 +81,9 @@ def different(number: int) -> dict[str, Any]:
     )
 
 
-def test_many_requests_with_different_lists_at_once_hurt_nobody(tmp_path: Path) -> None:
+def test_many_requests_with_different_lists_at_once_hurt_nobody(server: Served) -> None:
     """As many as run at a time: their lists are checked and tabulated in few steps."""
-    with serving_two_keys(tmp_path) as server, ThreadPoolExecutor(240) as clients:
+    with ThreadPoolExecutor(240) as clients:
         # The processes keep what they have needed once; the second time they may not grow.
         for begin, growth_mb in ((0, 200), (240, 50)):
             bodies = [different(number) for number in range(begin, begin + 240)]

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.processes import Served
 from tests.abuse.abuser import MIB, charged, post
 from tests.abuse.bystander import BYSTANDER, serving_two_keys, unharmed
+from tests.free_cores import FreeCores
 
 COMPLETION = "/v1/completions"
 LIMIT = 131_072
@@ -72,15 +73,17 @@ def test_texts_of_the_greatest_length_from_many_connections(server: Served) -> N
         ("/tokenize", body(prompt=text(LIMIT), return_token_strs=True)),
         (COMPLETION, body(prompt=text(LIMIT), truncate_prompt_tokens=16, max_tokens=1)),
     ]
+    cores = FreeCores()
     with unharmed(server), ThreadPoolExecutor(33) as pool:
         watching = pool.submit(bystander)
-        answers = list(pool.map(lambda number: post(server, *longest[number % 3]), range(96)))
+        answers = list(pool.map(lambda number: post(server, *longest[number % 3]), range(60)))
         ends.set()
         watching.result()
+        share = cores.share()
     assert {answer.status for answer in answers} == {200}
     assert len(waits) >= 3
-    assert statistics.median(waits) < 1.0, waits
-    assert charged(server) == before + 96
+    assert statistics.median(waits) * share < 1.0, waits
+    assert charged(server) == before + 60
 
 
 def test_long_conversations_are_rendered_beside_other_clients(server: Served) -> None:

@@ -48,7 +48,7 @@ async def test_a_hundred_streams_survive_simulated_executors_that_come_and_go(tm
         as_shipped=True,
     )
     monkey = Monkey(cluster, pause=1.0, freeze=TIMEOUT + 2, blocks=(900, 500, 300), every=(4.0, 6.0))
-    await disturb(cluster, monkey, 80, 20)
+    await disturb(cluster, monkey, 80, 12)
 
 
 @pytest.mark.chaos

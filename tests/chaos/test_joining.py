@@ -14,6 +14,7 @@ from pagewise_shared.protocol import PROTOCOL_MAJOR
 from benchmarks.chaos.network import Namespace, namespace
 from benchmarks.chaos.workload import Outcome, client_of, make_cases, references, stream
 from benchmarks.processes import Cluster, Process, running, wait_until
+from tests.free_cores import FreeCores
 
 OPTIONS = ("--executor-timeout=3",)
 STEP_SECONDS = 0.02
@@ -119,10 +120,11 @@ async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_sche
             left = "near", *(["far"] if executor_timeout > seconds else [])
             assert sorted(await asyncio.to_thread(cluster.members)) == sorted(left)
             network.heal()
-            began = monotonic()
+            began, cores = monotonic(), FreeCores()
             await asyncio.to_thread(wait_for_second_welcome, cluster)
-            print(f"cut off for {seconds:g} s, back after {monotonic() - began:.2f} s")
-            assert monotonic() - began < 5.0
+            back = monotonic() - began
+            print(f"cut off for {seconds:g} s, back after {back:.2f} s")
+            assert back * cores.share() < 5.0
             for task, right in zip(streams, expected, strict=True):
                 assert not (await task).differences(right)
     finally:
@@ -131,7 +133,7 @@ async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_sche
 
 def wait_for_second_welcome(cluster: Cluster) -> None:
     wait_until(
-        lambda: cluster.scheduler.output().count("executor far joined") == 2, 20.0, "it is back", cluster.scheduler
+        lambda: cluster.scheduler.output().count("executor far joined") == 2, 60.0, "it is back", cluster.scheduler
     )
 
 

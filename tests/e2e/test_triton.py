@@ -11,7 +11,7 @@ PROMPTS = ["def fibonacci(n):\n    ", "import os\n\nclass "]
 
 
 def complete(server: Served, prompt: str, **fields: object) -> str:
-    body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 5, "temperature": 0} | fields)
+    body = json.dumps({"model": "pagewise-demo", "prompt": prompt, "max_tokens": 3, "temperature": 0} | fields)
     request = urllib.request.Request(
         f"{server.url}/v1/completions", body.encode(), {"Content-Type": "application/json"}
     )
@@ -23,7 +23,7 @@ def test_the_interpreted_kernels_serve_what_pytorch_serves(monkeypatch: pytest.M
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     answers = []
     for kernels in ("torch", "triton"):
-        options = ("--device", "cpu", "--kernels", kernels, "--num-blocks", "64", "--no-profile")
+        options = ("--device", "cpu", "--kernels", kernels, "--num-blocks", "64", "--max-num-seqs", "4", "--no-profile")
         with serving(*options) as server:
             assert any(f"kernels: {kernels}, by --kernels" in line for line in server.output), "it says which at start"
             answers.append(

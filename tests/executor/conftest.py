@@ -3,7 +3,19 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from pagewise_executor.models import kernel_choice
+
+if not torch.cuda.is_available():
+    from tests.interpreter import integers_unchecked, patch_language_once
+
+    patch_language_once()
+
+    @pytest.fixture(scope="module", autouse=True)
+    def kernels_are_checked_in_their_own_tests() -> Iterator[None]:
+        """For overflowing integers, among the rest. Here they compute for models of the same sizes, or smaller ones."""
+        with integers_unchecked():
+            yield
 
 
 @pytest.fixture(scope="session", autouse=True)

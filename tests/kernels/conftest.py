@@ -9,6 +9,11 @@ from pagewise_kernels.cpu.build import Variant
 
 from tests.cpu_kernels import need_cpu_kernels, variants
 
+if not torch.cuda.is_available():
+    from tests.interpreter import patch_language_once
+
+    patch_language_once()
+
 
 @pytest.fixture(params=variants(), ids=lambda variant: variant.file)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant]:

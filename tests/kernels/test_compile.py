@@ -18,6 +18,11 @@ MOST_IMPRECISE = 256
 """Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
 NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel"}
 """Kernels that begin when all before them have ended: steps do not launch them between others."""
+VARIANTS = (
+    *("fp16", "d128 fp32", "d64", "d80", "d96", "d256", "lora r64", "lora r256"),
+    *("tile", "gemma", "phi-3", "falcon", "window", "short"),
+)
+"""In the names of cases that ``make test-long`` compiles: every kernel has cases that are called otherwise."""
 
 
 def compiled(target: int, *options: str) -> list[dict[str, object]]:
@@ -30,11 +35,18 @@ def compiled(target: int, *options: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", [90, pytest.param(80, marks=pytest.mark.long)])
-def test_kernels_compile_without_a_gpu(target: int) -> None:
-    # Compute capability 8.9 brought float8.
+@pytest.mark.parametrize(
+    ("target", "without"),
+    [
+        pytest.param(90, VARIANTS, id="90"),
+        pytest.param(90, (), marks=pytest.mark.long, id="90, all variants"),
+        # Compute capability 8.9 brought float8.
+        pytest.param(80, ("fp8",), marks=pytest.mark.long, id="80, all variants"),
+    ],
+)
+def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) -> None:
     loops = [f"--loops={case}" for case in sorted({case for case, _ in BARS.get(VERSION, {})})] if target == 90 else []
-    found = compiled(target, *(["--without", "fp8"] if target == 80 else []), *loops)
+    found = compiled(target, *(["--without", *without] if without else []), *loops)
     assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS
     for kernel in found:
         assert "fp8" not in str(kernel["case"]) or target > 80

@@ -117,7 +117,7 @@ class Pair:
             self.step()
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
 @given(st.lists(st.tuples(ASKED, EVENTS), min_size=1, max_size=14), st.integers(26, 60))
 def test_no_adapter_reads_what_another_one_has_computed(script: list[tuple[Asked, Event]], num_blocks: int) -> None:
     pair = Pair(num_blocks)

@@ -74,7 +74,7 @@ class Driver:
 
 def test_one_key_with_all_rows_leaves_one_to_another_within_a_few_steps() -> None:
     driver = Driver(create_scheduler(num_blocks=2000, max_num_seqs=8, max_num_batched_tokens=64))
-    driver.send("all", 5, 800, n=8)
+    driver.send("all", 5, 400, n=8)
     driver.steps_until(lambda: driver.scheduler.num_running == 8)
     for _ in range(PROGRESS):
         driver.step()
