@@ -174,13 +174,13 @@ class Cluster:
         self._gateway_options = (*(security if as_shipped else ()), *gateway_options)
         self._executor_options = (*security, *costs, *invented, *executor_options)
 
-    def start_scheduler(self, seconds: float = 60.0) -> None:
+    def start_scheduler(self, seconds: float = 120.0) -> None:
         """Start it, under the same endpoints each time, and wait until it can be reached."""
         options = [f"--listen={self.endpoint}", f"--listen-gateways={self.gateway_endpoint}", *self._scheduler_options]
         self.scheduler = Process("scheduler", self._command(SCHEDULER, options), self.folder)
         wait_until(lambda: bool(self.scheduler.listening()), seconds, "the scheduler listens", self.scheduler)
 
-    def start_gateway(self, name: str = "gateway-0", *options: str, seconds: float = 60.0) -> Process:
+    def start_gateway(self, name: str = "gateway-0", *options: str, seconds: float = 120.0) -> Process:
         """Start one, under the same port each time, and wait until HTTP answers."""
         port = self.urls[name].rsplit(":", 1)[1]
         own = [f"--port={port}", f"--scheduler={self.gateway_endpoint}", f"--gateway-id={name}"]
@@ -236,7 +236,7 @@ class Cluster:
         except OSError:
             return 0
 
-    def wait_ready(self, count: int, seconds: float = 60.0) -> float:
+    def wait_ready(self, count: int, seconds: float = 240.0) -> float:
         """Wait for that many executors; returns how long it took, in seconds."""
         began = time.monotonic()
         wait_until(lambda: self.executors_ready() >= count, seconds, f"{count} executors", self.scheduler)
@@ -276,7 +276,7 @@ def running(cluster: Cluster, executors: int) -> Iterator[Cluster]:
         cluster.start()
         for number in range(executors):
             cluster.start_executor(f"first-{number}")
-        cluster.wait_ready(executors, 90.0)
+        cluster.wait_ready(executors, 240.0)
         yield cluster
     finally:
         cluster.close()
@@ -294,7 +294,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str, process
 class Served:
     """A running ``pagewise serve`` that has said that it serves; ``output`` collects every line it prints."""
 
-    def __init__(self, *arguments: str, ready_seconds: float = 90.0) -> None:
+    def __init__(self, *arguments: str, ready_seconds: float = 240.0) -> None:
         self.output: list[str] = []
         self.url = ""
         self.process = spawn(
@@ -373,7 +373,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, ready_seconds: float = 90.0) -> Iterator[Served]:
+def serving(*arguments: str, ready_seconds: float = 240.0) -> Iterator[Served]:
     """``pagewise serve`` on a free port, ready."""
     server = Served(*arguments, ready_seconds=ready_seconds)
     try:

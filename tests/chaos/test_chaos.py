@@ -37,7 +37,7 @@ async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: fl
     return report
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_hundred_streams_survive_simulated_executors_that_come_and_go(tmp_path: Path) -> None:
     cluster = Cluster(
         tmp_path,

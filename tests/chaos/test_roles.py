@@ -14,7 +14,7 @@ from benchmarks.processes import Cluster, Process, wait_until
 ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, scheduler_options=("--executor-timeout=3",), executor_options=("--num-blocks=400",))
     cases = make_cases(16, 60)
@@ -26,7 +26,7 @@ async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) ->
         def joined() -> bool:
             return cluster.scheduler.output().count(f"executor {name} joined") == times
 
-        wait_until(joined, 60.0, f"{name} joins", cluster.scheduler)
+        wait_until(joined, 240.0, f"{name} joins", cluster.scheduler)
 
     def moved() -> float:
         return cluster.metric("request_moves_total", reason="decode")
@@ -49,10 +49,10 @@ async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) ->
     try:
         cluster.start()
         both = cluster.start_executor("both")
-        await asyncio.to_thread(cluster.wait_ready, 1, 60.0)
+        await asyncio.to_thread(cluster.wait_ready, 1)
         expected = await references(cluster.url, cases)
         executors = {name: start(name) for name in ROLES}
-        await asyncio.to_thread(cluster.wait_ready, 5, 60.0)
+        await asyncio.to_thread(cluster.wait_ready, 5)
         both.signal(signal.SIGTERM)
         both.wait()
         async with client_of(cluster.url) as client:

@@ -26,7 +26,7 @@ async def serve_all(cluster: Cluster) -> list[tuple[str, int, int]]:
 
 async def written(cluster: Cluster, blocks: int) -> None:
     """Wait until so many blocks have gone to storage."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while cluster.metric("kv_block_events_total", event="written") < blocks:
             await asyncio.sleep(0.05)
 
@@ -89,7 +89,7 @@ async def test_a_disk_that_is_damaged_costs_time_only(tmp_path: Path, harm: Call
         harm(tmp_path / "cache")
         found = await serve_all(cluster)
         assert [text for text, *_ in found] == [text for text, *_ in expected]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not cluster.metric("storage_errors_total"):
                 await asyncio.sleep(0.1)
         assert cluster.metric("request_success_total", finished_reason="error") == 0
@@ -111,7 +111,7 @@ os.preadv, os.writev = _slowly(os.preadv), _slowly(os.writev)
 """Run by every process that has it on its path when it starts. Each block of the disk cache is one call."""
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_path: Path) -> None:
     options = (*BLOCKS, f"--disk-cache={tmp_path / 'cache'}")
     with running(Cluster(tmp_path / "one", scheduler_options=SWAP, executor_options=options), 1) as cluster:
@@ -122,7 +122,7 @@ async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_pa
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     with running(Cluster(tmp_path / "two", executor_options=options), 0) as cluster:
         cluster.start_executor("slow", environment={"PYTHONPATH": path})
-        await asyncio.to_thread(cluster.wait_ready, 1, 60.0)  # it has measured the disk
+        await asyncio.to_thread(cluster.wait_ready, 1)  # it has measured the disk
         flag.touch()
         found = await serve_all(cluster)
         assert [text for text, *_ in found] == [text for text, *_ in expected]
@@ -131,7 +131,7 @@ async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_pa
         assert cluster.metric("recoveries_total", method="recompute", source="disk") > 0, "what is slow is computed"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_store_dies_and_comes_back_under_load(tmp_path: Path) -> None:
     port, start = free_port(), start_real if REAL is not None else start_fake
     stop = start(tmp_path, port)

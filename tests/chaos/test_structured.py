@@ -98,7 +98,7 @@ def blanks() -> list[int]:
     return [token for token in range(4, 4096) if not tokenizer.decode_str([token]).strip(" \n\t\r")]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_answers_match_and_stay_the_same_while_executors_die(tmp_path: Path) -> None:
     with running(Cluster(tmp_path / "fleet", executor_options=FEW), 2) as cluster:
         async with client_of(cluster.url) as client:

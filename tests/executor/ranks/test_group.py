@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("llguidance")
 from pagewise_executor.leading_runner import LeadingRunner
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
