@@ -142,6 +142,10 @@ def test_every_rank_warms_up_its_copies(tmp_path: Path, monkeypatch: pytest.Monk
         def warm_up(self) -> None:
             pass
 
+        @property
+        def decodes(self) -> "NoGraphs":
+            return self
+
     for runner in group.runners:
         ModelRunner._capture(runner, NoGraphs(), with_step_limits(config, None))  # type: ignore[arg-type]
     assert copied == 2 * ["gather", "scatter", "copy_blocks"]
