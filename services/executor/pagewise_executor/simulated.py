@@ -2,7 +2,8 @@
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress, repeat
 from math import log
 
 from pagewise_shared.config import ExecutorConfig
@@ -25,7 +26,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.drafts import accept
+from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.runner import FinishedStep, Report, RunnerInfo
 
@@ -132,8 +133,12 @@ class SimulatedRunner:
         prompt_logprobs = tuple(self._prompt_logprobs(work))
         rows = work.sampled_rows
         tokens = [self._token(*drawn) for drawn in zip(rows, batch.sampled_positions(work).tolist(), strict=True)]
+        kept: Iterable[bool] = repeat(True)
         if work.drafts:
             accept(work.drafts, tokens, len(work.decoding))
+            kept = kept_tokens(work.drafts, len(work.decoding), len(tokens))
+        for row, token in compress(zip(rows, tokens, strict=True), kept):
+            batch.sequences[row].sampled.append(token)
         batch.advance(work)
         logprobs = tuple(
             _logprobs(index, tokens[index], count)
