@@ -21,7 +21,7 @@ from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import replay_cache_only
-from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from pagewise_shared.traces import TraceRequest, read_trace
 
 from benchmarks.record import record_file, write_record
 

@@ -15,7 +15,7 @@ from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import modelled
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from pagewise_shared.traces import TraceRequest, read_trace
 
 from benchmarks.orca.reserving import Reservation, ReservingKVManager, reserved_slots
 from benchmarks.record import record_file, write_record

@@ -12,8 +12,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.main import main
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 from pagewise_shared.protocol import HOST
+from pagewise_shared.traces import TraceError, TraceRequest, read_trace
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 

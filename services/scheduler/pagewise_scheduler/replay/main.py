@@ -12,6 +12,7 @@ from typing import Any
 
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import HOST
+from pagewise_shared.traces import TraceError, TraceRequest, read_trace
 
 from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
@@ -20,7 +21,6 @@ from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import plot, summarise
 from pagewise_scheduler.replay.simulation import Simulation, replay_cache_only
-from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 
 _SETTINGS = (
     "kv_tokens",

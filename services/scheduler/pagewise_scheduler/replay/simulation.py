@@ -13,6 +13,7 @@ from math import isnan
 
 from pagewise_shared.protocol import DEVICE, Copied, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.traces import TraceRequest
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
@@ -31,7 +32,6 @@ from pagewise_scheduler.replay.simulated_executor import (
     between_tiers,
     confirmation,
 )
-from pagewise_scheduler.replay.traces import TraceRequest
 
 _SAMPLING = SamplingParams(temperature=0.0)
 _SAMPLE_EVERY = 0.25
