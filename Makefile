@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs clean
+.PHONY: help setup serve test fuzz test-long test-agents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -101,7 +101,7 @@ format: setup ## Put the code into shape
 types: setup ## mypy, strict
 	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_gateway -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
 	@# Scripts one by one: several are named train.py.
-	for script in examples/*/train.py benchmarks/*/run.py docs/tables.py; do $(VENV)/bin/mypy $$script || exit 1; done
+	for script in examples/*/train.py benchmarks/*/run.py docs/tables.py docs/site/hooks.py; do $(VENV)/bin/mypy $$script || exit 1; done
 
 bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) -m benchmarks.start.run
@@ -132,6 +132,9 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 docs: setup ## Make the tables of options and metrics anew; check that documents point at what exists
 	$(PY) -m docs.tables
 	$(PY) -m pytest tests/architecture/test_documents.py tests/architecture/test_operations.py
+
+site: setup ## The documentation as a site, in dist/site (no network; warnings are errors)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

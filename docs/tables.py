@@ -31,7 +31,8 @@ from pagewise_shared.config import (
 from pagewise_shared.config.groups import GROUPS
 from prometheus_client import CollectorRegistry
 
-DOCUMENTS = (Path(__file__).parent / "operations.md", Path(__file__).parents[1] / "SECURITY.md")
+_DOCS = Path(__file__).parent
+DOCUMENTS = (_DOCS / "options.md", _DOCS / "metrics.md", _DOCS.parent / "SECURITY.md")
 
 COMMANDS: dict[str, type[Struct]] = {
     "serve": ServeConfig,

@@ -1,4 +1,4 @@
-"""``docs/operations.md`` and ``compose.yaml`` know every option and every metric."""
+"""The documents and ``compose.yaml`` know every option and every metric."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from pagewise_shared.protocol import TIER_NAMES
 from docs import tables
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = ROOT / "docs" / "operations.md"
+DOCS = ROOT / "docs"
 COMPOSE = (ROOT / "compose.yaml").read_text()
 OPTIONS = {option.variable: option for config in tables.COMMANDS.values() for option in options_of(config).values()}
 METRICS = {metric.name: metric for metric in tables.metrics()}
@@ -24,10 +24,11 @@ def test_tables_are_what_the_code_says(document: Path) -> None:
 
 
 def test_every_option_and_every_metric_is_in_a_table() -> None:
-    text = OPERATIONS.read_text()
+    text = (DOCS / "options.md").read_text()
     for option in OPTIONS.values():
         shown = option.variable if option.secret else "MODEL" if option.name == "model" else option.flag
         assert f"| `{shown}` |" in text
+    text = (DOCS / "metrics.md").read_text()
     for name in METRICS:
         assert re.search(rf"^\| `{name}[`{{]", text, re.MULTILINE), name
 

@@ -303,7 +303,7 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
             "how attention finds a sequence's blocks; table: by its block table, mmu: at consecutive addresses, where "
             "they are mapped",
             more="`mmu` is an experiment ([experiments.md](experiments.md#page-tables-in-hardware)). It needs Linux, "
-            "PyTorch's attention, and blocks that are whole pages ([below](#sizing)).",
+            "PyTorch's attention, and blocks that are whole pages ([operations.md](operations.md#sizing)).",
         ),
     ] = "table"
     host_memory: Annotated[

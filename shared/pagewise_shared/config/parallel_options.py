@@ -16,7 +16,7 @@ TensorParallel = Annotated[
         "processes that hold a part of the model each and compute a step together, on a GPU each: an executor's ranks",
         "N",
         "`--tensor-parallel-size` is the same. `--kv-memory` is that of each rank, `--host-memory` that of all of them "
-        "together ([below](#a-model-larger-than-one-device)).",
+        "together ([operations.md](operations.md#a-model-larger-than-one-device)).",
     ),
 ]
 
