@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,8 +25,14 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROGRESS_SECONDS = 5.0
 
 
-async def serve(config: ServeConfig) -> int:
-    """Run until Ctrl-C or SIGTERM, or until a service cannot start; returns the exit code."""
+async def serve(
+    config: ServeConfig, announce: Callable[[ServeConfig], Coroutine[None, None, None]] | None = None
+) -> int:
+    """Run until Ctrl-C or SIGTERM, or until a service cannot start; returns the exit code.
+
+    ``announce``: runs beside the services, with the endpoints and the port filled in (default: wait until an executor
+    is ready, and print how to send a request).
+    """
     try:
         gpus = gpu_variables(config, visible_gpus())
         with (
@@ -33,7 +40,7 @@ async def serve(config: ServeConfig) -> int:
             reserved_port(config.gateway) as port,
         ):
             config = _connected(config, folder, port)
-            return await Supervisor(_groups(config, gpus)).run(_announce(config))
+            return await Supervisor(_groups(config, gpus)).run((announce or _announce)(config))
     except StartError as error:
         log.error("%s", error)
         return 1
@@ -120,8 +127,8 @@ def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
     return [{_VISIBLE: ",".join(groups[number % len(groups)])} for number in range(count)]
 
 
-async def _announce(config: ServeConfig) -> None:
-    """Wait until an executor is ready, then print how to send a request."""
+async def wait_until_ready(config: ServeConfig) -> float:
+    """Wait until an executor is ready; returns the seconds that it took."""
     url = url_of(config.gateway)
     began = told = time.monotonic()
     if not config.executors:
@@ -132,6 +139,12 @@ async def _announce(config: ServeConfig) -> None:
             told = time.monotonic()
             waiting = "loading the model" if config.executors else "waiting for executors"
             log.info("%s, %.0f s so far", waiting, told - began)
+    return time.monotonic() - began
+
+
+async def _announce(config: ServeConfig) -> None:
+    """Wait until an executor is ready, then print how to send a request."""
+    seconds, url = await wait_until_ready(config), url_of(config.gateway)
     name = config.gateway.served_model_name or config.gateway.model
     body = json.dumps(
         {"model": name, "prompt": "class Point:\n    def __init__(self", "max_tokens": 64, "stream": True}
@@ -144,7 +157,7 @@ async def _announce(config: ServeConfig) -> None:
     # The certificate is for the name that clients use, not for this address.
     curl = "curl -Nk" if config.gateway.ssl_certfile else "curl -N"
     print(
-        f"\nServing {name} at {url} (ready after {time.monotonic() - began:.1f} s). Try:\n\n"
+        f"\nServing {name} at {url} (ready after {seconds:.1f} s). Try:\n\n"
         f"  {curl} {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'\n",
         flush=True,
     )

@@ -232,6 +232,23 @@ async def test_chat_logprobs(stream: bool) -> None:
         assert answer.choices[0].logprobs.content[0].top_logprobs == []
 
 
+async def test_logprobs_may_name_tokens_by_their_ids() -> None:
+    names = [f"token_id:{token}" for token in IDS[:2]]
+    async with serving() as server:
+        fields: dict[str, Any] = {"max_tokens": 2, "return_tokens_as_token_ids": True}
+        logprobs = (await complete(server, logprobs=2, echo=True, **fields))["logprobs"]
+        assert logprobs["tokens"] == [f"token_id:{token}" for token in [*IDS, *IDS[:2]]]
+        assert [next(iter(top)) for top in logprobs["top_logprobs"][-2:]] == names
+        assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"][1:] for name in top)
+        body = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2, **fields}
+        status, answer = await server.post(CHAT, body)
+        choices: Any = answer["choices"]
+        entries = choices[0]["logprobs"]["content"]
+        expected = [f"token_id:{token}" for token in server.scheduler.last_prompt[:2]]
+        assert (status, [entry["token"] for entry in entries]) == (200, expected)
+        assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+
+
 async def test_return_token_ids() -> None:
     async with serving() as server:
         choice = await complete(server, return_token_ids=True, max_tokens=3)

@@ -29,6 +29,7 @@ class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
         super().__init__(ChatChunk, completion_id, run.service, body, run.generation, logprobs=bool(body.logprobs))
         self._logprobs_wanted = bool(body.logprobs)
         self._token_ids_wanted = bool(body.return_token_ids)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
         self._templates: dict[int, EventTemplate] = {}
 
@@ -81,4 +82,4 @@ class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
     def _logprobs(self, delta: SequenceDelta) -> Generator[bytes, None, ChatLogprobs | None]:
         if not self._logprobs_wanted or delta.logprobs is None:
             return None
-        return cast("ChatLogprobs", (yield from chat_logprobs(self._service.tokenizer, delta.logprobs)))
+        return cast("ChatLogprobs", (yield from chat_logprobs(self._service.tokenizer, delta.logprobs, self._as_ids)))

@@ -157,6 +157,7 @@ class _Repeated:
         self.prompt = prompt
         self._service, self._generation, self._index = service, generation, index
         self._skip_special = body.skip_special_tokens is not False
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs: tuple[CompletionLogprobs, int] | None = None
 
     @cached_property
@@ -174,7 +175,7 @@ class _Repeated:
     def logprobs(self) -> Generator[bytes, None, tuple[CompletionLogprobs, int]]:
         """Return the log-probabilities of the prompt, and the length of the text that its tokens make."""
         if self._logprobs is None:
-            builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special)
+            builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special, as_ids=self._as_ids)
             entries = self._generation.prompt_logprobs(self._index)
             self._logprobs = (yield from builder.add(entries, self.prompt.tokens[0])), builder.offset
         return self._logprobs
@@ -209,7 +210,11 @@ class _Choice:
                 if body.echo:
                     prompt_logprobs, offset = yield from repeated.logprobs()
                 self._logprobs = CompletionLogprobsBuilder(
-                    self._service.tokenizer, repeated.prompt.tokens, body.skip_special_tokens is not False, offset
+                    self._service.tokenizer,
+                    repeated.prompt.tokens,
+                    body.skip_special_tokens is not False,
+                    offset,
+                    bool(body.return_tokens_as_token_ids),
                 )
             logprobs = prompt_logprobs.followed_by((yield from self._logprobs.add(delta.logprobs)))
             choice.logprobs = cast("responses.CompletionLogprobs", logprobs)

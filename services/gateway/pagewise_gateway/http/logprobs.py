@@ -21,19 +21,27 @@ _AT_A_TIME = 32
 """Tokens that are made without a pause: with 20 alternatives each, this takes about two milliseconds."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: PackedLogprobs) -> Generator[bytes, None, Raw]:
-    """Return ``choices[].logprobs`` of a chat completion as JSON (``ChatLogprobs``)."""
+def chat_logprobs(tokenizer: Tokenizer, entries: PackedLogprobs, as_ids: bool = False) -> Generator[bytes, None, Raw]:
+    """Return ``choices[].logprobs`` of a chat completion as JSON (``ChatLogprobs``).
+
+    ``as_ids``: whether tokens are named by their ids.
+    """
     parts: list[bytes] = []
     for begin in range(0, len(entries), _AT_A_TIME):
         if begin:
             yield b""
         rows = entries.rows(begin, begin + _AT_A_TIME)
-        parts.append(encode([_chosen(tokenizer, ids, values) for ids, values in rows])[1:-1])
+        parts.append(encode([_chosen(tokenizer, ids, values, as_ids) for ids, values in rows])[1:-1])
     return Raw(b'{"content":[%b]}' % b",".join(parts))
 
 
-def _chosen(tokenizer: Tokenizer, ids: "array[int]", values: "array[float]") -> ChosenTokenLogprob:
-    text, data = tokenizer.token_text, tokenizer.token_as_bytes
+def _id_name(token_id: int) -> str:
+    """Return the name that a token has with ``return_tokens_as_token_ids``, as in vLLM."""
+    return f"token_id:{token_id}"
+
+
+def _chosen(tokenizer: Tokenizer, ids: "array[int]", values: "array[float]", as_ids: bool) -> ChosenTokenLogprob:
+    text, data = _id_name if as_ids else tokenizer.token_text, tokenizer.token_as_bytes
     tops = [TokenLogprob(text(i), max(p, _LOWEST), list(data(i))) for i, p in zip(ids[1:], values[1:], strict=True)]
     return ChosenTokenLogprob(text(ids[0]), max(values[0], _LOWEST), list(data(ids[0])), tops)
 
@@ -78,15 +86,21 @@ class CompletionLogprobsBuilder:
     """``choices[].logprobs`` of one choice of a text completion, or of the prompt that it echoes, piece by piece.
 
     ``context``: tokens in front, for the offsets of tokens that hold part of a character. ``offset``: of the text.
+    ``as_ids``: whether tokens are named by their ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool, offset: int = 0
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        skip_special_tokens: bool,
+        offset: int = 0,
+        as_ids: bool = False,
     ) -> None:
         self.offset = offset
-        self._tokenizer = tokenizer
+        self._tokenizer, self._as_ids = tokenizer, as_ids
         # The texts of tokens that have been named before, without a call.
-        self._texts = tokenizer.token_bytes.texts if tokenizer.token_bytes is not None else {}
+        self._texts = tokenizer.token_bytes.texts if tokenizer.token_bytes is not None and not as_ids else {}
         self._text = IncrementalDetokenizer(tokenizer, context, skip_special_tokens)
 
     def add(
@@ -125,6 +139,8 @@ class CompletionLogprobsBuilder:
 
     def _name(self, token_id: int) -> str:
         """Return the token's text. A part of a character is written as "bytes:\\xe2\\x82", as in OpenAI's API."""
+        if self._as_ids:
+            return _id_name(token_id)
         data = self._tokenizer.token_as_bytes(token_id)
         try:
             return data.decode()

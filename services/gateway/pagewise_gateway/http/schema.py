@@ -234,6 +234,10 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: (
+        Annotated[bool, Meta(description="Whether log-probabilities name tokens as token_id:ID instead of their text.")]
+        | None
+    ) = None
     priority: (
         Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier; API keys have a lowest one.")]
         | None

@@ -64,7 +64,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "return_mm_kwargs": (False,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "session_id": (),
     "spaces_between_special_tokens": (True,),

@@ -1,0 +1,44 @@
+"""The process that ``LLM`` starts: ``pagewise serve`` with the options that come on standard input, as JSON.
+
+It is killed with the process that has started it, and with it go the services, which are its children.
+"""
+
+import asyncio
+import json
+import os
+import sys
+
+from pagewise_shared.config import ServeConfig, build_config
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import configure_logging
+from pagewise_shared.service_process import warn_of_variables
+
+from pagewise.gateways import url_of
+from pagewise.process import die_with_parent
+from pagewise.serve import serve, wait_until_ready
+
+
+def main() -> int:
+    """Run the services until SIGTERM; returns the exit code."""
+    die_with_parent()
+    given = json.loads(sys.stdin.readline())
+    if os.getppid() != given["parent"]:  # it has ended before the line above
+        return 1
+    try:
+        config = build_config(ServeConfig, given["options"], os.environ)
+    except ConfigError as error:
+        print(f"pagewise: {error}", file=sys.stderr)
+        return 2
+    configure_logging(config.scheduler.log_level, "serve")
+    warn_of_variables()
+    return asyncio.run(serve(config, _tell))
+
+
+async def _tell(config: ServeConfig) -> None:
+    """Say once, on standard output, where the server is when it is ready."""
+    await wait_until_ready(config)
+    print(json.dumps({"url": url_of(config.gateway)}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

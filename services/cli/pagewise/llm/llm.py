@@ -1,0 +1,255 @@
+"""``LLM``: starts the services on this machine, generates with them, and ends them."""
+
+import contextlib
+import difflib
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
+from pagewise_shared.model_files import resolve_model
+
+from pagewise.llm.client import Client
+from pagewise.llm.outputs import LLMError, RequestOutput, request_output
+from pagewise.llm.sampling import SamplingParams
+from pagewise.llm.server import Server
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or one of them as ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, with a ``cache_salt``."""
+
+_PER_EXECUTOR = 1024
+"""Requests that are sent at the same time: as many as the largest batch of an executor."""
+_FIXED: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+    "api_keys_file": None,
+}
+"""Nobody but this process talks to the server, whatever the environment says of others."""
+
+
+class LLM:
+    """A model that this machine serves to this process alone.
+
+    ``model`` and ``options`` are those of ``pagewise serve``, with underscores (``kv_memory="4GiB"``), and default to
+    the same environment variables. The constructor returns when the model is ready. The services end with ``close()``,
+    at the end of a ``with``, when the object is no longer used, and with this process, however it ends. All methods may
+    be called from several threads, and where an event loop runs.
+
+    Raises:
+        ConfigError: an option is unusable.
+        LLMError: the services cannot start.
+    """
+
+    def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
+        given = {"log_level": "warning", "model": model} | options
+        _check_names(given)
+        given |= _FIXED
+        config = build_config(ServeConfig, given, os.environ)
+        self._model, self._revision = config.gateway.model, config.gateway.revision
+        self._decoded: dict[int, str] = {}
+        self._tokenizer: Any = None
+        self._server = Server(given)
+        at_once = min(_PER_EXECUTOR * max(1, config.executors), config.scheduler.max_waiting)
+        try:
+            self._client = Client(self._server.url, self._server.api_key, at_once)
+        except BaseException:
+            self._server.close()
+            raise
+        self._finalizer = weakref.finalize(self, _close, self._client, self._server, os.getpid())
+
+    @property
+    def url(self) -> str:
+        """The address of the server, for other clients. They need ``api_key``."""
+        return self._server.url
+
+    @property
+    def api_key(self) -> str:
+        """The API key of the server, which only this process knows."""
+        return self._server.api_key
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at the same time, and return their outputs in the same order.
+
+        ``sampling_params``: of all prompts, or one for each. ``use_tqdm``: whether a terminal or a notebook shows a
+        progress bar. ``model``: the name of a LoRA adapter. ``priority``: of each prompt; lower runs earlier.
+
+        Raises:
+            LLMError: a request was refused, or the services have ended; the text says why.
+            TypeError, ValueError: a prompt is of a kind that there is not, or lists differ in length.
+        """
+        given = _listed(prompts)
+        return self._complete([_fields_of(prompt) for prompt in given], sampling_params, use_tqdm, model, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one conversation or several. The texts of outputs are what the model has written: nothing is parsed.
+
+        The last four parameters are for the model's chat template; all others, and errors, are as for ``generate``.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        rendering = {
+            "model": model,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message or None,
+        }
+        common = {name: value for name, value in rendering.items() if value is not None}
+        bodies = [common | {"messages": list(conversation)} for conversation in conversations]
+        rendered = self._post_all("/v1/chat/completions/render", bodies)
+        fields = [{"prompt": one["prompt_token_ids"], "_text": one["prompt"]} for one in rendered]
+        return self._complete(fields, sampling_params, use_tqdm, model, None)
+
+    def close(self) -> None:
+        """End the services. Further calls fail; closing twice does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        prompts: list[dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        model: str | None,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = _each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling_params")
+        texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
+        bodies: list[dict[str, Any]] = []
+        for prompt, one in zip(prompts, params, strict=True):
+            body = one.body() | prompt | {"return_token_ids": True}
+            if one.logprobs is not None:
+                body["return_tokens_as_token_ids"] = True
+            bodies.append(body | ({"model": model} if model is not None else {}))
+        for body, value in zip(bodies, _each(priority, int, len(bodies), "priority"), strict=True) if priority else ():
+            body["priority"] = value
+        answers = self._post_all("/v1/completions", bodies, "prompts" if use_tqdm else None)
+        return [
+            request_output(text if isinstance(text, str) else None, answer, one.logprobs, self._decode)
+            for text, answer, one in zip(texts, answers, params, strict=True)
+        ]
+
+    def _post_all(self, path: str, bodies: list[dict[str, Any]], shown: str | None = None) -> list[Any]:
+        if not self._finalizer.alive:
+            raise LLMError("this LLM is closed")
+        try:
+            with _progress(len(bodies), shown) as bar:
+                return self._client.post_all(path, bodies, bar.update if bar is not None else _nothing)
+        except OSError as error:
+            code = self._server.exit_code
+            ended = "" if code is None else f": they have ended with exit code {code}"
+            lines = self._server.last_lines()
+            raise LLMError(f"the services do not answer{ended}. They said:\n{lines}") from error
+
+    def _decode(self, token: int) -> str:
+        """Return the text of a token. The tokenizer is read when it is first needed."""
+        if token not in self._decoded:
+            if self._tokenizer is None:
+                import tokenizers
+
+                path = resolve_model(self._model, self._revision, tokenizer_only=True) / "tokenizer.json"
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+            # SentencePiece drops the space at the beginning of a text.
+            begins = (self._tokenizer.id_to_token(token) or "").startswith("▁") and not text.startswith(" ")
+            self._decoded[token] = f" {text}" if begins else text
+        return self._decoded[token]
+
+
+def _close(client: Client, server: Server, owner: int) -> None:
+    """End what belongs to an ``LLM``, unless this is a fork of the process that has made it."""
+    if os.getpid() == owner:
+        client.close()
+        server.close()
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Check that these are names of options.
+
+    Raises:
+        TypeError: one is not; the text names the nearest one.
+    """
+    known = options_of(ServeConfig).keys()
+    for name in options:
+        if name in _FIXED or name == "api_keys":
+            raise TypeError(f"LLM takes no {name}: its server is for this process alone; pagewise serve is for others")
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise TypeError(f"LLM has no option {name!r}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Prompts as a list, of which one by itself may be given: a text, a mapping, or token ids."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _fields_of(prompt: Prompt) -> dict[str, Any]:
+    """The fields of a request that a prompt makes."""
+    if not isinstance(prompt, Mapping):
+        return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    known = {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown := sorted(prompt.keys() - known):
+        raise ValueError(f"a prompt has {unknown[0]!r}; there are only {', '.join(sorted(known))}: models take text")
+    given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+    if given is None:
+        raise ValueError("a prompt needs prompt or prompt_token_ids")
+    text = {"_text": prompt["prompt"]} if "prompt" in prompt and "prompt_token_ids" in prompt else {}
+    salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") else {}
+    return {"prompt": given if isinstance(given, str) else list(given)} | text | salt
+
+
+def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
+    """One value for each prompt."""
+    values = [given] * count if isinstance(given, kind) else list(given)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} values for {count} prompts")
+    return values
+
+
+def _nothing() -> None:
+    """For whoever wants no progress bar."""
+
+
+@contextlib.contextmanager
+def _progress(count: int, shown: str | None) -> Iterator[Any]:
+    """A progress bar, if a person sees it: on a terminal or in a notebook, and if tqdm is installed."""
+    notebook = "ipykernel" in sys.modules
+    if shown is None or not (notebook or sys.stderr.isatty()):
+        yield None
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        yield None
+        return
+    with tqdm(total=count, unit="prompt", dynamic_ncols=True) as bar:
+        yield bar
