@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from pagewise_shared.protocol import (
     Abort,
+    AbortRequest,
     Adapter,
     AdapterAnswer,
     AdapterState,
@@ -104,6 +105,7 @@ class FakeScheduler:
         heartbeat_ms: as in the welcome. no_grammars: of the fleet.
         submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
         reports: what queries are answered, by kind and argument. queries: what was asked for.
+        views: what consoles are told, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
     """
@@ -133,6 +135,8 @@ class FakeScheduler:
     late_adapters: bool = False
     reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
     queries: list[Query] = field(default_factory=list)
+    views: dict[str, bytes] = field(default_factory=dict)
+    endable: set[str] = field(default_factory=set)
     members: dict[bytes, Member] = field(default_factory=dict)
     keys: tuple[bytes, bytes] | None = None
     replies: list[list[int]] = field(default_factory=list)
@@ -276,6 +280,10 @@ class FakeScheduler:
             case Query():
                 body = self._report(message)
                 await self._send(identity, QueryAnswer(message.number, body is not None, body or b""))
+            case AbortRequest():
+                ended = message.request_id in self.endable
+                self.endable.discard(message.request_id)
+                await self._send(identity, QueryAnswer(message.number, ended))
             case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.epoch))
             case Goodbye(reason=reason):
@@ -286,6 +294,8 @@ class FakeScheduler:
         self.queries.append(query)
         if query.kind == "metrics":
             return b"".join(render(snapshot.families) for snapshot in self.snapshots.values())
+        if query.view is not None:
+            return self.views.get(query.view.part)
         return self.reports.get((query.kind, query.argument))
 
     async def _tell_adapters(self, identity: bytes, member: Member) -> None:

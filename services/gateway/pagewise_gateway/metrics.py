@@ -159,6 +159,10 @@ class Metrics:
         )
         self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a valid API key.")
         self.slow_readers = self._counter("http_slow_readers", "Responses ended because their client stopped reading.")
+        self.consoles_open = self._gauge("consoles_open", "Consoles that are open.")
+        self.console_frames_dropped = self._counter(
+            "console_frames_dropped", "Frames for consoles that were dropped because their clients read slowly."
+        )
         self._key_reloads = self._raw_counter(
             "key_reloads", "Times the file of API keys was read again, by outcome.", ("outcome",)
         )

@@ -69,6 +69,8 @@ GROUPS = {
         "max_body_memory",
         "max_answer_memory",
         "max_n",
+        "console",
+        "console_shows_text",
     ),
     "conversations": (
         "enable_auto_tool_choice",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.chat import ChatConfig
+from pagewise_shared.config.console_options import ConsoleConfig
 from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
@@ -122,7 +122,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
 
 
-class GatewayConfig(ChatConfig, frozen=True, kw_only=True):
+class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
     """Options of ``pagewise-gateway``."""
 
     model: Model = DEMO_MODEL

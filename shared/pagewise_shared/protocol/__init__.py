@@ -25,6 +25,7 @@ from pagewise_shared.protocol.codec import (
     unpack_float32s,
     unpack_int32s,
 )
+from pagewise_shared.protocol.console_messages import AbortRequest, ConsoleView
 from pagewise_shared.protocol.gateway_messages import (
     Abort,
     FinishReason,
@@ -113,6 +114,7 @@ __all__ = [
     "STORAGE_NAMES",
     "TIER_NAMES",
     "Abort",
+    "AbortRequest",
     "Adapter",
     "AdapterAnswer",
     "AdapterLoaded",
@@ -121,6 +123,7 @@ __all__ = [
     "Blocks",
     "CancelCopies",
     "CompileGrammar",
+    "ConsoleView",
     "Copied",
     "Drain",
     "FinishReason",

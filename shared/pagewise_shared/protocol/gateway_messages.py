@@ -20,6 +20,7 @@ from pagewise_shared.protocol.adapter_messages import (
     UnregisterAdapter,
 )
 from pagewise_shared.protocol.base import Message, Piece
+from pagewise_shared.protocol.console_messages import AbortRequest, ConsoleView
 from pagewise_shared.protocol.limits import MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
     Goodbye,
@@ -210,19 +211,20 @@ class Query(Message, frozen=True):
     """Ask for a report: answered by ``QueryAnswer`` with the same ``number``.
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
-    executor holds, lists cut to ``limit``) or "request" (JSON: what the request called ``argument`` holds, by our id or
-    its client's).
+    executor holds, lists cut to ``limit``), "request" (JSON: what the request called ``argument`` holds, by our id or
+    its client's) or "console" (lines of JSON: what ``view`` asks for).
 
-    ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and neither "metrics"
-    nor "memory". Empty: everything.
+    ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and nothing else.
+    Empty: everything.
     """
 
     epoch: int
     number: int
-    kind: Literal["metrics", "memory", "request"]
+    kind: Literal["metrics", "memory", "request", "console"]
     argument: str = ""
     limit: int = 0
     key: str = ""
+    view: ConsoleView | None = None
 
 
 FromGateway = (
@@ -232,6 +234,7 @@ FromGateway = (
     | FinishStream
     | MetricsSnapshot
     | Query
+    | AbortRequest
     | RegisterAdapter
     | UnregisterAdapter
     | Heartbeat

@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -15,8 +15,10 @@ from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
+    AbortRequest,
     AdapterAnswer,
     AdapterState,
+    ConsoleView,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -325,11 +327,22 @@ class PlayedGateway:
             self._forget(request)
             request.changed.set()
 
-    async def ask(self, kind: str, argument: str = "", limit: int = 0, key: str = "") -> QueryAnswer:
+    async def ask(
+        self, kind: str, argument: str = "", limit: int = 0, key: str = "", view: ConsoleView | None = None
+    ) -> QueryAnswer:
+        return await self._answered(
+            lambda number: Query(self.epoch, number, kind, argument, limit, key, view)  # type: ignore[arg-type]
+        )
+
+    async def end_called(self, name: str) -> bool:
+        """Whether there was a request of that id, which an operator ends."""
+        return (await self._answered(lambda number: AbortRequest(self.epoch, number, name))).found
+
+    async def _answered(self, question: Callable[[int], Message]) -> QueryAnswer:
         number = len(self.answers) + self._next
         self.answers[number] = asyncio.get_running_loop().create_future()
         answer = self.answers[number]
-        await self.send(Query(self.epoch, number, kind, argument, limit, key))  # type: ignore[arg-type]
+        await self.send(question(number))
         async with asyncio.timeout(10):
             return await answer
 

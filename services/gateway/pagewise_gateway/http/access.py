@@ -1,4 +1,4 @@
-"""Access control: if API keys are configured, every path except the health probes needs one."""
+"""Access control: if API keys are configured, every path needs one but the health probes and the console's page."""
 
 import re
 
@@ -15,6 +15,8 @@ from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError
 from pagewise_gateway.metrics import Metrics
 
 _PROBES = frozenset({"/health", "/version"})
+_PAGE = frozenset({"/", "/console", "/console/assets/{name}"})
+"""The console's page and its files, which hold no data: the page asks its user for a key."""
 _SCHEME = "bearer"
 _MODELS = re.compile("/v1/models(/|$)")
 
@@ -40,7 +42,7 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         ConfigError: as in ``make_keyring``.
     """
     keyring = make_keyring(config, metrics)
-    public = _PROBES | {"/metrics"} if config.public_metrics else _PROBES
+    public = _PROBES | _PAGE | ({"/metrics"} if config.public_metrics else set())
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -21,6 +21,7 @@ from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.completions import create_completion
+from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import (
@@ -138,6 +139,8 @@ def create_app(link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig,
             web.get("/openapi.json", openapi),
         ]
     )
+    if config.console:
+        add_console(app, Feeds(link, metrics, lambda view, line: line), shows_text=config.console_shows_text)
     return app
 
 
@@ -235,7 +238,7 @@ def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
     endpoints = ", ".join(
         f"{route.method} {route.resource.canonical}"
         for route in request.app.router.routes()
-        if route.resource is not None and route.method != hdrs.METH_HEAD and route.handler is not refuse_embeddings
+        if route.resource is not None and route.method != hdrs.METH_HEAD and route.handler not in _UNLISTED
     )
     return NotFoundError(f"{what}: there is no such endpoint; there are {endpoints}")
 
@@ -357,5 +360,8 @@ def _max_model_len(service: Service) -> int | None:
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
+
+_UNLISTED = {refuse_embeddings, *CONSOLE_HANDLERS}
+"""What is not listed among the endpoints: those that only refuse, and those that the console's page calls."""
 
 _STARTED = int(time.time())

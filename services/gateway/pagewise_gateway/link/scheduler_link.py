@@ -14,11 +14,14 @@ from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
+    AbortRequest,
     AdapterAnswer,
     AdapterState,
+    ConsoleView,
     FinishStream,
     FleetState,
     GatewayHello,
+    Message,
     MetricsSnapshot,
     Outputs,
     Query,
@@ -173,9 +176,15 @@ class SchedulerLink:
         return live
 
     async def query(
-        self, kind: Literal["metrics", "memory", "request"], argument: str = "", limit: int = 0, key: str = ""
+        self,
+        kind: Literal["metrics", "memory", "request", "console"],
+        argument: str = "",
+        limit: int = 0,
+        key: str = "",
+        view: ConsoleView | None = None,
     ) -> bytes:
-        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request.
+        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
+        of JSON for consoles (``view``).
 
         ``key``: name of the API key whose requests the report may show; empty: those of all.
 
@@ -184,24 +193,42 @@ class SchedulerLink:
             LookupError: the scheduler knows nothing of this name.
         """
         epoch = self._connection.epoch
+        if kind == "metrics" and epoch is not None:
+            self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
+        told = await self._ask(lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view))
+        if not told.found:
+            raise LookupError(argument)
+        return told.body
+
+    async def end_request(self, name: str) -> bool:
+        """Have the scheduler end a request, by our id or its client's, whichever gateway it came from; whether there
+        was one.
+
+        Raises:
+            AdmissionError: no scheduler answers.
+        """
+        return (await self._ask(lambda epoch, number: AbortRequest(epoch, number, name))).found
+
+    async def _ask(self, question: Callable[[int, int], Message]) -> QueryAnswer:
+        """Send a message that the scheduler answers. ``question``: makes it of the epoch and its number.
+
+        Raises:
+            AdmissionError: no scheduler answers.
+        """
+        epoch = self._connection.epoch
         if epoch is None:
             raise AdmissionError("unavailable", "no scheduler answers")
-        if kind == "metrics":
-            self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
         number = next(self._query_numbers)
         answer: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
         self._queries[number] = answer
         try:
-            self._connection.send(Query(epoch, number, kind, argument, limit, key))
+            self._connection.send(question(epoch, number))
             async with asyncio.timeout(QUERY_SECONDS):
-                told = await answer
+                return await answer
         except TimeoutError:
             raise AdmissionError("unavailable", "the scheduler does not answer") from None
         finally:
             del self._queries[number]
-        if not told.found:
-            raise LookupError(argument)
-        return told.body
 
     async def close(self, seconds: float, at_once: asyncio.Event) -> None:
         """Accept no more requests, and wait for the live ones to end, for ``seconds`` or until ``at_once`` is set.

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import Query, decode_from_executor, decode_from_ga
 
 from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.draining import Draining
 from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
@@ -79,6 +80,7 @@ class Coordinator:
             raise
         self.draining = Draining(self.fleet, self.router, metrics)
         self.fleet.on_leaving = self.draining.begin
+        self._console = Console(metrics.model_name, self.fleet, self.router, self.gateways)
         self._gauges = Gauges(self.router, metrics)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
@@ -200,4 +202,4 @@ class Coordinator:
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":
             self._report_memory_events()
-        return answer(query, self.fleet.engines, self.router.unplaced, self.metrics)
+        return answer(query, self.fleet.engines, self.router.unplaced, self.metrics, self._console)

@@ -73,8 +73,8 @@ class Engine:
     """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
 
     A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
-    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``; None if
-    none is in flight. ``hello``: what the executor said of itself. ``num_tasks``: of its event loop, as it said last.
+    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``.
+    ``hello``: what the executor said of itself; ``num_tasks``: of its event loop. ``recent``: requests that have ended.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Engine:
         self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, LiveRequest] = {}
-        self._recent = RecentRequests(_RECENT)
+        self.recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
-        self._watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
+        self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
     @property
     def oldest_copy_time(self) -> float | None:
@@ -191,7 +191,7 @@ class Engine:
         now = clock()
         self.oldest_step_time = now if self.scheduler.num_in_flight else None
         self._metrics.iteration_tokens.observe(output.num_tokens)
-        self._metrics.generation_tokens.inc(output.num_told)
+        self.watch.generated(output.num_told)
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
@@ -261,7 +261,7 @@ class Engine:
         self._answered(live, now)
         live.outputs.streams += [live.stream + sequence.index] * len(tokens)
         live.outputs.tokens += tokens
-        self._metrics.generation_tokens.inc(len(tokens))
+        self.watch.generated(len(tokens))
 
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
         live = self._live[sequence.request.request_id]
@@ -271,7 +271,7 @@ class Engine:
 
     def _forget(self, live: LiveRequest) -> None:
         now, request = clock(), live.request
-        self._recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT), now)
+        self.recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT), now)
         del self._live[request.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
@@ -351,7 +351,7 @@ class Engine:
         self.life = Life.LOST
         self._agenda.pop(self, None)
         try:
-            self._watch.report()
+            self.watch.report()
             self._blame(loss)
             self.scheduler.adapters.give_up_checks()
             self.scheduler.release_all()
@@ -380,7 +380,7 @@ class Engine:
 
     def report_memory_events(self) -> None:
         """Bring the counters of what happened to the memory up to date."""
-        self._watch.report()
+        self.watch.report()
 
     def memory_report(self, limit: int) -> MemoryReport:
         """What the executor's KV memory holds, lists cut to ``limit``."""
@@ -396,5 +396,5 @@ class Engine:
         now = clock()
         newest = newest_called((live.request for live in self._live.values()), name, key)
         reports = [] if newest is None else [request_report(newest, self.scheduler, now, limit)]
-        ended = self._recent.newest_called(name, key, now)
+        ended = self.recent.newest_called(name, key, now)
         return reports if ended is None else [*reports, ended]

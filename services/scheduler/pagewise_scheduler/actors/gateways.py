@@ -8,6 +8,7 @@ from typing import cast
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     Abort,
+    AbortRequest,
     AdapterAnswer,
     FinishStream,
     FleetState,
@@ -32,6 +33,7 @@ from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
 from pagewise_scheduler.actors.key_limits import KeyUsages
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.actors.recent_requests import newest_called
 from pagewise_scheduler.actors.router import Capacity, Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, spoken_version, text_flaw
@@ -191,6 +193,8 @@ class Gateways(Sessions[Gateway]):
             case Query():
                 body = self._answer(message)
                 self._send(session, QueryAnswer(message.number, body is not None, body or b""))
+            case AbortRequest(number=number, request_id=name):
+                self._send(session, QueryAnswer(number, self._end_called(name)))
             case MetricsSnapshot(families=families):
                 if not self.metrics.gateways.take(session.identity, gateway.instance, families, older=gateway.older):
                     # No reason to give it up, and all its requests with it.
@@ -309,6 +313,16 @@ class Gateways(Sessions[Gateway]):
             live.end(now)
 
     # ---- what ends -----------------------------------------------------------------------------------
+
+    def _end_called(self, name: str) -> bool:
+        """An operator ends the newest request of this id, ours or its client's; False: none that lives has it."""
+        lives = [live for each in self for one in each.peer.submissions.values() for live in one.prompts]
+        found = newest_called((live.request for live in lives if not live.done), name, "") if name else None
+        for live in lives:
+            if live.request is found:
+                live.tell_abort(clock())
+                self._router.abort(live)
+        return found is not None
 
     def _abort(self, gateway: Gateway, submission: Submission) -> None:
         if not submission.prompts:

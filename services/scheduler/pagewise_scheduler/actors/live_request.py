@@ -95,6 +95,15 @@ class LiveRequest:
             self.outputs.failed.append(PromptFailed(self.stream, kind, message))
             self.end(now)
 
+    def tell_abort(self, now: float) -> None:
+        """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
+        self.started(now)
+        request = self.request
+        ended = set[int]() if request.chooses else {one.index for one in request.sequences if one.finished}
+        self.outputs.finished += [
+            StreamFinished(self.stream + index, "abort") for index in range(request.n) if index not in ended
+        ]
+
     def end(self, now: float) -> None:
         """Nothing of it runs any more, whether that is told or not."""
         if self.done:

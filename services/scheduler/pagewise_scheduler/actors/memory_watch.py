@@ -1,6 +1,7 @@
 """Turns what an executor's scheduler has counted and decided into metrics and log lines."""
 
 import logging
+from collections import Counter
 from math import isnan
 
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
@@ -11,7 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Looks at one scheduler every so often, and reports what is new."""
+    """Looks at one scheduler every so often, and reports what is new.
+
+    ``num_generated``: tokens generated. ``cached_tokens``: those found in caches, by where they lay (``SOURCES``).
+    """
 
     def __init__(self, executor_id: str, scheduler: AdapterScheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id
@@ -34,9 +38,15 @@ class MemoryWatch:
             metrics.segment_moved_tokens,
         )
         self._seen = (0,) * len(self._counters)
+        self.num_generated, self.cached_tokens = 0, Counter[str]()
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
+
+    def generated(self, count: int) -> None:
+        """So many tokens were generated."""
+        self.num_generated += count
+        self._metrics.generation_tokens.inc(count)
 
     def report(self) -> None:
         """Bring the metrics up to date."""
@@ -88,8 +98,10 @@ class MemoryWatch:
         metrics, method, origin = self._metrics, recovery.method, recovery.origin
         metrics.recoveries(method, origin).inc()
         metrics.cached_tokens("device").inc(recovery.device_tokens)
+        self.cached_tokens["device"] += recovery.device_tokens
         if recovery.loaded_tokens:
             metrics.cached_tokens(origin).inc(recovery.loaded_tokens)
+            self.cached_tokens[origin] += recovery.loaded_tokens
         estimate = recovery.estimate
         if estimate is not None:
             log.debug(

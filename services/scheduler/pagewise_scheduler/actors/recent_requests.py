@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -69,6 +70,11 @@ class RecentRequests:
         """Yield each of them, in order for each key."""
         for own in self._of_keys.values():
             yield from own.values()
+
+    def latest(self, most: int) -> Iterator[EndedRequest]:
+        """The last ``most`` of each key, the newest first: those that ended last are among them."""
+        for own in self._of_keys.values():
+            yield from islice(reversed(own.values()), most)
 
     def newest_called(self, name: str, key: str, now: float) -> RequestReport | None:
         """The report of the newest request that ``is_called`` so, as of ``now``; None: there is none."""

@@ -7,6 +7,7 @@ from msgspec import Struct
 from pagewise_shared.protocol import Query
 
 from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.recent_requests import is_called
@@ -23,7 +24,9 @@ class MemoryReports(Struct):
     executors: list[MemoryReport]
 
 
-def answer(query: Query, engines: Sequence[Engine], unplaced: Iterable[LiveRequest], metrics: Metrics) -> bytes | None:
+def answer(
+    query: Query, engines: Sequence[Engine], unplaced: Iterable[LiveRequest], metrics: Metrics, console: Console
+) -> bytes | None:
     """The body of the answer, None if what is asked for is not known, or not shown to the query's key.
 
     ``unplaced``: requests that no engine can take now.
@@ -36,6 +39,8 @@ def answer(query: Query, engines: Sequence[Engine], unplaced: Iterable[LiveReque
             return metrics.render()
         case "memory":
             return msgspec.json.encode(MemoryReports([engine.memory_report(limit) for engine in engines]))
+        case "console":
+            return console.answer(query.view) if query.view is not None else None
         case "request":
             report = _request(query.argument, query.key, engines, unplaced, limit) if query.argument else None
             return msgspec.json.encode(report) if report is not None else None

@@ -1,0 +1,169 @@
+"""What consoles watch: each view is asked of the scheduler once for all consoles that show it, while one does."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import ClassVar
+
+from aiohttp import web
+from pagewise_shared.protocol import ConsoleView
+
+from pagewise_gateway.generation import AdmissionError
+from pagewise_gateway.http.sse import encode
+from pagewise_gateway.link import SchedulerLink
+from pagewise_gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MAX_CONSOLES = 32
+"""Consoles of one gateway that may be open at once."""
+
+_SECONDS = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "prefixes": 2.0}
+"""How often each part is asked for."""
+
+Shown = Callable[[ConsoleView, bytes], bytes]
+"""Turns a line of JSON that came from the scheduler into what consoles get."""
+
+
+class Watcher:
+    """One console, and what it has not been sent yet: of each view the newest frame, so that a client that reads slowly
+    makes nobody keep more for it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._frames: dict[ConsoleView, bytes] = {}
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def put(self, view: ConsoleView, frame: bytes) -> None:
+        """There is a newer frame of a view; one that was not sent yet is dropped for it."""
+        if view in self._frames:
+            self._metrics.console_frames_dropped.inc()
+        self._frames[view] = frame
+        self._news.set()
+
+    def close(self) -> None:
+        """There will be no more."""
+        self._closed = True
+        self._news.set()
+
+    async def take(self) -> bytes:
+        """Wait for what is new, and take all of it; nothing: there will be no more."""
+        await self._news.wait()
+        if self._closed:
+            return b""
+        self._news.clear()
+        frames, self._frames = self._frames, {}
+        return b"".join(frames.values())
+
+
+class _Feed:
+    """One view, and the consoles that show it."""
+
+    def __init__(self, view: ConsoleView) -> None:
+        self.view = view
+        self.watchers: dict[Watcher, None] = {}
+        self.frame = b""
+        self.task: asyncio.Task[None] | None = None
+
+    def put(self, frame: bytes) -> None:
+        """Give all consoles a frame."""
+        self.frame = frame
+        for watcher in self.watchers:
+            watcher.put(self.view, frame)
+
+
+class Feeds:
+    """The views that the consoles of one gateway show. ``shown``: makes what consoles get of each line."""
+
+    KEY: ClassVar[web.AppKey["Feeds"]] = web.AppKey("console_feeds")
+
+    def __init__(self, link: SchedulerLink, metrics: Metrics, shown: Shown) -> None:
+        self._link = link
+        self._metrics = metrics
+        self._shown = shown
+        self._feeds: dict[ConsoleView, _Feed] = {}
+        self._watchers: dict[Watcher, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """How many consoles are open."""
+        return len(self._watchers)
+
+    @contextmanager
+    def watching(self, views: Iterable[ConsoleView]) -> Iterator[Watcher]:
+        """Watch views until the context is left."""
+        watcher = Watcher(self._metrics)
+        self._watchers[watcher] = None
+        self._metrics.consoles_open.set(len(self))
+        feeds = [self._feed(view) for view in dict.fromkeys(views)]
+        try:
+            for feed in feeds:
+                feed.watchers[watcher] = None
+                if feed.frame:
+                    watcher.put(feed.view, feed.frame)
+            yield watcher
+        finally:
+            del self._watchers[watcher]
+            self._metrics.consoles_open.set(len(self))
+            for feed in feeds:
+                del feed.watchers[watcher]
+                if not feed.watchers:
+                    del self._feeds[feed.view]
+                    if feed.task is not None:
+                        feed.task.cancel()
+
+    async def close(self, _: web.Application) -> None:
+        """End the streams of all consoles: the gateway stops."""
+        for watcher in self._watchers:
+            watcher.close()
+
+    async def wait(self, _: web.Application) -> None:
+        """Wait until nothing is asked for any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _feed(self, view: ConsoleView) -> _Feed:
+        feed = self._feeds.get(view)
+        if feed is None:
+            feed = self._feeds[view] = _Feed(view)
+            feed.task = asyncio.create_task(self._ask(feed), name=f"console {view.part}")
+            self._tasks.add(feed.task)
+            feed.task.add_done_callback(self._tasks.discard)
+        return feed
+
+    async def _ask(self, feed: _Feed) -> None:
+        """Ask for a view again and again."""
+        view, last = feed.view, b""
+        while True:
+            began = monotonic()
+            try:
+                body = await self._link.query("console", view=view)
+                if body != last:
+                    feed.put(self._frame(view, body))
+                last = body
+            except AdmissionError as error:
+                feed.put(_problem(view, str(error)))
+                last = b""
+            except LookupError:
+                feed.put(_problem(view, f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"))
+                last = b""
+            except Exception:
+                log.exception("a console could not be told of its %s", view.part)
+                feed.put(_problem(view, "internal error; see the gateway's log"))
+                last = b""
+            await asyncio.sleep(max(0.05, began + _SECONDS[view.part] - monotonic()))
+
+    def _frame(self, view: ConsoleView, body: bytes) -> bytes:
+        lines = [self._shown(view, line) for line in body.split(b"\n")] if body else []
+        if view.part == "fleet":
+            lines = [b'%b,"consoles":%d}' % (line[:-1], len(self)) for line in lines]
+        name = view.part.encode()
+        return b"".join(b"event: %b\ndata: %b\n\n" % (name, line) for line in lines)
+
+
+def _problem(view: ConsoleView, message: str) -> bytes:
+    return b"event: problem\ndata: %b\n\n" % encode({"part": view.part, "message": message})

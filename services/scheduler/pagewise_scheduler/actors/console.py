@@ -1,0 +1,196 @@
+"""What the scheduler answers to consoles: what they show, in bounded time, and the abort of a request."""
+
+import heapq
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+from pagewise_shared.protocol import SOURCES, ConsoleView
+from pagewise_shared.version import package_version
+
+from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.console_rates import EngineRates, Rates
+from pagewise_scheduler.actors.engine import Engine, Life
+from pagewise_scheduler.actors.fleet import Fleet
+from pagewise_scheduler.actors.gateways import Gateways
+from pagewise_scheduler.actors.recent_requests import EndedRequest
+from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.core.console.executor_state import block_counts, link_states, saved_blocks, tier_states
+from pagewise_scheduler.core.console.reports import (
+    EndedReport,
+    ExecutorState,
+    FleetFrame,
+    GatewayState,
+    RequestLine,
+    RequestsFrame,
+    SchedulerState,
+)
+from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
+
+_LEAST_SECONDS = 0.4
+"""An answer serves all who ask again within this time."""
+_MOST_OF_CORE = 0.01
+"""The share of a core that answers may take: if they take longer, they are made less often."""
+_FORGOTTEN_SECONDS = 5.0
+_MOST_VIEWS = 256
+_MOST_REQUESTS, _MOST_ENDED = 100, 50
+
+_STATES = {
+    Life.SERVING: "ready",
+    Life.DRAINING: "draining",
+    Life.STOPPING: "draining",
+    Life.DRAINED: "draining",
+    Life.LOST: "gone",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Answer(NamedTuple):
+    """An answer, the seconds that it took to make, and when that was."""
+
+    body: bytes | None
+    seconds: float
+    time: float
+
+
+class Console:
+    """Answers what gateways ask for their consoles.
+
+    Gateways ask a few times a second. All that ask for the same view within a time get the same answer, and that time
+    is as long as it takes for answers to cost at most ``_MOST_OF_CORE`` of a core, whatever there is to show.
+    """
+
+    def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways) -> None:
+        self._model_name = model_name
+        self._fleet = fleet
+        self._router = router
+        self._gateways = gateways
+        self._started = clock()
+        self._answers: dict[ConsoleView, _Answer] = {}
+        self._rates: dict[Engine, EngineRates] = {}
+        self._ended: dict[tuple[str, float], RequestLine] = {}
+
+    def answer(self, view: ConsoleView) -> bytes | None:
+        """What a view shows: lines of JSON, or None if there is no such thing."""
+        now = clock()
+        known = self._answers.get(view)
+        if known is not None and now < known.time + self._pause():
+            return known.body
+        began = time.perf_counter()
+        body = self._make(view, now)
+        self._forget(now)
+        self._answers.pop(view, None)  # so that the one made last comes last
+        self._answers[view] = _Answer(body, time.perf_counter() - began, now)
+        return body
+
+    def _pause(self) -> float:
+        """Seconds for which an answer serves."""
+        return max(_LEAST_SECONDS, sum(answer.seconds for answer in self._answers.values()) / _MOST_OF_CORE)
+
+    def _forget(self, now: float) -> None:
+        """Forget what nobody has asked for lately."""
+        longest = max(_FORGOTTEN_SECONDS, 2 * self._pause())
+        while self._answers:
+            oldest = next(iter(self._answers))
+            if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].time < longest:
+                break
+            del self._answers[oldest]
+        if len(self._rates) > len(self._fleet):
+            alive = set(self._fleet.engines)
+            self._rates = {engine: rates for engine, rates in self._rates.items() if engine in alive}
+
+    def _make(self, view: ConsoleView, now: float) -> bytes | None:
+        match view.part:
+            case "fleet":
+                return _encode(self._fleet_frame(now))
+            case "requests":
+                return _encode(self._requests_frame(now))
+            case _:
+                return None
+
+    # ---- processes -----------------------------------------------------------------------------------
+
+    def _fleet_frame(self, now: float) -> FleetFrame:
+        engines = sorted(self._fleet.engines, key=lambda engine: engine.executor_id)
+        names = {engine.scheduler.recoveries.endpoint: engine.executor_id for engine in engines}
+        rates = {engine: self._rates.setdefault(engine, EngineRates()).of(engine, now) for engine in engines}
+        return FleetFrame(
+            round(time.time(), 3),
+            self._model_name,
+            self._scheduler_state(now, rates.values()),
+            [GatewayState(one.name, "ready", len(one.peer.submissions)) for one in self._gateways],
+            [_executor_state(engine, rates[engine], names) for engine in engines],
+        )
+
+    def _scheduler_state(self, now: float, rates: Iterable[Rates]) -> SchedulerState:
+        rates = list(rates)
+        prompt = sum(one.prompt_of_last_minute for one in rates)
+        hits = {source: sum(one.hits[source] for one in rates) for source in SOURCES}
+        return SchedulerState(
+            round(now - self._started, 1),
+            package_version(),
+            sum(engine.scheduler.num_running for engine in self._fleet.engines),
+            self._router.waiting.sequences,
+            len(self._router.unplaced),
+            round(sum(one.tokens for one in rates), 1),
+            round(sum(one.prompt_tokens for one in rates), 1),
+            {source: round(min(1.0, count / prompt), 4) if prompt else 0.0 for source, count in hits.items()},
+        )
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def _requests_frame(self, now: float) -> RequestsFrame:
+        running: list[RequestLine] = []
+        waiting = [request_line("", live.request, None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
+        truncated = len(waiting) < len(self._router.unplaced)
+        for engine in self._fleet.engines:
+            room = _MOST_REQUESTS - min(len(running), len(waiting))
+            run, wait, more = request_lines(engine.executor_id, engine.scheduler, now, max(1, room))
+            running += run
+            waiting += wait
+            truncated |= more
+        truncated |= max(len(running), len(waiting)) > _MOST_REQUESTS
+        return RequestsFrame(running[:_MOST_REQUESTS], waiting[:_MOST_REQUESTS], self._ended_lines(now), truncated)
+
+    def _ended_lines(self, now: float) -> list[RequestLine]:
+        """The requests that ended last. What was made of them is kept until the next time: nothing of it changes but
+        how long ago it was."""
+        latest = heapq.nlargest(_MOST_ENDED, self._recent(), key=lambda ended: ended.time)
+        known, self._ended = self._ended, {}
+        lines = []
+        for ended in latest:
+            key = ended.request_id, ended.time
+            line = known.get(key) or ended_line(EndedReport(ended.report, 0.0))
+            self._ended[key] = line
+            ago = round(line.arrived_seconds_ago + now - ended.time, 3)
+            lines.append(msgspec.structs.replace(line, arrived_seconds_ago=ago))
+        return lines
+
+    def _recent(self) -> Iterator[EndedRequest]:
+        for engine in self._fleet.engines:
+            yield from engine.recent.latest(_MOST_ENDED)
+
+
+def _executor_state(engine: Engine, rates: Rates, names: dict[str, str]) -> ExecutorState:
+    scheduler, hello = engine.scheduler, engine.hello
+    return ExecutorState(
+        engine.executor_id,
+        _STATES[engine.life],
+        hello.role,
+        scheduler.kv.block_size,
+        hello.bytes_per_block,
+        scheduler.kv.pool.num_blocks,
+        block_counts(scheduler),
+        tier_states(scheduler),
+        scheduler.num_running,
+        scheduler.num_waiting,
+        scheduler.num_preemptions,
+        rates.tokens,
+        rates.events,
+        round(scheduler.costs.prefill.error, 4),
+        link_states(scheduler, names),
+        saved_blocks(scheduler),
+    )

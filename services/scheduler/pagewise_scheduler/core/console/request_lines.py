@@ -1,0 +1,106 @@
+"""What consoles tell of requests, one line each."""
+
+from itertools import islice
+from math import isnan
+
+from pagewise_scheduler.core.console.reports import EndedReport, RequestLine
+from pagewise_scheduler.core.memory.block_pool import BlockPool
+from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+_MOST_OUTPUTS = 64
+"""Outputs of a request whose blocks are counted: it may have thousands."""
+
+
+def request_lines(
+    executor_id: str, scheduler: Scheduler, now: float, limit: int
+) -> tuple[list[RequestLine], list[RequestLine], bool]:
+    """The requests of one executor that run, those that wait, and whether there are more; at most ``limit`` of each."""
+    requests = scheduler.requests
+    running: list[RequestLine] = []
+    waiting: list[RequestLine] = []
+    for request in requests:
+        lines = waiting if waits(request) else running
+        if len(lines) < limit:
+            lines.append(request_line(executor_id, request, scheduler.kv.pool, now))
+        elif len(running) >= limit and len(waiting) >= limit:
+            break
+    return running, waiting, len(running) + len(waiting) < len(requests)
+
+
+def waits(request: Request) -> bool:
+    """Whether nothing of a request runs."""
+    return all(
+        sequence.status in (SequenceStatus.WAITING, SequenceStatus.FINISHED)
+        for sequence in islice(request.sequences, _MOST_OUTPUTS)
+    )
+
+
+def request_line(executor_id: str, request: Request, pool: BlockPool | None, now: float) -> RequestLine:
+    """A request that has not ended; ``pool``: where its blocks are, None: it is nowhere. ``now``: seconds."""
+    outputs = request.sequences[:_MOST_OUTPUTS]
+    status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING)
+    return RequestLine(
+        request.request_id,
+        request.client_request_id,
+        request.key,
+        executor_id,
+        status.name.lower() if pool is not None else "unplaced",
+        len(request.prompt_token_ids),
+        sum(len(one.output_token_ids) for one in request.sequences),
+        sum(_num_computed(one) for one in outputs),
+        sum(len(one.table.blocks) for one in outputs),
+        sum(_num_shared(one, pool) for one in outputs) if pool is not None else 0,
+        request.num_cached_tokens,
+        sum(one.num_preemptions for one in outputs),
+        round(now - request.arrival_time, 3),
+        _seconds(request.arrival_time, request.scheduled_time),
+        _seconds(request.arrival_time, request.first_token_time),
+    )
+
+
+def ended_line(ended: EndedReport) -> RequestLine:
+    """A request that has ended, from what is kept of it."""
+    report = ended.report
+    outputs = report.sequences
+    return RequestLine(
+        report.request_id,
+        report.client_request_id,
+        report.key,
+        report.executors[-1].executor_id if report.executors else "",
+        "finished",
+        max((one.num_prompt_tokens for one in outputs), default=0),
+        sum(one.num_output_tokens for one in outputs),
+        0,
+        0,
+        0,
+        sum(report.cached_tokens.values()),
+        sum(one.preemptions for one in outputs),
+        round(report.arrived_seconds_ago + ended.seconds_ago, 3),
+        report.queue_seconds,
+        report.first_token_seconds,
+        next((one.finish_reason for one in outputs if one.finish_reason), None),
+    )
+
+
+def _num_computed(sequence: Sequence) -> int:
+    if not sequence.table.blocks:
+        return 0
+    return sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
+
+
+def _num_shared(sequence: Sequence, pool: BlockPool) -> int:
+    """Found by bisection: whoever holds a block of a prefix holds those before it too."""
+    blocks, references = sequence.table.blocks, pool.references
+    low, high = 0, len(blocks)
+    while low < high:
+        middle = (low + high) // 2
+        if references(blocks[middle]) > 1:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _seconds(start: float, end: float) -> float | None:
+    return None if isnan(end) else round(max(0.0, end - start), 6)

@@ -1,0 +1,127 @@
+"""What the scheduler tells consoles, and how an operator ends a request."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pagewise_scheduler.actors.console import Console
+from pagewise_shared.protocol import ConsoleView
+
+from tests.scheduler.actors.stack import Stack, executor, gateway, running, until
+
+
+async def shown(stack: Stack, part: str, **view: Any) -> list[dict[str, Any]]:
+    """The frames of a part, made anew."""
+    stack.coordinator._console._answers.clear()
+    answer = await stack.gateway.ask("console", view=ConsoleView(part, **view))  # type: ignore[arg-type]
+    return [msgspec.json.decode(line) for line in answer.body.split(b"\n")] if answer.found else []
+
+
+async def test_the_fleet_is_told_of(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        (empty,) = await shown(stack, "fleet")
+        assert (empty["executors"], empty["model"]) == ([], "m")
+        async with executor(tmp_path, "b", step_seconds=0.01), executor(tmp_path, "a", step_seconds=0.01):
+            await stack.ready(2)
+            await shown(stack, "fleet")
+            runs = [await stack.gateway.submit([n, 2, 3, 4, 5], max_tokens=200) for n in range(3)]
+            for run in runs:
+                await run.until_tokens(20)
+            await asyncio.sleep(0.3)
+            (frame,) = await shown(stack, "fleet")
+            assert [one["executor_id"] for one in frame["executors"]] == ["a", "b"]
+            assert frame["scheduler"]["requests_running"] == 3
+            assert frame["gateways"] == [{"gateway_id": "gateway", "state": "ready", "requests": 3}]
+            assert frame["scheduler"]["tokens_per_second"] > 0
+            assert frame["scheduler"]["tokens_per_second"] == pytest.approx(
+                sum(one["tokens_per_second"] for one in frame["executors"]), abs=1
+            )
+            for one in frame["executors"]:
+                assert one["state"] == "ready"
+                assert sum(one["counts"].values()) == one["num_blocks"] == 64
+            for run in runs:
+                await stack.gateway.abort(run)
+            await stack.all_free()
+
+
+async def test_requests_that_wait_run_and_have_ended(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        unplaced = await stack.gateway.submit([1, 2, 3], max_tokens=4, request_id="early", key="a")
+        await until(lambda: len(stack.router.unplaced))
+        (frame,) = await shown(stack, "requests")
+        (line,) = frame["waiting"]
+        assert (line["request_id"], line["status"], line["key"]) == ("early", "unplaced", "a")
+        async with executor(tmp_path, step_seconds=0.01):
+            await unplaced.result()
+            prefix = list(range(1, 13))
+            runs = [await stack.gateway.submit([*prefix, 50 + n], max_tokens=150, request_id=f"r{n}") for n in range(5)]
+            for run in runs[:4]:
+                await run.until_tokens(3)
+            (frame,) = await shown(stack, "requests")
+            assert {line["request_id"] for line in frame["running"]} == {"r0", "r1", "r2", "r3"}
+            assert [line["request_id"] for line in frame["waiting"]] == ["r4"]
+            (ended,) = frame["ended"]
+            assert (ended["request_id"], ended["finish_reason"], ended["output_tokens"]) == ("early", "length", 4)
+            first = frame["running"][0]
+            assert (first["prompt_tokens"], first["shared_blocks"]) == (13, 3), "the three blocks of the prefix"
+            assert first["blocks"] * 4 >= first["computed_tokens"] >= 13
+            (fleet,) = await shown(stack, "fleet")
+            assert fleet["executors"][0]["saved_blocks"] == 3 * 3, "three of four sequences need no blocks for it"
+            for run in runs:
+                await stack.gateway.abort(run)
+            await stack.all_free()
+
+
+async def test_an_operator_ends_a_request_of_any_gateway(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01), gateway(tmp_path, "other") as other:
+        await stack.ready(1)
+        run = await stack.gateway.submit([1, 2, 3], max_tokens=200, n=2, request_id="id", client_request_id="job")
+        await run.until_tokens(4)
+        assert not await other.end_called("nobody")
+        assert not await other.end_called("")
+        assert await other.end_called("job")
+        tokens = await run.result()
+        assert [end.reason for end in run.finished.values()] == ["abort", "abort"]
+        assert all(0 < len(one) < 200 for one in tokens)
+        await stack.all_free()
+        assert not await other.end_called("job")
+
+
+async def test_an_operator_ends_a_request_that_waits(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        run = await stack.gateway.submit([1, 2, 3], max_tokens=20, request_id="id")
+        await until(lambda: len(stack.router.unplaced))
+        assert await stack.gateway.end_called("id")
+        assert await run.result() == [[]]
+        assert run.finished[run.stream].reason == "abort"
+        assert not len(stack.router.unplaced)
+
+
+async def test_equal_views_share_an_answer_and_answers_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    make = Console._make
+
+    def counted(console: Console, view: ConsoleView, now: float) -> bytes | None:
+        made.append(view.part)
+        return make(console, view, now)
+
+    monkeypatch.setattr(Console, "_make", counted)
+    async with running(tmp_path) as stack, gateway(tmp_path, "other") as other:
+        for asker in (stack.gateway, other) * 3:
+            assert (await asker.ask("console", view=ConsoleView("fleet"))).found
+        assert made == ["fleet"]
+        await stack.gateway.ask("console", view=ConsoleView("requests"))
+        assert made == ["fleet", "requests"]
+        for number in range(600):
+            await stack.gateway.ask("console", view=ConsoleView("block", f"nobody-{number}"))
+        assert len(stack.coordinator._console._answers) <= 256
+
+
+async def test_a_client_s_key_sees_nothing_of_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        assert not (await stack.gateway.ask("console", key="a", view=ConsoleView("fleet"))).found
+        assert not (await stack.gateway.ask("console")).found
