@@ -1,8 +1,10 @@
 """What the gateway, the scheduler and the executor have in common as processes."""
 
 import asyncio
+import contextlib
 import ctypes
 import gc
+import json
 import logging
 import os
 import resource
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 CANNOT_START = 2
 """Exit code of a service when starting it again would fail the same way; ``pagewise serve`` then stops."""
+
+_REASON = "this service cannot run: "
 
 _COLLECT_AFTER = 100_000
 """Allocations between two garbage collections. Every step and every token creates objects, none of them in cycles; with
@@ -51,9 +55,18 @@ def exit_code_of(
             log.exception("this service failed")
             return 1
         for each in errors:
-            log.error("this service cannot run: %s", each)
+            log.error("%s%s", _REASON, each)
         return CANNOT_START
     return 0
+
+
+def reason_in(line: str) -> str:
+    """Return why a service cannot run, if a line of its log says so; "" otherwise."""
+    text = line
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            text = next((each for each in json.loads(line).values() if isinstance(each, str) and _REASON in each), "")
+    return text.partition(_REASON)[2]
 
 
 def _members(error: Exception) -> list[Exception]:

@@ -74,9 +74,9 @@ def test_only_what_is_needed_is_downloaded(downloads: list[dict[str, Any]]) -> N
     [
         (errors.GatedRepoError, "gated"),
         (errors.RepositoryNotFoundError, "the hub has no model owner/name"),
-        (errors.RevisionNotFoundError, "at v9"),
-        (errors.LocalEntryNotFoundError, "could not be reached: first line$"),
-        (ConnectionError, "could not be reached: first line$"),
+        (errors.RevisionNotFoundError, "no revision v9 of owner/name"),
+        (errors.LocalEntryNotFoundError, r"could not be reached \(first line\): run `hf download owner/name`"),
+        (ConnectionError, r"could not be reached \(first line\): run `hf download owner/name`"),
     ],
 )
 def test_the_hubs_errors_become_one_plain_line(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 from pagewise_shared.config import GatewayConfig, GatewaysConfig, secret_variables, to_argv
 
+from pagewise.ports import holder_of, next_free
 from pagewise.probe import answers
 from pagewise.process import STOP_SECONDS, Service
 from pagewise.supervisor import Group, StartError, Supervisor
@@ -66,8 +68,26 @@ def reserved_port(config: GatewayConfig) -> Iterator[int]:
                 holder.bind((address[0], port, *address[2:]))
                 port = holder.getsockname()[1]
         except OSError as error:
-            raise StartError(f"cannot serve HTTP on {config.host} port {port}: {error.strerror}") from error
+            raise StartError(_unusable(config.host, port, error)) from error
         yield port
+
+
+def _unusable(host: str, port: int, error: OSError) -> str:
+    """Return why no gateway can listen there, and what to do."""
+    text = f"cannot serve HTTP on {host} port {port}: {error.strerror or error}"
+    if isinstance(error, socket.gaierror):
+        return f"{text}; --host takes an address of this machine, or 0.0.0.0 for all"
+    match error.errno:
+        case errno.EADDRINUSE:
+            holder = holder_of(port)
+            free = next_free(host, port)
+            taken = f", by {holder}" if holder else ""
+            return f"{text}{taken}; " + (f"take another one: --port {free}" if free else "take another one with --port")
+        case errno.EACCES:
+            return f"{text}; ports below 1024 are root's: --port 8000"
+        case errno.EADDRNOTAVAIL:
+            return f"{text}; --host takes an address of this machine, or 0.0.0.0 for all"
+    return text
 
 
 def url_of(config: GatewayConfig) -> str:

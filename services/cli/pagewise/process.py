@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pagewise_shared.config import VARIABLE_PREFIX
+from pagewise_shared.service_process import reason_in
 
 STOP_SECONDS = 10.0
 
@@ -39,6 +40,8 @@ class Service:
         self._variables = dict(variables or {})
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
+        self.reason = ""
+        """Why it cannot run, if it has said so."""
 
     async def run(self) -> int:
         """Start the process and wait for its end; returns its exit code, negative for a signal."""
@@ -96,6 +99,7 @@ class Service:
 
     def _log(self, text: str) -> None:
         print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+        self.reason = reason_in(text) or self.reason
         self._on_log(text)
 
 

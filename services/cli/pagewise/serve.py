@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from pagewise_shared.config import ServeConfig, to_argv
 from pagewise_shared.cpu_threads import openmp_threads, share_of_cores, wait_variables
 
+from pagewise.fetch import fetch
 from pagewise.gateways import gateway_group, reserved_port, url_of
+from pagewise.preflight import check_folder, check_packages
 from pagewise.probe import answers
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
@@ -34,11 +36,14 @@ async def serve(
     is ready, and print how to send a request).
     """
     try:
+        check_packages(config)
+        check_folder(config.gateway.model)
         gpus = gpu_variables(config, visible_gpus())
         with (
-            tempfile.TemporaryDirectory(prefix="pagewise-", ignore_cleanup_errors=True) as folder,
             reserved_port(config.gateway) as port,
+            tempfile.TemporaryDirectory(prefix="pagewise-", ignore_cleanup_errors=True) as folder,
         ):
+            await fetch(config)
             config = _connected(config, folder, port)
             return await Supervisor(_groups(config, gpus)).run((announce or _announce)(config))
     except StartError as error:

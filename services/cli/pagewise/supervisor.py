@@ -51,6 +51,7 @@ class Supervisor:
         beside = asyncio.create_task(announcement)
         runs = [asyncio.create_task(self._keep(service)) for service in self._services]
         tasks = {stop, beside, *runs}
+        failure: StartError | None = None
         try:
             while not stop.done():
                 done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -58,12 +59,17 @@ class Supervisor:
                     task.result()
             log.info("stopping")
         except StartError as error:
-            log.error("%s", error)
-            return 1
+            failure = error
+            log.info("stopping all services")
         finally:
             await self._stop()
             beside.cancel()
             await asyncio.gather(stop, beside, *runs, return_exceptions=True)
+        if failure is not None:
+            log.error(
+                "%s", failure
+            )  # after what the services have said while they stopped, so that it is the last line
+            return 1
         return _INTERRUPTED if self._killed else 0
 
     def _interrupt(self) -> None:
@@ -93,13 +99,21 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             if code == CANNOT_START:
-                raise StartError(f"{service.name} cannot start, and its last log lines say why: stopping all services")
+                raise StartError(f"{service.name} cannot start: {service.reason or 'its last log lines say why'}")
             failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
             if failures > len(_RESTART_PAUSES):
                 raise StartError(
-                    f"{service.name} ended {failures} times in a row right after its start: stopping all services"
+                    f"{service.name} ended {failures} times in a row right after its start, the last time with exit "
+                    f"code {code}{_meaning(code)}"
                 )
             pause = _RESTART_PAUSES[max(0, failures - 1)]
-            log.warning("%s ended with exit code %d, starting it again in %g s", service.name, code, pause)
+            log.warning(
+                "%s ended with exit code %d, starting it again in %g s%s", service.name, code, pause, _meaning(code)
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+
+def _meaning(code: int) -> str:
+    """Return what an exit code may mean that nobody explains: from here the kernel's killer looks like anybody's."""
+    return " (killed: if nobody did it, memory ran out, and `dmesg` says so)" if code == -signal.SIGKILL else ""

@@ -140,6 +140,11 @@ def build_runner(
         from pagewise_executor.kv.block_endpoint import block_listener
         from pagewise_executor.kv.peers import Peers
         from pagewise_executor.model_runner import ModelRunner
+    except ImportError as error:
+        raise ModelError(
+            f"the packages of the executor cannot be imported ({error}): install them again, with pip install "
+            "--force-reinstall 'pagewise[executor]'"
+        ) from error
     finally:
         gc.freeze()
         gc.enable()

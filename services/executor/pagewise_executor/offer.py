@@ -52,3 +52,11 @@ def tell_of_pool(info: RunnerInfo) -> None:
         info.max_num_seqs,
         info.max_model_len,
     )
+    if (holds := info.num_blocks * info.block_size) < info.max_model_len:
+        log.warning(
+            "the KV pool holds %d tokens, so longer requests are refused, though the model takes %d: --max-model-len "
+            "%d tells clients so, and a larger --kv-memory, --quantization or --kv-dtype fp8 leave more room",
+            holds,
+            info.max_model_len,
+            holds,
+        )

@@ -79,7 +79,7 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
     edit_config(model, alibi=True)
     assert "ALiBi" in refused(model)
     edit_config(model, model_type="no_such_architecture")
-    assert "config.json is unusable" in refused(model)
+    assert "has the model_type 'no_such_architecture', which is not known here; served are Llama" in refused(model)
     (model / "config.json").write_text("{")
     assert "config.json is unusable" in refused(model)
 

@@ -6,7 +6,6 @@ transformers is imported only for models that need it, because that takes second
 import hashlib
 import json
 import logging
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
+from pagewise_executor.gpu_check import why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
@@ -29,9 +29,12 @@ from pagewise_executor.models.key_rotations import UnknownRotationError, find_ke
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.preparation import prepare
-from pagewise_executor.models.quantised_checkpoint import INSTEAD, read_quantisation
+from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
+from pagewise_executor.models.support import SERVED, check_known, check_supported
+from pagewise_executor.models.weight_files import checked_header, first_line, weight_files
+from pagewise_executor.models.weight_memory import check_weights
 
 if TYPE_CHECKING:
     import openvino
@@ -92,19 +95,20 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = read_quantisation(config.model, path, config.kv_dtype)
-    files = _weight_files(path)
-    headers = {file: _checked_header(file) for file in files}
+    files = weight_files(config.model, path)
+    headers = {file: checked_header(file) for file in files}
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
-    _check_supported(config.model, model_config, text)
+    check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
     vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, text, device, dtype, quantised is not None)
     log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
-    _tell_of_slow_type(device, dtype)
+    _tell_of_device(config, device, dtype)
+    check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
     stored: Checkpoint | None = checkpoint
     with _errors_of_loading(config, device):
         if stored is None and quantised is not None:
@@ -169,11 +173,15 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"not enough memory on {device} for the weights of {config.model}") from error
+        raise ModelError(
+            f"not enough memory on {device} for the weights of {config.model}: end what else uses it, or try "
+            f"--quantization {'fp8' if device.type == 'cuda' else 'int8'}"
+        ) from error
     except UnknownShardError as error:
         raise ModelError(f"{config.model}: {error}") from error
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"{config.model} cannot be loaded: {_first_line(error)}") from error
+        kind = f"; {SERVED}" if "Unrecognized configuration class" in str(error) else ""
+        raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}{kind}") from error
 
 
 def _variant(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module, length: int | None) -> str:
@@ -191,12 +199,13 @@ def _variant(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module, l
 def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
+    check_known(config.model, path)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
             path, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{config.model}: config.json is unusable: {_first_line(error)}") from error
+        raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
     return found
 
 
@@ -238,12 +247,19 @@ def choose_device(config: ExecutorConfig) -> torch.device:
     """Return the device that ``--device`` asks for.
 
     Raises:
-        ModelError: CUDA is asked for and there is no CUDA device.
+        ModelError: CUDA is asked for and there is no CUDA device, or torch has no code for it.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ModelError("--device cuda: torch sees no CUDA device here")
+        raise ModelError(
+            f"--device cuda: {why_no_gpu() or 'torch sees no CUDA device here: --device cpu computes without one'}"
+        )
     use_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+    if not use_cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if flaw := why_unfit(device):
+        raise ModelError(flaw)
+    return device
 
 
 def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig") -> torch.dtype:
@@ -256,8 +272,10 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tell_of_slow_type(device: torch.device, dtype: torch.dtype) -> None:
-    """Say in the log if computing in ``dtype`` is slower than in float32, as on many CPUs."""
+def _tell_of_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Say in the log if a GPU is not used, or if computing in ``dtype`` is slower than in float32, as on many CPUs."""
+    if device.type == "cpu" and config.device == "auto" and (reason := why_no_gpu()):
+        log.warning("the model is computed on the CPU: %s", reason)
     if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16())):
         log.warning("this CPU has no instructions for %s: --dtype float32 is faster, in more memory", _name(dtype))
 
@@ -275,60 +293,6 @@ def fingerprint(path: Path, files: list[Path]) -> str:
                 stream.seek(offset)
                 digest.update(stream.read(65536))
     return digest.hexdigest()[:16]
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} is no model directory: it has no config.json")
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is unusable: {_first_line(error)}") from error
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise ModelError(f"{path} lacks weight files that its index names: {', '.join(missing)}")
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        others = [file.name for pattern in ("*.gguf", "*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
-        found = f" (it has {', '.join(others[:3])}: only safetensors are loaded)" if others else ""
-        if others and others[0].endswith(".gguf"):
-            raise ModelError(f"{path} is a GGUF model ({others[0]}), which cannot be served; {INSTEAD}")
-        raise ModelError(f"{path} has no weights: no *.safetensors file{found}")
-    return files
-
-
-def _checked_header(file: Path) -> dict[str, Any]:
-    """Return a file's header, by the names of its tensors.
-
-    Its size is compared with the header, so that a truncated download is found before the model is loaded.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > size - 8:
-            raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes)")
-        try:
-            header: dict[str, Any] = json.loads(stream.read(length))
-            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
-    if size < 8 + length + end:
-        raise ModelError(f"{file} is truncated: {size} bytes of {8 + length + end}")
-    return header
-
-
-def _check_supported(model: str, config: object, text: object) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served")
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}")
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
-        raise ModelError(f"{model} uses ALiBi, which paged attention does not support")
 
 
 def _attention_modules(
@@ -358,11 +322,6 @@ def _max_model_len(config: ExecutorConfig, text: object) -> int:
     if asked is not None and asked > own:
         raise ModelError(f"--max-model-len {asked} is over the model's own limit of {own}")
     return int(asked or own)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _name(dtype: torch.dtype) -> str:

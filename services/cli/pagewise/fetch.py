@@ -1,0 +1,82 @@
+"""Downloads a model before any service starts: ``python -m pagewise.fetch MODEL``, which ``pagewise serve`` runs.
+
+It is a process of its own, because the hub's client takes memory that the supervisor would keep, and because Ctrl-C
+then ends a download at once. It draws its bars on the terminal, which no other process writes to yet. Why there is no
+model goes to standard output, in one sentence.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from pagewise_shared.config import ServeConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.logs import configure_logging
+from pagewise_shared.model_files import fetch_model, local_model
+from pagewise_shared.progress import draws_bars
+from pagewise_shared.service_process import CANNOT_START
+
+from pagewise.process import die_with_parent
+from pagewise.supervisor import StartError
+
+
+async def fetch(config: ServeConfig) -> None:
+    """Have the model that services will load in the hub's cache, if it is not on this machine otherwise.
+
+    Raises:
+        StartError: there is no such model, or it cannot be downloaded.
+    """
+    gateway, executor = config.gateway, config.executor
+    try:
+        if local_model(gateway.model) is not None:
+            return
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    argv = [gateway.model, f"--log-level={config.scheduler.log_level}"]
+    argv += [f"--revision={gateway.revision}"] if gateway.revision else []
+    argv += ["--tokenizer-only"] if executor.simulate or not config.executors else []
+    argv += ["--remote-code"] if executor.trust_remote_code else []
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pagewise.fetch", *argv, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with_parent
+    )
+    try:
+        said, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        last = said.decode(errors="replace").strip() or f"{gateway.model} cannot be downloaded"
+        raise StartError(last)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Download a model; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pagewise.fetch", description="Download a model from the hub.")
+    parser.add_argument("model")
+    parser.add_argument("--revision")
+    parser.add_argument("--tokenizer-only", action="store_true")
+    parser.add_argument("--remote-code", action="store_true")
+    parser.add_argument("--log-level", default="info")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # threads of the client would go on
+    configure_logging(options.log_level, "fetch")
+    try:
+        fetch_model(
+            options.model,
+            options.revision,
+            tokenizer_only=options.tokenizer_only,
+            remote_code=options.remote_code,
+            bars=draws_bars(sys.stderr),
+        )
+    except ModelError as error:
+        print(error)
+        return CANNOT_START
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

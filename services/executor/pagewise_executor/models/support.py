@@ -1,0 +1,46 @@
+"""Which models are served, and what to say of those that are not."""
+
+import json
+from pathlib import Path
+
+from pagewise_shared.errors import ModelError
+
+SERVED = (
+    "served are Llama, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2 and 3, Phi-3, GPT-2, GPT-NeoX, OPT, and "
+    "what computes as they do"
+)
+"""The families with a test, as a part of a sentence."""
+
+
+def check_supported(model: str, config: object, text: object) -> None:
+    """Look whether a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
+
+    Raises:
+        ModelError: it is not; the text says which are.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served: {SERVED}")
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}; {SERVED}")
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        raise ModelError(f"{model} uses ALiBi, which paged attention does not support; {SERVED}")
+
+
+def check_known(model: str, path: Path) -> None:
+    """Look whether transformers knows the type of a model that brings no code of its own.
+
+    Raises:
+        ModelError: it does not; the text says which types are served.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = json.loads((path / "config.json").read_text())
+        kind, own_code = found.get("model_type"), "auto_map" in found
+    except (ValueError, AttributeError):
+        return  # whoever reads it says so
+    if own_code or (kind is not None and kind in CONFIG_MAPPING):
+        return
+    named = f"the model_type {kind!r}, which is not known here" if kind else "no model_type"
+    raise ModelError(f"{model} cannot be served: its config.json has {named}; {SERVED}")

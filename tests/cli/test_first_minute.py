@@ -1,0 +1,295 @@
+"""What people trip over when they serve a model for the first time: one sentence, and what to do."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagewise.ports import holder_of, next_free
+from pagewise_executor import gpu_check
+from pagewise_executor.models import weight_memory
+from pagewise_executor.models.weight_memory import check_weights
+from pagewise_shared import model_files
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.model_files import resolve_model
+
+SHA = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a client asks for before it downloads anything."""
+
+    def do_GET(self) -> None:
+        if "gated/model/revision" in self.path:
+            self._answer(200, {"id": "gated/model", "sha": SHA, "siblings": []})
+        elif "gated/model" in self.path:
+            self._answer(403, {}, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+        elif "open/large" in self.path and "/tree/" in self.path:
+            size = 1 << 60
+            lfs = {"oid": "1" * 64, "size": size, "pointerSize": 130}
+            self._answer(200, [{"type": "file", "path": "model.safetensors", "size": size, "oid": SHA, "lfs": lfs}])
+        elif "open/large/resolve" in self.path:
+            self._answer(200, {}, {"X-Repo-Commit": SHA, "ETag": '"1"', "X-Linked-Size": str(1 << 60)})
+        elif "open/large" in self.path:
+            self._answer(200, {"id": "open/large", "sha": SHA, "siblings": []})
+        else:
+            self._answer(404, {}, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET  # noqa: N815 - the base class's name
+
+    def _answer(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Type": "application/json"} | (headers or {})).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(*arguments: str, code: int = 1, **environ: str) -> str:
+    """Run ``pagewise serve`` until it gives up; return the last line that it has printed."""
+    command = [sys.executable, "-m", "pagewise.main", "serve", *arguments, f"--port={free_port()}"]
+    if any(argument.startswith("--port") for argument in arguments):
+        command.pop()
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PAGEWISE_"))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=known | environ)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, in a folder of its own."""
+    path = tmp_path_factory.mktemp("models") / "model"
+    shutil.copytree(resolve_model("pagewise-demo"), path)
+    return path
+
+
+@pytest.fixture
+def model(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def test_no_such_model(model: Path) -> None:
+    said = serve(f"{model}s")
+    assert f"no such model: {model}s is neither a directory nor a hub id" in said
+    assert f"did you mean {model}?" in said
+    assert "is a file" in serve(str(model / "config.json"))
+    assert f"did you mean {model}?" in serve(str(model.parent))
+    (model / "config.json").unlink()
+    (model / "weights.gguf").touch()
+    assert "GGUF files are not served: take the model's repository with safetensors" in serve(str(model))
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "expected"),
+    [
+        (
+            ["no/model"],
+            {},
+            "the hub has no model no/model: look for its name at https://huggingface.co/models?search=model",
+        ),
+        (["no/model"], {}, "if it is private, run `hf auth login`, or set HF_TOKEN"),
+        (["gated/model"], {}, "gated: ask for access at https://huggingface.co/gated/model, then run `hf auth login`"),
+        (["gated/model"], {"HF_TOKEN": "hf_x"}, "your token has no access to it: ask for it at"),
+        (["open/large"], {}, "the disk is too full for open/large: 1073741824GiB are to be downloaded to"),
+        (["no/model"], {"HF_HUB_OFFLINE": "1"}, "(HF_HUB_OFFLINE is set): unset it, or run `hf download no/model`"),
+        (["no/model"], {"HF_ENDPOINT": "http://127.0.0.1:1"}, "(Connection refused): run `hf download no/model` where"),
+        (["no/mo del"], {}, "no such model: no/mo del is neither a directory nor a hub id"),
+    ],
+)
+def test_what_the_hub_refuses(
+    hub: str, tmp_path: Path, asked: list[str], environ: dict[str, str], expected: str
+) -> None:
+    said = serve(*asked, **{"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub} | environ)
+    assert expected in said.replace("[Errno 111] ", "")
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"(pid {os.getpid()})" in holder_of(port)
+        free = next_free("127.0.0.1", port)
+        assert free is not None
+        assert port < free
+        said = serve(f"--port={port}")
+        assert f"cannot serve HTTP on 127.0.0.1 port {port}: Address already in use, by " in said
+        assert f"(pid {os.getpid()}); take another one: --port " in said
+    assert holder_of(port) == ""
+    assert "--host takes an address of this machine" in serve("--host=192.0.2.1")
+
+
+def test_packages_that_are_missing(tmp_path: Path) -> None:
+    """Hidden by a finder that knows nothing of them, as where they are not installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.machinery as m\nfind = m.PathFinder.find_spec\n"
+        "m.PathFinder.find_spec = classmethod(lambda c, name, *r: None if name in ('torch',) else find(name, *r))"
+    )
+    said = serve(PYTHONPATH=str(tmp_path))
+    assert said.endswith("what the executor needs is not installed (torch): pip install 'pagewise[executor]'")
+    (tmp_path / "sitecustomize.py").write_text(
+        (tmp_path / "sitecustomize.py").read_text().replace("'torch'", "'aiohttp'")
+    )
+    said = serve("--simulate", PYTHONPATH=str(tmp_path))
+    assert said.endswith("what the gateway needs is not installed (aiohttp): pip install 'pagewise[gateway]'")
+
+
+def test_models_that_are_not_served(model: Path) -> None:
+    config = model / "config.json"
+    whole = config.read_text()
+    config.write_text(json.dumps(json.loads(whole) | {"model_type": "hyena"}))
+    said = serve(str(model))
+    assert "executor-0 cannot start: " in said
+    assert "its config.json has the model_type 'hyena', which is not known here; served are Llama, Mistral" in said
+    config.write_text(whole)
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    said = serve(str(model))
+    assert "only safetensors are loaded" in said
+    assert "convert them: python -c" in said
+
+
+def test_a_gpu_that_is_asked_for_and_not_there() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    assert "--device cuda: torch sees no CUDA device here: --device cpu computes without one" in serve("--device=cuda")
+
+
+def test_a_pool_that_is_too_small() -> None:
+    said = serve("--num-blocks=3", "--device=cpu")
+    assert "the KV pool is too small: it would hold 48 tokens" in said
+    assert "raise --kv-memory or --num-blocks" in said
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path) -> Path:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
+    )
+    return tmp_path
+
+
+def test_why_torch_uses_no_gpu(nvidia: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    said = gpu_check.why_no_gpu(nvidia, None)
+    assert "is built for the CPU alone: pip install" in said
+    assert "driver 550.54.15 is too old for CUDA 13.0" in gpu_check.why_no_gpu(nvidia, "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("no\nroom")))
+    assert gpu_check.why_no_gpu(nvidia, "12.6").endswith("though this machine has an NVIDIA GPU: no")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert gpu_check.why_no_gpu(nvidia, None) == ""
+    (nvidia / "dev/nvidia0").unlink()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpu_check.why_no_gpu(nvidia, None) == ""
+
+
+HEADERS: dict[Path, dict[str, Any]] = {
+    Path("model.safetensors"): {
+        "__metadata__": {},
+        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [1000, 1000], "data_offsets": [0, 2_000_000]},
+        "model.layers.0.mlp.up_proj.weight": {"dtype": "BF16", "shape": [2000, 5000], "data_offsets": [0, 20_000_000]},
+        "model.norm.weight": {"dtype": "BF16", "shape": [1000], "data_offsets": [0, 2000]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "expected"),
+    [
+        (45_000_000, {}, None),
+        (
+            30_000_000,
+            {},
+            "in float32 they take 42MiB, and 29MiB are free; --dtype bfloat16 takes 21MiB, or --quantization int8 "
+            "takes 14MiB",
+        ),
+        (15_000_000, {}, "; --quantization int8 takes 14MiB"),
+        (9_000_000, {}, "; take a smaller model, or a machine with more than 14MiB for it"),
+        (15_000_000, {"quantization": "int8"}, None),
+        (9_000_000, {"quantization": "int8"}, "in int8 they take 14MiB"),
+    ],
+)
+def test_what_would_fit(
+    free: int, options: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(weight_memory, "_swap", lambda: 0)
+    with contextlib.nullcontext() if expected is None else pytest.raises(ModelError) as error:
+        check_weights(
+            ExecutorConfig(model="m", **options), HEADERS, torch.device("cpu"), torch.float32, 1, stored=False
+        )
+    if expected is not None:
+        assert error is not None
+        assert expected in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, "the disk of .* is full: set HF_HOME to a folder on a disk with room for a/b"),
+        (errno.EACCES, "where this user may not write: set HF_HOME"),
+    ],
+)
+def test_a_cache_that_cannot_be_written(number: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ModelError, match=expected):
+        model_files.resolve_model("a/b")
+
+
+def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        command = [sys.executable, "-m", "pagewise.main", "serve", "some/model", f"--port={free_port()}"]
+        environ = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(60)
+        with silent.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        assert process.returncode == 130, said
+        assert "Traceback" not in said
