@@ -95,8 +95,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = read_quantisation(config.model, path, config.kv_dtype)
-    files = weight_files(config.model, path)
-    headers = {file: checked_header(file) for file in files}
+    headers = {file: checked_header(file) for file in weight_files(config.model, path)}
+    files = list(headers)
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
@@ -106,8 +106,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, text, device, dtype, quantised is not None)
-    log.info("loading %s (%d weight files) as %s on %s", config.model, len(files), _name(dtype), device)
-    _tell_of_device(config, device, dtype)
+    _tell_of_device(config, device, dtype, len(files))
     check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
     stored: Checkpoint | None = checkpoint
     with _errors_of_loading(config, device):
@@ -272,8 +271,9 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tell_of_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Say in the log if a GPU is not used, or if computing in ``dtype`` is slower than in float32, as on many CPUs."""
+def _tell_of_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, num_files: int) -> None:
+    """Say in the log what is loaded, and if a GPU is not used, or another type would be faster, as on many CPUs."""
+    log.info("loading %s (%d weight files) as %s on %s", config.model, num_files, _name(dtype), device)
     if device.type == "cpu" and config.device == "auto" and (reason := why_no_gpu()):
         log.warning("the model is computed on the CPU: %s", reason)
     if device.type == "cpu" and (dtype == torch.float16 or (dtype == torch.bfloat16 and not computes_bfloat16())):

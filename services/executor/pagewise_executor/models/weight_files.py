@@ -42,7 +42,7 @@ def weight_files(model: str, path: Path) -> list[Path]:
 
 
 def _convert(model: str, others: list[str]) -> str:
-    """Return how to make safetensors of the files that PyTorch has pickled, if there are any."""
+    """Return how to make safetensors of files in PyTorch's own form, if there are any."""
     if not others:
         return ""
     return (
