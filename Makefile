@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,7 +42,7 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 
 test: setup ## The whole suite (no GPU, no Docker)
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
@@ -53,6 +53,9 @@ test-agents: setup ## Agent frameworks call tools by way of Pagewise (installs t
 test-ray: setup ## Deployments on Ray clusters of several nodes (installs Ray, beside it, into ~/.cache; RAY=DIR takes another)
 	@test -d $(RAY)/ray || $(PY) -m pip install --quiet --target $(RAY) $(RAY_VERSION)
 	PYTHONPATH=$(PYTHONPATH):$(RAY) $(PY) -m pytest -m ray $(ARGS)
+
+test-documents: setup ## Follow the README and the tutorial, command by command (with port 8000 free, or as root)
+	$(PY) -m pytest -m documents $(ARGS)
 
 fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFORT=100
 	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)
