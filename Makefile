@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-chaos soak gpu-smoke test-gpu test-compose lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,7 +20,7 @@ setup: $(VENV)/.installed ## Make the virtual environment and install everything
 	  echo "*** To try again (on Linux with glibc, with network): rm $(VENV)/.installed && make setup"; } >&2
 
 CPU_OPERATIONS := kernels/pagewise_kernels/cpu
-INSTALL := $(PY) -m pip install --quiet -c constraints.txt -e '.[gateway,executor,dev]'
+INSTALL := $(PY) -m pip install --quiet -c constraints.txt -e '.[executor,dev]'
 
 $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIONS)/build.py $(wildcard $(CPU_OPERATIONS)/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -42,7 +42,7 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 
 test: setup ## The whole suite (no GPU, no Docker)
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
@@ -80,6 +80,13 @@ test-gpu: ## Tests that need a CUDA device
 
 test-compose: setup ## Build and try the containers (needs Docker with Compose v2)
 	$(PY) -m pytest -m compose $(ARGS)
+
+test-packaging: setup ## Build a wheel and an sdist, install them as a user does, and serve without a network
+	$(PY) -m pytest -m packaging $(ARGS)
+
+dist: setup ## A wheel and an sdist, into dist/
+	$(PY) -m pip install --quiet --require-hashes -r requirements/build.lock
+	$(PY) -m hatchling build --directory dist
 
 lint: setup ## ruff, import rules, bandit, known vulnerabilities of what is pinned
 	$(VENV)/bin/ruff check .

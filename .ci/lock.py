@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {"build": None, "scheduler": "", "gateway": "gateway", "executor": "executor", "openvino": "openvino"}
+LOCKS = {"build": None, "scheduler": "", "gateway": "gateway", "executor": "executor-service", "openvino": "openvino"}
 """The locks: None for what builds the package, otherwise the extra of the project that an image installs."""
 ADDITIONS = {"openvino"}
 """What the executor's image installs beside its own lock, if it is asked to."""

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-IMAGES = {"scheduler": [], "gateway": ["gateway"], "executor": ["executor"]}
+IMAGES = {"scheduler": [], "gateway": ["gateway"], "executor": ["executor-service"]}
 ADDITIONS = {"openvino": ["openvino"]}
 """What the executor's image installs as well, if it is asked to."""
 UNLOCKED = {"torch"}
