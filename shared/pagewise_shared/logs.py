@@ -1,5 +1,6 @@
 """Logging: one line per event on standard error."""
 
+import json
 import logging
 import sys
 import threading
@@ -7,20 +8,82 @@ import time
 from datetime import datetime
 
 
-def configure_logging(level: str, service: str) -> None:
-    """Log to standard error as ``time level service module: text``; ``level`` is a ``--log-level``."""
+def configure_logging(level: str, service: str, log_format: str = "text") -> None:
+    """Log to standard error. ``level`` is a ``--log-level``, ``log_format`` a ``--log-format``.
+
+    A line of text is ``time level service module: text``; one of JSON is an object with these as its fields, and with
+    those of ``about``.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s"))
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(service))
+    else:
+        handler.setFormatter(_Formatter(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "transformers", "huggingface_hub", "asyncio"):
+    for chatty in (
+        "httpx", "httpcore", "urllib3", "filelock", "transformers", "huggingface_hub", "asyncio", "opentelemetry",
+    ):  # fmt: skip
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+def about(request_id: str = "", traceparent: str = "", **fields: object) -> dict[str, object]:
+    """Return the ``extra`` of a log call whose line is about a request: what JSON lines have beside its text.
+
+    ``traceparent``: of its trace, if it has one. ``fields``: further ones; a ``message`` takes the place of the text.
+    """
+    if request_id:
+        fields["request_id"] = request_id
+    if traceparent:
+        _, fields["trace_id"], fields["span_id"], _ = traceparent.split("-", 3)
+    return {"fields": fields}
+
+
+def relayed(process: str, line: str) -> str:
+    """Return a line that another process has logged as a line of this one's log, which says whose it is."""
+    handlers = logging.getLogger().handlers
+    if not handlers or not isinstance(handlers[0].formatter, JsonFormatter):
+        return f"{process:<10} | {line}"
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    if not isinstance(entry, dict):  # such as a traceback of a process that could not log
+        entry = {"time": _iso_time(time.time()), "level": "info", "message": line}
+    return json.dumps({"process": process} | entry)
+
+
+def _iso_time(seconds: float) -> str:
+    """Return a time as in ISO 8601: local time to the millisecond, with its offset from UTC."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+
+
 class _Formatter(logging.Formatter):
-    """Writes times as in ISO 8601: local time to the millisecond, with its offset from UTC."""
+    """Writes times as in ISO 8601."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        return _iso_time(record.created)
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes each record as a JSON object on one line. ``service``: the name of what logs."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line: time, level, service, logger and message, fields of ``about``, and what was raised."""
+        entry: dict[str, object] = {
+            "time": _iso_time(record.created),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= getattr(record, "fields", {})
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 class BoundedLog:

@@ -65,7 +65,7 @@ def _serve(arguments: Sequence[str]) -> int:
         prog="pagewise serve",
         description="Start a scheduler, gateways and executors as separate processes, and serve a model over HTTP.",
     )
-    configure_logging(config.scheduler.log_level, "serve")
+    configure_logging(config.scheduler.log_level, "serve", config.scheduler.log_format)
     warn_of_variables()
     return asyncio.run(serve(config))
 
@@ -77,7 +77,7 @@ def _gateways(arguments: Sequence[str]) -> int:
         prog="pagewise gateways",
         description="Start gateways that serve HTTP on one port, for a scheduler that runs already.",
     )
-    configure_logging(config.gateway.log_level, "gateways")
+    configure_logging(config.gateway.log_level, "gateways", config.gateway.log_format)
     warn_of_variables()
     return asyncio.run(gateways(config))
 

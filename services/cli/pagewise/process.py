@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pagewise_shared.config import VARIABLE_PREFIX
+from pagewise_shared.logs import relayed
 from pagewise_shared.service_process import reason_in
 
 STOP_SECONDS = 10.0
@@ -98,7 +99,7 @@ class Service:
             on_line(line.decode(errors="replace").rstrip())
 
     def _log(self, text: str) -> None:
-        print(f"{self.name:<10} | {text}", file=sys.stderr, flush=True)
+        print(relayed(self.name, text), file=sys.stderr, flush=True)
         self.reason = reason_in(text) or self.reason
         self._on_log(text)
 

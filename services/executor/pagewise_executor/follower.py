@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     connection = Connection(int(argv[1]))
     seat = decode_seat(connection.recv_bytes())
     config = decode_config(connection.recv_bytes())
-    configure_logging(config.log_level, f"executor rank {seat.rank}")
+    configure_logging(config.log_level, f"executor rank {seat.rank}", config.log_format)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pagewise-executor",
         description="Hold a KV pool and run the step plans that a pagewise-scheduler sends.",
     )
-    configure_logging(config.log_level, "executor")
+    configure_logging(config.log_level, "executor", config.log_format)
     warn_of_variables()
     tune_allocator(computes=True, free_unused=free_unused)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later

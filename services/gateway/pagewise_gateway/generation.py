@@ -78,6 +78,7 @@ class GenerationRequest:
         retention: seconds for which the client wants the KV of the prefix kept; 0: it says nothing.
         prompt_bytes: what the answer takes for what it repeats of the prompts.
         adapter: with which the prompts are computed; None: with the model alone.
+        traceparent: of the span of the HTTP request; "": it is not traced.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class GenerationRequest:
     prompt_bytes: int = 0
     retention: int = 0
     adapter: Adapter | None = None
+    traceparent: str = ""
 
     @property
     def chooses(self) -> bool:

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pagewise-gateway",
         description="Serve an OpenAI-compatible HTTP endpoint, and have a pagewise-scheduler run what clients ask for.",
     )
-    configure_logging(config.log_level, "gateway")
+    configure_logging(config.log_level, "gateway", config.log_format)
     warn_of_variables()
     tune_allocator()
     return exit_code_of(lambda: run_event_loop(serve(config)))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from pagewise_shared.protocol import MetricFamily, MetricSample
+from pagewise_shared.tracing import TRACE_SPANS, Outcome
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -73,6 +74,9 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self.request_success(reason)
+        self._trace_spans = self._raw_counter("gateway_trace_spans", TRACE_SPANS, ("outcome",))
+        for outcome in get_args(Outcome):
+            self.trace_spans(outcome)
         self._frames_dropped = self._raw_counter(
             "gateway_frames_dropped", "Frames from the scheduler that were dropped, by reason.", ("reason",)
         )
@@ -104,6 +108,10 @@ class Metrics:
     def request_success(self, finished_reason: str) -> Counter:
         """The counter of sequences that ended with this finish reason (stop, length, abort, error)."""
         return self._request_success.labels(self._model_name, finished_reason)
+
+    def trace_spans(self, outcome: Outcome) -> Counter:
+        """The counter of spans by what became of them."""
+        return self._trace_spans.labels(self._model_name, outcome)
 
     def frames_dropped(self, reason: Drop) -> Counter:
         """The counter of frames from the scheduler that were dropped for this reason."""

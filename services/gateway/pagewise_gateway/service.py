@@ -8,11 +8,12 @@ import socket
 
 from pagewise_shared.adapters import read_adapter
 from pagewise_shared.config import GatewayConfig, named_modules
-from pagewise_shared.curve import load_keys
+from pagewise_shared.curve import Keys, load_keys
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
+from pagewise_shared.tracing import Tracing, open_tracing
 
 from pagewise_gateway.http import create_app, listening, load_certificate, most_connections
 from pagewise_gateway.link import AdapterTable, SchedulerLink
@@ -38,6 +39,39 @@ def _modules(config: GatewayConfig, model_name: str) -> list[Adapter]:
     return [read_adapter(name, path, config.max_lora_rank) for name, path in modules.items()]
 
 
+def _tracing(config: GatewayConfig, gateway_id: str, metrics: Metrics) -> Tracing | None:
+    """Return what sends the traces of this gateway, if it is to send any.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    endpoint = config.otlp_traces_endpoint
+    return open_tracing(
+        endpoint, "pagewise-gateway", gateway_id, lambda outcome, spans: metrics.trace_spans(outcome).inc(spans)
+    )
+
+
+def _link(
+    config: GatewayConfig, gateway_id: str, tokenizer: Tokenizer, metrics: Metrics, keys: Keys | None
+) -> SchedulerLink:
+    """Return the link to the scheduler.
+
+    Raises:
+        AdapterError, ConfigError: as ``_modules`` says.
+    """
+    model_name = config.served_model_name or config.model
+    return SchedulerLink(
+        config.scheduler,
+        tokenizer,
+        metrics,
+        gateway_id=gateway_id,
+        model_name=model_name,
+        timeout=config.scheduler_timeout,
+        keys=keys,
+        adapters=AdapterTable(_modules(config, model_name)),
+    )
+
+
 async def serve(config: GatewayConfig) -> None:
     """Run the service until SIGTERM or SIGINT, and then until its streams have ended, or their time is up.
 
@@ -50,28 +84,20 @@ async def serve(config: GatewayConfig) -> None:
 
     Raises:
         ModelError: the model's tokenizer, or an adapter, cannot be found or read.
-        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host.
+        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host; or there
+            is no OpenTelemetry to send traces with.
         OSError: an address cannot be bound.
         RefusedError: the scheduler does not let this gateway join.
     """
     keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
-    model_name = config.served_model_name or config.model
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
-    metrics = Metrics(model_name, gateway_id)
+    metrics = Metrics(config.served_model_name or config.model, gateway_id)
+    tracing = _tracing(config, gateway_id, metrics)
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
-    link = SchedulerLink(
-        config.scheduler,
-        tokenizer,
-        metrics,
-        gateway_id=gateway_id,
-        model_name=model_name,
-        timeout=config.scheduler_timeout,
-        keys=keys,
-        adapters=AdapterTable(_modules(config, model_name)),
-    )
+    link = _link(config, gateway_id, tokenizer, metrics, keys)
     surface = listening(
-        create_app(link, tokenizer, config, metrics),
+        create_app(link, tokenizer, config, metrics, tracing),
         metrics,
         host=config.host,
         port=config.port,
@@ -97,3 +123,5 @@ async def serve(config: GatewayConfig) -> None:
                 await link.close(config.shutdown_timeout, stop.again)
         finally:
             linked.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)

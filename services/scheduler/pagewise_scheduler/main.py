@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pagewise-scheduler",
         description="Schedule the requests of gateways over executors.",
     )
-    configure_logging(config.log_level, "scheduler")
+    configure_logging(config.log_level, "scheduler", config.log_format)
     warn_of_variables()
     tune_allocator()
     return exit_code_of(lambda: run_event_loop(serve(config)))

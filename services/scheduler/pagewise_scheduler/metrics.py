@@ -11,6 +11,7 @@ from itertools import product
 from typing import Literal, get_args
 
 from pagewise_shared.protocol import SOURCES, TIER_NAMES
+from pagewise_shared.tracing import TRACE_SPANS, Outcome
 from pagewise_shared.version import package_version
 from prometheus_client import (
     CollectorRegistry,
@@ -122,6 +123,9 @@ class Metrics:
         )
         for reason in ("left", "lost", "decode"):
             self.request_moves(reason)
+        self._trace_spans = self._raw_counter("scheduler_trace_spans", TRACE_SPANS, ("outcome",))
+        for outcome in get_args(Outcome):
+            self.trace_spans(outcome)
         self._requests_without_role = self._raw_counter(
             "requests_without_role", "Requests placed while no executor was left for this role.", ("role",)
         )
@@ -145,6 +149,10 @@ class Metrics:
     def requests_without_role(self, role: str) -> Counter:
         """The counter of requests placed while no executor was left for "prefill" or "decode"."""
         return self._requests_without_role.labels(self.model_name, role)
+
+    def trace_spans(self, outcome: Outcome) -> Counter:
+        """The counter of spans by what became of them."""
+        return self._trace_spans.labels(self.model_name, outcome)
 
     def frames_dropped(self, reason: Drop) -> Counter:
         """The counter of wire frames that were dropped for this reason."""

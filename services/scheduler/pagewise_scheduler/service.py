@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import socket
 
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.curve import SCHEDULER, load_keys
 from pagewise_shared.service_process import StopSignal, raise_file_limit, tune_garbage_collector
+from pagewise_shared.tracing import open_tracing
 
 from pagewise_scheduler.actors.coordinator import Coordinator
 from pagewise_scheduler.metrics import Metrics
@@ -20,13 +22,26 @@ async def serve(config: SchedulerConfig) -> None:
     for requests in progress: their gateways submit them again to the next scheduler.
 
     Raises:
-        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host; or there is no
+            OpenTelemetry to send traces with.
         zmq.ZMQError: an endpoint cannot be bound.
     """
     raise_file_limit()  # every executor and every gateway takes a file
     for endpoint in (config.listen, config.listen_gateways):  # both have keys, or neither
         keys = load_keys(config.keys, SCHEDULER, endpoint, config.plaintext)
-    coordinator = Coordinator(config, Metrics(config.served_model_name or config.model), keys=keys)
+    metrics = Metrics(config.served_model_name or config.model)
+    tracing = open_tracing(
+        config.otlp_traces_endpoint,
+        "pagewise-scheduler",
+        socket.gethostname(),
+        lambda outcome, spans: metrics.trace_spans(outcome).inc(spans),
+    )
+    on_traced = None
+    if tracing is not None:
+        from pagewise_scheduler.actors.tracing import RequestTraces  # it imports OpenTelemetry
+
+        on_traced = RequestTraces(tracing).ended
+    coordinator = Coordinator(config, metrics, keys=keys, on_traced=on_traced)
     stop = StopSignal()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(coordinator.run(), name="coordinator")
@@ -36,3 +51,5 @@ async def serve(config: SchedulerConfig) -> None:
         await stop.wait()
         log.info("stopping")
         running.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)

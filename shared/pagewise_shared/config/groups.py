@@ -105,9 +105,8 @@ GROUPS = {
         "drain_timeout",
         "executor_timeout",
         "step_timeout",
-        "log_level",
-        "log_requests",
     ),
+    "observability": ("log_level", "log_format", "log_requests", "otlp_traces_endpoint"),
     "Ray": (
         "ray",
         "name",

@@ -2,9 +2,10 @@
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from pagewise_shared.config.kinds import Positive, described
+from pagewise_shared.config.observability_options import LoggingOptions, TracingOptions
 from pagewise_shared.errors import ConfigError
 
 MAX_LORAS = 1024
@@ -15,8 +16,11 @@ EnableLora = Annotated[bool, described("serve LoRA adapters of the model")]
 MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]
 
 
-class GatewayLoraOptions(Struct, frozen=True, kw_only=True):
-    """Options of a gateway: which adapters there are."""
+class GatewayLoraOptions(TracingOptions, frozen=True, kw_only=True):
+    """Options of a gateway: which adapters there are.
+
+    It has those of traces as its base because a struct of msgspec can have one base with fields only.
+    """
 
     enable_lora: EnableLora = False
     max_lora_rank: MaxLoraRank = 16
@@ -38,8 +42,8 @@ class GatewayLoraOptions(Struct, frozen=True, kw_only=True):
     ] = False
 
 
-class ExecutorLoraOptions(Struct, frozen=True, kw_only=True):
-    """Options of an executor: how many adapters it holds, and where."""
+class ExecutorLoraOptions(LoggingOptions, frozen=True, kw_only=True):
+    """Options of an executor: how many adapters it holds, and where. It has those of logs as its base, as above."""
 
     enable_lora: EnableLora = False
     max_lora_rank: MaxLoraRank = 16

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from pagewise_shared.config.console_options import ConsoleConfig
 from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
+from pagewise_shared.config.observability_options import TracingOptions
 from pagewise_shared.config.parallel_options import TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
@@ -37,13 +38,12 @@ KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
 Plaintext = Annotated[bool, _help("allow connections with other hosts without keys, unencrypted")]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("lowest severity that is logged")]
 
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
 
 
-class SchedulerConfig(Struct, frozen=True, kw_only=True):
+class SchedulerConfig(TracingOptions, frozen=True, kw_only=True):
     """Options of ``pagewise-scheduler``. It loads no model: ``model`` and ``served_model_name`` label its metrics."""
 
     model: Model = DEMO_MODEL
@@ -119,7 +119,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "It holds for connections over TCP, for each of the two sockets.",
         ),
     ] = 268_435_456
-    log_level: LogLevel = "info"
 
 
 class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
@@ -209,7 +208,6 @@ class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
     keys: KeysFolder = None
     key_name: Annotated[str, _help("name of this gateway's key in the folder of keys", "NAME")] = "gateway"
     plaintext: Plaintext = False
-    log_level: LogLevel = "info"
     log_requests: Annotated[
         bool, _help("log a line for each request when it ends: its id, key, tokens, times; nothing of its text")
     ] = False
@@ -390,4 +388,3 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     keys: KeysFolder = None
     key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"
     plaintext: Plaintext = False
-    log_level: LogLevel = "info"

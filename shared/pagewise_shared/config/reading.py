@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
+from pagewise_shared.config.observability_options import check_tracing
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.config.parallel_options import REFUSED, check_parallel
 from pagewise_shared.config.size_options import check_pool_options, check_step_options
@@ -129,6 +130,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
             parse_size(values[name])
     check_lora(values)
     check_parallel(values)
+    check_tracing(values)
     if values.get("speculative_config") is not None:
         parse_speculative(values["speculative_config"])
     if values.get("role", "both") != "both" and values.get("lend_blocks") is False:

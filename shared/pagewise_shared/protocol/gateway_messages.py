@@ -146,6 +146,7 @@ class Submit(Message, frozen=True):
         client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
         reuse: of its prefix, as far as anything is known.
         adapter: with which it is computed; None: with the model alone.
+        traceparent: the gateway's span, as W3C writes it, whose children the scheduler makes; "": it is not traced.
     """
 
     epoch: int
@@ -166,6 +167,7 @@ class Submit(Message, frozen=True):
     client_request_id: str = ""
     reuse: ReuseHints = ReuseHints()
     adapter: Adapter | None = None
+    traceparent: str = ""
 
 
 class Abort(Message, frozen=True):

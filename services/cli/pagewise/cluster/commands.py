@@ -35,7 +35,7 @@ def up(arguments: Sequence[str]) -> int:
         description="Start a scheduler, gateways and executors on a Ray cluster, which places them and starts them "
         "again; or change the options of what runs there. Returns when the model is served.",
     )
-    configure_logging(config.scheduler.log_level, "up")
+    configure_logging(config.scheduler.log_level, "up", config.scheduler.log_format)
     warn_of_variables()
     try:
         with _connected(config.ray, config.name):

@@ -11,6 +11,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.protocol import Adapter
+from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
@@ -63,6 +64,7 @@ from pagewise_gateway.http.schema import (
 )
 from pagewise_gateway.http.segments import Piece, check_segments
 from pagewise_gateway.http.slices import Slices
+from pagewise_gateway.http.tracing import RequestTraces, about_request
 from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
@@ -83,18 +85,19 @@ _OPENAPI = web.AppKey("openapi", bytes)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def create_app(link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig, metrics: Metrics) -> web.Application:
-    """Return the application that serves HTTP requests over ``link``.
+def create_app(
+    link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None = None
+) -> web.Application:
+    """Return the application that serves HTTP requests over ``link``. ``tracing``: sends their traces, if it is given.
 
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
     Raises:
         ConfigError: the API keys cannot be read, or options of conversations contradict each other.
     """
-    middlewares: list[Middleware] = [_shape_errors, access_check(config, metrics)]
-    if config.log_requests:
-        middlewares.insert(0, RequestLog(link).middleware)
-    app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
+    app = web.Application(
+        middlewares=_middlewares(link, config, metrics, tracing), client_max_size=config.max_body_bytes
+    )
     limits = _limits(config, link)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
@@ -144,6 +147,18 @@ def create_app(link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig,
     return app
 
 
+def _middlewares(
+    link: SchedulerLink, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None
+) -> list[Middleware]:
+    """Return what each request passes, the outermost first."""
+    watching: list[Middleware] = []
+    if tracing is not None:
+        watching.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
+    if config.log_requests:
+        watching.append(RequestLog(link).middleware)
+    return [*watching, _shape_errors, access_check(config, metrics)]
+
+
 def _limits(config: GatewayConfig, link: SchedulerLink) -> Limits:
     return Limits(
         config.served_model_name or config.model,
@@ -188,7 +203,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
             await write_early(request, response)
     except ConnectionError:
         # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
-        log.debug("request %s: the client is gone", request[REQUEST_ID])
+        log.debug("request %s: the client is gone", request[REQUEST_ID], extra=about_request(request))
         response, unread = web.Response(status=499), False
     finally:
         metrics.http_requests_in_progress.dec()
@@ -224,7 +239,7 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception:
-        log.exception("request %s failed", request[REQUEST_ID])
+        log.exception("request %s failed", request[REQUEST_ID], extra=about_request(request))
         failed = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}")
         response = error_response(request, failed)
     return response

@@ -12,6 +12,7 @@ from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
+from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 
 _FEW = 32
@@ -39,7 +40,7 @@ class Generation:
         """``intake``: what is held for the request. ``prompt_bytes``: what ``AnswerSize.reserve`` returned.
         ``shown_tokens``: special tokens that are not left out of the text."""
         self.n = n
-        client = request[CLIENT]
+        client, self._trace = request[CLIENT], request.get(RequestTrace.KEY)
         self._link = link
         self._intake = intake
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
@@ -65,14 +66,19 @@ class Generation:
             prompt_bytes=prompt_bytes,
             retention=retention_seconds(body),
             adapter=check_model(body.model, request.app[Service.KEY].limits),
+            traceparent=self._trace.traceparent if self._trace is not None else "",
         )
         self._live: LiveRequest
 
     def __enter__(self) -> "Generation":
+        if self._trace is not None:
+            self._trace.submitted = monotonic()
         self._live = self._link.submit(self._request, self._intake.counted, self._intake.answer)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._trace is not None:
+            self._trace.generated(self._live)
         self._live.abort()
 
     async def news(self) -> list[SequenceDelta]:

@@ -24,6 +24,7 @@ from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.integers import with_integers
 from pagewise_gateway.http.schema import ChatRequest, TokenizeRequest
 from pagewise_gateway.http.structure import check_structure
+from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.http.unsupported import drop_unsupported
 
 RequestT = TypeVar("RequestT", bound=Struct)
@@ -40,6 +41,14 @@ _MISSING = re.compile(r"Object missing required field `(.*?)`")
 
 
 async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
+    """Do as ``_read_request`` says, and note in the request's trace when that was done."""
+    made = await _read_request(request, request_type)
+    if (trace := request.get(RequestTrace.KEY)) is not None:
+        trace.parsed = monotonic()
+    return made
+
+
+async def _read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
     """Count the request against the limits of its API key, then read and check its body.
 
     Returns the request and what is held for it, until ``Intake.close`` or until it is answered.

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 from pagewise_shared.logs import printable
 
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID
+from pagewise_gateway.http.tracing import about_request
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class RequestLog:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Log the request when it has been answered, or its client is gone. This has to be the outermost middleware."""
+        """Log the request when it has been answered, or its client is gone. Only the middleware that traces it
+        may be outside of this one."""
         began, status = monotonic(), _CLIENT_IS_GONE
         try:
             response = await handler(request)
@@ -82,7 +84,9 @@ class RequestLog:
                 "finish": generated.finish,
             }
         fields["duration"] = duration
-        log.info("request %s", " ".join(f"{name}={_text(value)}" for name, value in fields.items()))
+        text = " ".join(f"{name}={_text(value)}" for name, value in fields.items())
+        del fields["id"]  # it is the line's request_id
+        log.info("request %s", text, extra=about_request(request, message="request ended", **fields))
 
     def _ended(self, live: LiveRequest) -> None:
         """Remember what is known of a generation now, because afterwards its parts are let go."""

@@ -13,6 +13,7 @@ from pagewise_gateway.generation import GenerationError, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
 from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.tracing import about_request
 from pagewise_gateway.http.writing import in_time
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
     except Exception:
         if not writer.response.prepared:
             raise
-        log.exception("request %s failed", request[REQUEST_ID])
+        log.exception("request %s failed", request[REQUEST_ID], extra=about_request(request))
         return await writer.fail(source.error(InternalError("internal error")))
     await writer.send(source.last() + source.end)
     return await writer.finish()

@@ -9,6 +9,7 @@ from aiohttp import hdrs, web
 
 from pagewise_gateway.http.client_connection import LINGER_SECONDS, ClientConnection
 from pagewise_gateway.http.context import REQUEST_ID, Service
+from pagewise_gateway.http.tracing import about_request
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,11 @@ async def in_time(request: web.Request, writing: Awaitable[None]) -> None:
             await writing
     except TimeoutError:
         service.metrics.slow_readers.inc()
-        log.info("request %s: its client stopped reading, closing the connection", request[REQUEST_ID])
+        log.info(
+            "request %s: its client stopped reading, closing the connection",
+            request[REQUEST_ID],
+            extra=about_request(request),
+        )
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("the client stopped reading") from None

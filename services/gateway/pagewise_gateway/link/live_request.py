@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from time import monotonic
 
 from pagewise_shared.block_hash import adapter_salt
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import FinishReason
 
 from pagewise_gateway.generation import (
@@ -284,7 +285,9 @@ class LiveRequest:
                 self._held.grow_to(self.request.prompt_bytes + min(size, most))
             self._may_wait = size // self._token_bytes
         except Exception as error:
-            log.info("request %s is stopped: %s", self.request.request_id, error)
+            request_id = self.request.request_id
+            extra = about(request_id, self.request.traceparent)
+            log.info("request %s is stopped: %s", request_id, error, extra=extra)
             self._error = error
             self._end("abort")
             self._changed.clear()

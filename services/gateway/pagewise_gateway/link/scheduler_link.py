@@ -10,6 +10,7 @@ from typing import Literal
 from uuid import uuid4
 
 from pagewise_shared.curve import Keys
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -353,7 +354,9 @@ class SchedulerLink:
         if not live.resumed:
             live.refuse(error)
             return
-        log.warning("request %s was submitted again and not accepted: %s", live.request.request_id, error)
+        request = live.request
+        extra = about(request.request_id, request.traceparent)
+        log.warning("request %s was submitted again and not accepted: %s", request.request_id, error, extra=extra)
         live.refusal = error
         seconds = min(max(1, refused.retry_after), _LONGEST_RETRY_SECONDS)
         asyncio.get_running_loop().call_later(seconds, self._retry, live)

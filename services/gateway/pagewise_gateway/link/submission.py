@@ -35,6 +35,7 @@ def submission(live: LiveRequest, epoch: int, now: float, tool_call_ids: tuple[i
         client_request_id=request.client_request_id,
         reuse=ReuseHints(request.retention, tool_call_ids),
         adapter=request.adapter,
+        traceparent=request.traceparent,
     )
 
 

@@ -7,6 +7,7 @@ receive, decode and send beside it, and leave what has come in its mailbox.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from itertools import count
 
 import zmq
@@ -22,6 +23,7 @@ from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
 from pagewise_scheduler.actors.join_guard import JoinGuard
+from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
@@ -51,8 +53,9 @@ class Coordinator:
         *,
         keys: Keys | None = None,
         unplaced_timeout: float = 60.0,
+        on_traced: Callable[[LiveRequest, float], None] | None = None,
     ) -> None:
-        """Bind both sockets.
+        """Bind both sockets. ``on_traced``: see ``Gateways``.
 
         Raises:
             zmq.ZMQError: an endpoint cannot be bound.
@@ -74,7 +77,7 @@ class Coordinator:
             )
             self.registry = AdapterRegistry(lambda: self.router.engines)
             self.fleet.on_joined = self.registry.engine_joined
-            self.gateways = self._make_gateways(config, keys)
+            self.gateways = self._make_gateways(config, keys, on_traced)
         except zmq.ZMQError:
             self._wire.close()
             raise
@@ -109,7 +112,12 @@ class Coordinator:
         guard = JoinGuard("executor", keys)
         return Fleet(socket, guard, self.metrics, config.executor_timeout, options, self._next_epoch)
 
-    def _make_gateways(self, config: SchedulerConfig, keys: Keys | None) -> Gateways:
+    def _make_gateways(
+        self,
+        config: SchedulerConfig,
+        keys: Keys | None,
+        on_traced: Callable[[LiveRequest, float], None] | None,
+    ) -> Gateways:
         socket = RouterSocket(
             "gateway",
             config.listen_gateways,
@@ -123,7 +131,7 @@ class Coordinator:
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout
         return Gateways(
-            socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer, self.registry
+            socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer, self.registry, on_traced
         )
 
     def _next_epoch(self) -> int:

@@ -212,8 +212,8 @@ class Engine:
         for sequence, failure in failed(step, result, self.scheduler.epoch, self._live):
             self._metrics.grammar_failures.inc()
             message = printable(failure.message, _MAX_ERROR_TEXT)
-            log.warning("%s: request %s: %s", self.executor_id, sequence.request.request_id, message)
             live = self._live[sequence.request.request_id]
+            live.log(logging.WARNING, f"fails: {message}")
             self.scheduler.abort(sequence.request.request_id)
             self._forget(live)
             live.fail("invalid" if failure.invalid else "internal", message, clock())
@@ -280,7 +280,7 @@ class Engine:
         log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
         self.oldest_step_time = None
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
-            log.error("%s: request %s cannot run even alone: %s", self.executor_id, request.request_id, reason)
+            self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
 

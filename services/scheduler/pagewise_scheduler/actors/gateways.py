@@ -101,12 +101,15 @@ class Gateways(Sessions[Gateway]):
         next_epoch: Callable[[], int],
         answer: Answer,
         registry: AdapterRegistry,
+        on_traced: Callable[[LiveRequest, float], None] | None = None,
     ) -> None:
+        """``on_traced``: is called with each prompt whose gateway traces it, when it has ended, and with the time."""
         super().__init__(socket, guard, metrics, timeout)
         self._router = router
         self._next_epoch = next_epoch
         self._answer = answer
         self._registry = registry
+        self._on_traced = on_traced
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
@@ -294,6 +297,7 @@ class Gateways(Sessions[Gateway]):
                 now,
                 unfinished=num_unfinished(prompt, request),
                 tokens_before=sum(len(sequence.output_token_ids) for sequence in request.sequences),
+                traceparent=submit.traceparent,
             )
             submission.prompts.append(live)
             submission.running += 1
@@ -331,6 +335,8 @@ class Gateways(Sessions[Gateway]):
             self._router.abort(live)
 
     def _prompt_ended(self, gateway: Gateway, submission: Submission, live: LiveRequest) -> None:
+        if live.traceparent and self._on_traced is not None:
+            self._on_traced(live, clock())
         self._names.discard(live.request.request_id)
         for stream in range(live.stream, live.stream + live.request.n):
             gateway.streams.pop(stream, None)

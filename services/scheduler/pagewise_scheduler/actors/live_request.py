@@ -1,9 +1,11 @@
 """A prompt that is being served: the core's request, and whom what becomes of it is told."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import PromptFailed, Started, StreamFinished, StreamPromptLogprobs, TokenLogprobs
 
 from pagewise_scheduler.actors.outputs import OutputBuilder
@@ -12,6 +14,8 @@ from pagewise_scheduler.core.routing.executor_view import Placement
 
 if TYPE_CHECKING:
     from pagewise_scheduler.actors.engine import Engine
+
+log = logging.getLogger(__name__)
 
 FailureKind = Literal["internal", "unavailable", "invalid"]
 
@@ -33,6 +37,7 @@ class LiveRequest:
         tokens_before: output tokens that it had when it came from another scheduler.
         num_generated_tokens: output tokens computed for it by this one, also those of outputs that are not shown; known
             when it has ended.
+        traceparent: the span of its gateway, "" if it is not traced. failure: why it failed, if it did.
     """
 
     request: Request
@@ -48,6 +53,8 @@ class LiveRequest:
     placement: Placement | None = None
     deaths: int = 0
     unplaced_seconds: float = 0.0
+    traceparent: str = ""
+    failure: FailureKind | None = None
     _started: bool = False
     _tokens_at_death: int = 0
     _last_prompt_logprob: int = 0
@@ -92,6 +99,7 @@ class LiveRequest:
     def fail(self, kind: FailureKind, message: str, now: float) -> None:
         """All of it failed; it is the client's fault only if ``kind`` is "invalid"."""
         if not self.done:
+            self.failure = kind
             self.outputs.failed.append(PromptFailed(self.stream, kind, message))
             self.end(now)
 
@@ -115,6 +123,12 @@ class LiveRequest:
         self.num_generated_tokens = max(tokens, self.request.num_sampled_tokens)
         self.on_end(self)
         self.request.replace_sequences([])
+
+    def log(self, level: int, text: str) -> None:
+        """Log a line about it, which names it and its executor."""
+        request_id = self.request.request_id
+        where = f"{self.engine.executor_id}: " if self.engine is not None else ""
+        log.log(level, "%srequest %s %s", where, request_id, text, extra=about(request_id, self.traceparent))
 
     def blame(self) -> None:
         """An executor died in a step of this request; tokens since the last time speak for its innocence."""

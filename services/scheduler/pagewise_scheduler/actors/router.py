@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from pagewise_shared.logs import about
+
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.backlog import Backlog, Load, Unplaced
 from pagewise_scheduler.actors.clock import clock
@@ -195,7 +197,11 @@ class Router:
         try:
             self._place(live, look_up=look_up)
         except Exception:
-            log.exception("request %s could not be placed", live.request.request_id)
+            log.exception(
+                "request %s could not be placed",
+                live.request.request_id,
+                extra=about(live.request.request_id, live.traceparent),
+            )
             live.fail("internal", "it could not be placed", clock())
 
     def _looked_up(self, live: LiveRequest) -> None:

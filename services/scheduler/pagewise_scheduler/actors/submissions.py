@@ -1,5 +1,6 @@
 """What gateways submit: checked beyond its types, and made into requests of the core."""
 
+import re
 from dataclasses import dataclass, field
 
 from pagewise_shared.block_hash import adapter_salt, is_adapter_salt
@@ -26,6 +27,7 @@ _MAX_TEXT = 1024
 _MAX_TOKENS = 2**31 - 1
 _MAX_PRIORITY = 2**53
 _MAX_RETENTION, _MAX_TOOL_CALL_IDS = 2**31 - 1, 16
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_AGE_US = 24 * 3600 * 1_000_000
 
 
@@ -76,6 +78,8 @@ def check(submit: Submit, vocab_size: int) -> None:
         raise ImpossibleError(
             f"a retention of {submit.reuse.retention} s, or {len(submit.reuse.tool_call_ids)} tokens that call tools"
         )
+    if submit.traceparent and not _TRACEPARENT.fullmatch(submit.traceparent):
+        raise ImpossibleError("a traceparent that is none")
     if is_adapter_salt(submit.cache_salt):
         raise ImpossibleError("a cache salt of the kind that stands for adapters")
     if submit.adapter is not None and (flaw := flaw_of_adapter(submit.adapter)) is not None:

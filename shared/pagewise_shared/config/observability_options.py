@@ -1,0 +1,59 @@
+"""The options of logs and traces; ``docs/observability.md`` tells how they are used."""
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from pagewise_shared.config.kinds import described
+from pagewise_shared.errors import ConfigError
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], described("lowest severity that is logged")]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    described(
+        "how a line of the log is written; json: as an object, for programs that collect logs",
+        more="[observability.md](observability.md#logs) lists the fields.",
+    ),
+]
+
+
+class LoggingOptions(Struct, frozen=True, kw_only=True):
+    """Options of every service: what it logs, and how."""
+
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+
+
+class TracingOptions(LoggingOptions, frozen=True, kw_only=True):
+    """Options of the services that send traces.
+
+    It has those of logs as its base because a struct of msgspec can have one base with fields only.
+    """
+
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        described(
+            "OpenTelemetry collector to which traces of requests are sent, such as http://collector:4318 (default: "
+            "none)",
+            "URL",
+            "OTLP over HTTP; a URL without a path gets `/v1/traces`. It needs `pip install pagewise[otel]`. "
+            "[observability.md](observability.md#traces) tells what is in a trace.",
+        ),
+    ] = None
+
+
+def check_tracing(values: dict[str, object]) -> None:
+    """Check the endpoint, if there is one.
+
+    Raises:
+        ConfigError: it is no URL of HTTP.
+    """
+    endpoint = values.get("otlp_traces_endpoint")
+    if endpoint is None:
+        return
+    parts = urlsplit(str(endpoint))
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"--otlp-traces-endpoint: {endpoint!r} is no URL such as http://collector:4318 (OTLP over HTTP, not gRPC)"
+        )

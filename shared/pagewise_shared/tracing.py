@@ -1,0 +1,212 @@
+"""Traces of requests, sent to an OpenTelemetry collector (OTLP over HTTP) by a thread that nobody waits for.
+
+OpenTelemetry is imported only if there is an endpoint: without one, a service has no ``Tracing`` at all. Spans are made
+when what they tell of has ended, from times that are known anyway, so that nothing is measured for them on the way.
+"""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.version import package_version
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span, Tracer
+
+Outcome = Literal["sent", "dropped", "failed"]
+"""What becomes of a span: the collector took it, there were too many in the queue, or the collector did not take it."""
+
+TRACE_SPANS = (
+    "Spans of traces, by what became of them; dropped: too many waited to be sent, failed: the collector did not take "
+    "them."
+)
+"""The help text of the metric that counts them; the scheduler and gateways have it."""
+
+Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
+
+_PATH = "/v1/traces"
+_MOST_QUEUED = 2048
+_BATCH = 128
+"""Spans of one export. It is made by a thread that shares Python's lock with the event loop: so it is short."""
+_CLOSE_SECONDS = 2.0
+_MOST_SERVICES = 64
+
+
+def open_tracing(
+    endpoint: str | None, service: str, instance: str, count: Callable[[Outcome, int], None]
+) -> "Tracing | None":
+    """Return what sends the traces of a service to ``endpoint``; None if there is no endpoint.
+
+    ``count``: is called, from any thread, with what became of so many spans.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if endpoint is None:
+        return None
+    try:
+        import opentelemetry.exporter.otlp.proto.http
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry, and {error.name} is not installed: pip install "
+            "'pagewise[otel]'"
+        ) from None
+    return Tracing(endpoint, service, instance, count)
+
+
+def traces_url(endpoint: str) -> str:
+    """Return the URL to which spans are posted: with the path of OTLP, if it has none."""
+    parts = urlsplit(endpoint)
+    return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else endpoint
+
+
+class Tracing:
+    """Makes spans of one service, and hands them to the thread that sends them.
+
+    The variables ``OTEL_*`` of the SDK apply: the sampler, resource attributes, headers, timeouts, sizes of batches.
+    """
+
+    def __init__(self, endpoint: str, service: str, instance: str, count: Callable[[Outcome, int], None]) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._processor = _counting_processor(OTLPSpanExporter(traces_url(endpoint)), count)
+        self._propagator = TraceContextTextMapPropagator()
+        self._tracers: OrderedDict[tuple[str, str], Tracer] = OrderedDict()
+        self._own = self.tracer(service, instance)
+
+    def tracer(self, service: str, instance: str) -> "Tracer":
+        """Return what makes spans of this service: of another one, for which this one speaks."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        if (known := self._tracers.get((service, instance))) is not None:
+            self._tracers.move_to_end((service, instance))
+            return known
+        version = package_version()
+        resource = Resource.create(
+            {"service.name": service, "service.instance.id": instance, "service.version": version}
+        )
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self._processor)
+        made = self._tracers[service, instance] = provider.get_tracer("pagewise", version)
+        if len(self._tracers) > _MOST_SERVICES:
+            self._tracers.popitem(last=False)
+        return made
+
+    def parent(self, headers: Mapping[str, str]) -> "Context":
+        """Return the context that a ``traceparent`` and a ``tracestate`` stand for; an empty one if they are none."""
+        from opentelemetry.context import Context
+
+        return self._propagator.extract(headers, Context())
+
+    def begin(
+        self,
+        name: str,
+        parent: "Context",
+        began: float,
+        *,
+        server: bool = False,
+        attributes: Attributes | None = None,
+        tracer: "Tracer | None" = None,
+    ) -> "Span":
+        """Begin a span at ``began``, in seconds of the monotonic clock. ``server``: somebody else waits for its end."""
+        from opentelemetry.trace import SpanKind
+
+        return (tracer or self._own).start_span(
+            name,
+            parent,
+            SpanKind.SERVER if server else SpanKind.INTERNAL,
+            attributes,
+            start_time=wall_ns(began),
+        )
+
+    def span(
+        self,
+        name: str,
+        parent: "Context",
+        began: float,
+        ended: float,
+        attributes: Attributes | None = None,
+        tracer: "Tracer | None" = None,
+    ) -> None:
+        """Make a whole span from ``began`` to ``ended``, in seconds of the monotonic clock."""
+        self.begin(name, parent, began, attributes=attributes, tracer=tracer).end(wall_ns(max(began, ended)))
+
+    def close(self) -> None:
+        """Send what is left, for a moment: what is not sent by then is lost."""
+        closing = threading.Thread(target=self._processor.shutdown, name="last traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+
+def wall_ns(seconds: float) -> int:
+    """Return a time of the monotonic clock in nanoseconds of the wall clock."""
+    return time.time_ns() - int((time.monotonic() - seconds) * 1e9)
+
+
+def child_context(span: "Span") -> "Context":
+    """Return the context in which a span is the parent."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace import set_span_in_context
+
+    return set_span_in_context(span, Context())
+
+
+def traceparent_of(span: "Span") -> str:
+    """Return the ``traceparent`` by which another service makes children of a span; "" if it is not sampled."""
+    context = span.get_span_context()
+    if not context.trace_flags.sampled:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+
+def _counting_processor(exporter: "SpanExporter", count: Callable[[Outcome, int], None]) -> "SpanProcessor":
+    """Return a batch processor that counts what becomes of spans. It drops those for which its queue has no room."""
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+    most = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _MOST_QUEUED))
+    batch = min(most, int(os.environ.get("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH)))
+
+    class Exporter(SpanExporter):
+        """Counts what the collector took. ``taken``: spans that have left the queue."""
+
+        taken = 0
+
+        def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
+            self.taken += len(spans)
+            result = SpanExportResult.FAILURE
+            try:
+                result = exporter.export(spans)
+            finally:
+                count("sent" if result is SpanExportResult.SUCCESS else "failed", len(spans))
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    class Processor(BatchSpanProcessor):
+        """Drops a span before the queue would push out another, and counts it. Only one thread ends spans."""
+
+        given = 0
+
+        def on_end(self, span: "ReadableSpan") -> None:
+            if not (span.context and span.context.trace_flags.sampled):
+                return
+            if self.given - counted.taken >= most:
+                count("dropped", 1)
+                return
+            self.given += 1
+            super().on_end(span)
+
+    counted = Exporter()
+    return Processor(counted, max_queue_size=most, max_export_batch_size=batch)
