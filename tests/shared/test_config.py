@@ -27,7 +27,8 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.version import package_version
 
 COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig, UpConfig]
-SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port"}
+OF_NODES = {"nnodes", "node_rank", "master_addr", "master_port"}
+SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port", *OF_NODES}
 """What ``pagewise serve`` decides for the services it starts."""
 
 
@@ -102,6 +103,25 @@ def test_errors_name_their_source(
     with pytest.raises(SystemExit) as stop:
         parse(*argv, **environ)
     assert stop.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--nnodes", "3"], "--nnodes 3 does not divide --tensor-parallel 4"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2 is not below --nnodes 2"),
+        (["--node-rank", "1"], "--node-rank 1 is not below --nnodes 1"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-port", "0"], "--master-port 0 is for node 0"),
+    ],
+)
+def test_nodes_of_an_executor_have_numbers_and_equal_parts(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(
+            ExecutorConfig, ["--tensor-parallel=4", *argv], prog="pagewise-executor", description="", environ={}
+        )
     assert named in capsys.readouterr().err
 
 

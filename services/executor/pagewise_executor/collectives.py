@@ -1,13 +1,15 @@
 """What the ranks of one executor compute together: sums, the logits, and the tokens that rank 0 samples.
 
-The ranks of an executor with ``--tensor-parallel`` hold a part of the model each. They are processes of one host, which
-``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every rank makes the same calls here in the same order.
+The ranks of an executor with ``--tensor-parallel`` hold a part of the model each. They are processes of one host, or of
+several, which ``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every rank makes the same calls here in the
+same order.
 """
 
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +18,14 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class Ranks:
-    """The ranks of an executor, seen from one of them. As made by the constructor it is the only one."""
+    """The ranks of an executor, seen from one of them. As made by the constructor it is the only one.
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    ``on_host``: how many of them share this host's memory; None: all.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, on_host: int | None = None) -> None:
         self.rank, self.size = rank, size
+        self.on_host = size if on_host is None else on_host
 
     @classmethod
     def join(cls, rank: int, size: int, folder: Path, *, cuda: bool) -> "Ranks":
@@ -30,16 +36,35 @@ class Ranks:
         import torch.distributed as dist
 
         # All ranks are on this host. What else the interfaces of a host lead to has no way to these connections.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=dist.FileStore(str(folder / "ranks"), size),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=size,
-            timeout=_TIMEOUT,
-        )
+        _use_interface("lo" if sys.platform == "linux" else "lo0")
+        _meet(dist.FileStore(str(folder / "ranks"), size), rank, size, cuda)  # type: ignore[attr-defined]
         return cls(rank, size)
+
+    @classmethod
+    def join_nodes(
+        cls, rank: int, size: int, store: str, listener: int | None, on_host: int, interface: str | None, *, cuda: bool
+    ) -> "Ranks":
+        """Meet the ranks on this and on other nodes, and return when all are there.
+
+        ``store``: HOST:PORT at which rank 0 answers the others, on the socket ``listener``. ``interface``: the network
+        interface to use; None: that of the host's name.
+        """
+        import torch.distributed as dist
+
+        if interface is not None:
+            _use_interface(interface)
+        host, _, port = store.rpartition(":")
+        where = dist.TCPStore(  # type: ignore[attr-defined]
+            host.strip("[]"),
+            int(port),
+            size,
+            is_master=rank == 0,
+            timeout=_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        _meet(where, rank, size, cuda)
+        return cls(rank, size, on_host)
 
     @property
     def alone(self) -> bool:
@@ -114,6 +139,18 @@ class Ranks:
         """End the connections between the ranks."""
         if self.size > 1:
             torch.distributed.destroy_process_group()
+
+
+def _use_interface(name: str) -> None:
+    """Let gloo and NCCL use a network interface, unless the environment says another one."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+
+
+def _meet(store: Any, rank: int, size: int, cuda: bool) -> None:
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT
+    )
 
 
 ALONE = Ranks()

@@ -1,4 +1,4 @@
-"""A further rank of an executor (``pagewise_executor.ranks``): a process that rank 0 starts, and that ends with it."""
+"""A further rank of an executor (``pagewise_executor.ranks``): its node starts it, and it ends with rank 0."""
 
 import contextlib
 import logging
@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
@@ -71,7 +70,8 @@ class _Link:
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
-            shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed
             os._exit(1)
 
 
@@ -105,7 +105,7 @@ def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
 
 def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
-    runner = build_runner(config, keys, (seat.rank, seat.size, Path(seat.folder)))
+    runner = build_runner(config, keys, seat)
     runner.report_copies(link.send)
     link.runner = runner
     link.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))

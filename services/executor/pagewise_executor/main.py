@@ -26,6 +26,7 @@ from pagewise_executor.worker import Worker
 if TYPE_CHECKING:
     from pagewise_executor.collectives import Ranks
     from pagewise_executor.ranks.leader import Leader, Lost
+    from pagewise_executor.ranks.messages import Seat
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warn_of_variables()
     tune_allocator(computes=True, free_unused=free_unused)
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
+    if config.node_rank:
+        codes: list[int] = []
+        return exit_code_of(lambda: codes.append(_follow(config)), final=FINAL) or codes[0]
     return exit_code_of(lambda: _serve(config), final=FINAL)
 
 
@@ -76,9 +80,24 @@ def _serve(config: ExecutorConfig) -> None:
     run_event_loop(service.run())
 
 
+def _follow(config: ExecutorConfig) -> int:
+    """Run this node's ranks of an executor whose rank 0 is on another node; returns the process's exit code.
+
+    Raises:
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
+        RefusedError: node 0 turns this node away.
+    """
+    from pagewise_executor.ranks.node import Node
+
+    return Node(config, load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)).run()
+
+
 def endpoint_to_protect(config: ExecutorConfig) -> str:
     """Return an endpoint of the executor that leaves this host, so that it needs keys; or one that does not."""
-    return next((each for each in (config.block_listen, config.scheduler) if each and leaves_host(each)), "ipc://")
+    endpoints = [config.block_listen, None if config.node_rank else config.scheduler]
+    if config.nnodes > 1:
+        endpoints.append(f"tcp://{config.master_addr}:{config.master_port}")
+    return next((each for each in endpoints if each and leaves_host(each)), "ipc://")
 
 
 def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
@@ -92,19 +111,31 @@ def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
 
 
 def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" = None) -> Runner:
-    """Start the other ranks of this executor, and build the runner of rank 0.
+    """Start the other ranks of this executor, or wait until the nodes are there that do, and build rank 0's runner.
 
     ``lost``: called when a rank is lost; None: this process ends then.
 
     Raises:
+        ConfigError: other nodes cannot join where the options say.
         ModelError: the model cannot be served.
+        TimeoutError: other nodes have not joined.
     """
     from pagewise_executor.ranks.leader import Leader, end_process
+    from pagewise_executor.ranks.nodes import Nodes
 
+    nodes = Nodes(config, keys) if config.nnodes > 1 else None
+    if nodes is not None:
+        print(f"ranks {nodes.endpoint}", flush=True)  # for whoever starts the other nodes, as ``listening``
+        try:
+            nodes.gather()
+        except TimeoutError as error:
+            (lost or end_process)(str(error), 1)
+            raise
     if config.threads == "auto":
-        threads = openmp_threads(os.environ) or share_of_cores(config.tensor_parallel)
+        on_host = nodes.on_host if nodes is not None else config.tensor_parallel
+        threads = openmp_threads(os.environ) or share_of_cores(on_host)
         config = msgspec.structs.replace(config, threads=threads)
-    leader = Leader(config, lost or end_process)
+    leader = Leader(config, lost or end_process, nodes)
     try:
         return build_runner(config, keys, leader=leader)
     except BaseException:
@@ -115,13 +146,12 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" =
 def build_runner(
     config: ExecutorConfig,
     keys: Keys | None = None,
-    seat: tuple[int, int, Path] | None = None,
+    seat: "Seat | None" = None,
     leader: "Leader | None" = None,
 ) -> Runner:
     """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
 
-    ``seat``: the number of this rank, how many there are, and the folder in which they meet, if it is not the only one.
-    ``leader``: of the other ranks, if this is rank 0.
+    ``seat``: of this rank, if it is one of several behind rank 0. ``leader``: of the other ranks, if this is rank 0.
 
     Raises:
         ModelError: the model cannot be served.
@@ -153,8 +183,9 @@ def build_runner(
         config = msgspec.structs.replace(config, threads=threads)
         log.info("using %d CPU threads (set --threads for another number)", config.threads)
     if leader is not None:
-        seat = 0, leader.size, leader.folder
-    ranks = _join(config, *seat) if seat is not None else ALONE
+        seat = leader.seat
+    listener = leader.nodes.listener.detach() if leader is not None and leader.nodes is not None else None
+    ranks = _join(config, seat, listener) if seat is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     rank = ranks.rank
     exchange = (lambda store: Peers(store, *block_listener(config, rank), keys, rank)) if config.lend_blocks else None
@@ -165,22 +196,34 @@ def build_runner(
     return LeadingRunner(leader, config, exchange=exchange, host_folder=folder, ranks=ranks)
 
 
-def _join(config: ExecutorConfig, rank: int, size: int, folder: Path) -> "Ranks":
+def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks":
     """Take the GPU of this rank, if there are any, and meet the others.
 
+    ``listener``: of rank 0 of ranks on several nodes: the socket on which it answers them.
+
     Raises:
-        ModelError: there are fewer GPUs than ranks.
+        ModelError: there are fewer GPUs than ranks on this node.
     """
     import torch
 
     from pagewise_executor.collectives import Ranks
+    from pagewise_executor.kv.block_endpoint import address_towards
+    from pagewise_executor.ranks.host import interface_of
 
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda:
-        if (count := torch.cuda.device_count()) < size:
-            raise ModelError(f"--tensor-parallel {size}: this executor sees {count} GPUs, and each rank needs its own")
-        torch.cuda.set_device(rank)
-    return Ranks.join(rank, size, folder, cuda=cuda)
+        needed = seat.size // config.nnodes
+        if (count := torch.cuda.device_count()) < needed:
+            raise ModelError(
+                f"--tensor-parallel {seat.size}: this executor sees {count} GPUs here, and each of its {needed} ranks "
+                "needs its own"
+            )
+        torch.cuda.set_device(seat.device)
+    if not seat.store:
+        return Ranks.join(seat.rank, seat.size, Path(seat.folder), cuda=cuda)
+    interface = interface_of(address_towards(f"tcp://{seat.store}"))
+    log.info("meeting the other ranks at %s, through the interface %s", seat.store, interface or "of this host's name")
+    return Ranks.join_nodes(seat.rank, seat.size, seat.store, listener, seat.on_host, interface, cuda=cuda)
 
 
 if __name__ == "__main__":

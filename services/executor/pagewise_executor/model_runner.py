@@ -140,8 +140,8 @@ class ModelRunner:
 
     def _num_blocks(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, reserved: int = 0) -> int:
         """Return how many blocks every rank has room for."""
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        return self._ranks.least(pool_size(config, block_bytes, self._device, loaded.max_model_len, reserved))
+        each, most = bytes_per_block(loaded.shapes, config.block_size, kv_dtype), loaded.max_model_len
+        return self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         """Make the KV pool, attach it to the engine, and describe it in ``info``."""

@@ -22,6 +22,10 @@ def without(*names: str) -> Meta:
     return Meta(extra={"without": names})
 
 
+OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
+"""Options of an executor on several nodes, whose processes are started one by one, or by ``pagewise up``."""
+
+
 class GatewaysConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise gateways``: those of each gateway, and how many to start."""
 
@@ -34,7 +38,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
-    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name", "role")] = ExecutorConfig()
+    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name", "role", *OF_NODES)] = (
+        ExecutorConfig()
+    )
     gateways: Gateways = 1
     executors: Executors = 1
     listen: ExecutorsEndpoint = None
@@ -50,7 +56,7 @@ class UpConfig(Struct, frozen=True, kw_only=True):
     )
     executor: Annotated[
         ExecutorConfig,
-        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise"),
+        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise", *OF_NODES),
     ] = ExecutorConfig()
     gateways: Gateways = 1
     executors: Executors = 1

@@ -10,7 +10,7 @@ from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
 from pagewise_shared.config.observability_options import TracingOptions
-from pagewise_shared.config.parallel_options import TensorParallel
+from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
@@ -222,6 +222,10 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
     max_num_batched_tokens: MaxNumBatchedTokens = None
     max_model_len: MaxModelLen = None
     tensor_parallel: TensorParallel = 1
+    nnodes: Nnodes = 1
+    node_rank: NodeRank = 0
+    master_addr: MasterAddr = "127.0.0.1"
+    master_port: MasterPort = 29501
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from pagewise_shared.config.kinds import described
+from pagewise_shared.config.kinds import Port, Positive, described
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol.limits import MAX_RANKS
 
@@ -20,11 +20,35 @@ TensorParallel = Annotated[
     ),
 ]
 
+Nnodes = Annotated[
+    Positive,
+    described(
+        "nodes that the ranks of this executor are on; each of them runs pagewise-executor, with the same options",
+        "N",
+        "Each node has the same number of ranks ([operations.md](operations.md#ranks-on-several-hosts)).",
+    ),
+]
+NodeRank = Annotated[
+    int, Meta(ge=0), described("which of the --nnodes nodes this is; node 0 has rank 0, which the others join", "N")
+]
+MasterAddr = Annotated[
+    str,
+    described("address of node 0, by which the other nodes reach it", "HOST"),
+]
+MasterPort = Annotated[
+    Port,
+    described(
+        "port of node 0 on which it waits for the other nodes; 0 takes a free one",
+        "PORT",
+        "NCCL and gloo take further ports, which they choose themselves.",
+    ),
+]
+
 REFUSED = {
     "--pipeline-parallel-size": "layers are not divided among devices (pipeline parallelism): use --tensor-parallel N, "
-    "which divides each layer among the GPUs of one host",
+    "which divides each layer among the GPUs of one or several hosts",
     "--enable-expert-parallel": "experts are not distributed whole (expert parallelism): use --tensor-parallel N, "
-    "which divides each expert among the GPUs of one host",
+    "which divides each expert among the GPUs of one or several hosts",
 }
 """Options of vLLM that there are not, and what to use."""
 
@@ -33,13 +57,23 @@ _NOT_WITH_RANKS = {
 }
 
 
+_DEFAULTS = {"tensor_parallel": 1, "nnodes": 1, "node_rank": 0}
+
+
 def check_parallel(values: Mapping[str, Any]) -> None:
     """Check the values of these options together.
 
     Raises:
         ConfigError: one does not work with several ranks; the text names it.
     """
-    if values.get("tensor_parallel", 1) == 1:
+    ranks, nodes, node = (values.get(name, least) for name, least in _DEFAULTS.items())
+    if ranks % nodes:
+        raise ConfigError(f"--nnodes {nodes} does not divide --tensor-parallel {ranks}: each node has as many ranks")
+    if node >= nodes:
+        raise ConfigError(f"--node-rank {node} is not below --nnodes {nodes}: nodes are numbered from 0")
+    if node and values.get("master_port") == 0:
+        raise ConfigError("--master-port 0 is for node 0, which takes a free port; others need the port that it took")
+    if ranks == 1:
         return
     for name, (value, text) in _NOT_WITH_RANKS.items():
         if values.get(name) == value:

@@ -90,7 +90,11 @@ class Deployment:
         return dict(ray.get(ray.get_actor("controller").kept.remote()))
 
     def decisions(self) -> str:
-        return "\n".join(ray.get(ray.get_actor("controller").lines.remote(0))[1])
+        """What the controller has logged; nothing while there is none."""
+        try:
+            return "\n".join(ray.get(ray.get_actor("controller").lines.remote(0), timeout=10)[1])
+        except (ValueError, ray.exceptions.RayError):
+            return ""
 
     def close(self) -> None:
         for process in self._ups:
@@ -251,6 +255,8 @@ async def test_processes_their_actors_and_the_controller_come_back(deployment: D
     assert await asking == expected
     pids = {name: one.pid for name, one in deployment.processes().items()}
     ray.kill(ray.get_actor("controller"), no_restart=False)
+    # Not the one that is being killed, which may still answer.
+    await asyncio.to_thread(until, lambda: "starts, 3 processes are there" in deployment.decisions(), "the next one")
     await asyncio.to_thread(until, lambda: len(deployment.processes()) == 3, "the controller finds what runs")
     assert {name: one.pid for name, one in deployment.processes().items()} == pids, "it has started nothing again"
     await asyncio.to_thread(comes_back, "gateway-0", lambda: os.kill(pids["gateway-0"], signal.SIGKILL))

@@ -51,16 +51,19 @@ def test_an_executor_is_as_slow_as_its_slowest_rank(tmp_path: Path, monkeypatch:
 
 
 class Two(Ranks):
-    """One of two ranks, without the other one."""
+    """One of two ranks, without the other one. ``others``: the count of the other one."""
 
-    def __init__(self, rank: int, number: int = 0) -> None:
-        super().__init__(rank, 2)
-        self._number = number
+    def __init__(self, rank: int, number: int = 0, *, on_host: int = 2, others: int = 2**31) -> None:
+        super().__init__(rank, 2, on_host)
+        self._number, self._others = number, others
         self.told: list[int] = []
 
     def of_first(self, number: int) -> int:
         self.told.append(number)
         return number if self.first else self._number
+
+    def least(self, count: int) -> int:
+        return min(count, self._others)
 
 
 CPU = torch.device("cpu")
@@ -71,24 +74,38 @@ def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kv_pool, "free_memory", lambda _: 3 * 2**20)
     config = with_step_limits(ExecutorConfig(kv_memory="2MiB", tensor_parallel=2), None)
     with pytest.raises(ModelError, match="asks for 2048KiB on each of 2 ranks, 3072KiB are free"):
-        pool_size(config, 1024, CPU, 64)
+        pool_size(config, 1024, CPU, 64, on_host=2)
+    assert pool_size(config, 1024, CPU, 64, on_host=1) == 2048, "the other one is on another host"
     monkeypatch.setattr(kv_pool, "free_memory", lambda _: 4 * 2**20)
-    assert pool_size(config, 1024, CPU, 64) == 2048
+    assert pool_size(config, 1024, CPU, 64, on_host=2) == 2048
 
 
 def test_ranks_share_the_host_tier_and_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "free_memory", lambda _: 3 * 2**20)
     config = ExecutorConfig(host_memory="4MiB", host_bandwidth="10MiB", tensor_parallel=2)
-    with pytest.raises(ModelError, match="--host-memory 4MiB"):
-        make_host_tier(config, POOL, None, "content", Two(0))
+    for rank in range(2):
+        with pytest.raises(ModelError, match="--host-memory 4MiB"):
+            make_host_tier(config, POOL, None, "content", Two(rank))
     monkeypatch.setattr(host_tier, "free_memory", lambda _: 4 * 2**20)
-    tiers = [make_host_tier(config, POOL, None, "content", Two(0))]
-    monkeypatch.setattr(host_tier, "free_memory", lambda _: 2 * 2**20)  # the first one has taken its part
-    tiers.append(make_host_tier(config, POOL, None, "content", Two(1)))
-    for tier in tiers:
+    for rank in range(2):
+        tier = make_host_tier(config, POOL, None, "content", Two(rank))
         assert tier is not None
         assert tier.num_blocks == 2 * 2**20 // POOL.bytes_per_block
         assert tier._bandwidth == 5 * 2**20
+
+
+def test_ranks_on_two_hosts_share_neither_and_have_as_many_blocks_as_the_host_with_more_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_tier, "free_memory", lambda _: 4 * 2**20)
+    config = ExecutorConfig(host_memory="4MiB", host_bandwidth="10MiB", tensor_parallel=2)
+    for blocks in (2**31, 3 * 2**20 // POOL.bytes_per_block):
+        tier = make_host_tier(config, POOL, None, "content", Two(1, on_host=1, others=blocks))
+        assert tier is not None
+        assert tier.num_blocks == min(blocks, 4 * 2**20 // POOL.bytes_per_block)
+        assert tier._bandwidth == 10 * 2**20
+    with pytest.raises(ModelError, match="--host-memory 4MiB"):
+        make_host_tier(config, POOL, None, "content", Two(1, on_host=1, others=0))
 
 
 def test_the_files_of_weights_are_read_by_one_rank_to_tell_what_storage_holds(tmp_path: Path) -> None:

@@ -17,22 +17,30 @@ def block_listener(config: ExecutorConfig, rank: int = 0) -> tuple[str, str]:
     ``rank``: of this executor's ranks, each of which listens: with ``--block-listen`` on the ports that follow.
 
     Without ``--block-listen`` the endpoint is next to the scheduler's: on the address of this machine that leads to the
-    scheduler, or, with ipc, in the same folder.
+    scheduler, or, with ipc, in the same folder. On nodes other than the first of an executor it is on the address that
+    leads to the first, since only that one talks with the scheduler.
 
     Raises:
         ConfigError: ``--scheduler`` names a file that cannot be read.
     """
     listen, host = _of_rank(config.block_listen, rank), config.advertise
-    scheduler = SchedulerAddress(config.scheduler).endpoint
+    if config.node_rank:
+        scheduler = f"tcp://{in_brackets(config.master_addr)}:{config.master_port}"
+    else:
+        scheduler = SchedulerAddress(config.scheduler).endpoint
     if scheduler.startswith("ipc:"):
         own = f"ipc://{scheduler.removeprefix('ipc://')}-blocks-{uuid.uuid4().hex[:8]}"
         return listen or own, host or "127.0.0.1"
-    host = host or _address_towards(scheduler)
-    shown = f"[{host}]" if ":" in host else host
+    shown = in_brackets(host or address_towards(scheduler))
     return listen or f"tcp://{shown}:*", shown
 
 
-def _address_towards(endpoint: str) -> str:
+def in_brackets(host: str) -> str:
+    """Return a host as it stands in an endpoint: addresses of IPv6 have brackets there."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def address_towards(endpoint: str) -> str:
     """Return the address of this machine from which a tcp endpoint is reached."""
     url = urlsplit(endpoint)
     try:

@@ -270,8 +270,9 @@ def make_host_tier(
 ) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
-    Of an executor with several ranks, each takes the same part of it, and of ``--host-bandwidth``, for as many blocks,
-    in files of one number: those of the same executor before, whose blocks are only of use together.
+    Of an executor with several ranks, those on one host take equal parts of it, and of ``--host-bandwidth``. All have
+    as many blocks as the one with the smallest part, in files of one number: those of the same executor before, whose
+    blocks are only of use together.
 
     ``content``: what tells its blocks from those of other models and formats.
 
@@ -281,14 +282,14 @@ def make_host_tier(
     if config.host_memory is None:
         return None
     whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
-    wanted = whole // ranks.size
-    # Rank 0 looks for all, before any of them takes its part: later on, parts would be missing from what is free.
-    if not pool.bytes_per_block <= wanted or (ranks.first and whole > free):
+    # All look before any of them takes its part: later on, parts would be missing from what is free.
+    num_blocks = ranks.least(whole // ranks.on_host // pool.bytes_per_block if whole <= free else 0)
+    if not num_blocks:
         raise ModelError(
-            f"--host-memory {config.host_memory}: one KV block takes {ranks.size * pool.bytes_per_block} bytes, "
-            f"{free / 2**30:.2f} GiB are free on the host"
+            f"--host-memory {config.host_memory}: one KV block takes {ranks.on_host * pool.bytes_per_block} bytes, "
+            f"{free / 2**30:.2f} GiB are free on this host"
         )
-    num_blocks, cuda = wanted // pool.bytes_per_block, pool.device.type == "cuda"
+    cuda = pool.device.type == "cuda"
     memory: HostMemory | None = None
     number = 0 if ranks.first else ranks.of_first(0)
     if folder is not None:
@@ -301,9 +302,9 @@ def make_host_tier(
         ranks.of_first(number)
     if memory is None:
         memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
-    bandwidth = parse_size(config.host_bandwidth) / ranks.size if config.host_bandwidth else None
+    bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
     tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies, keep_memory=config.keep_host_memory)
-    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, wanted / 2**30)
+    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, num_blocks * pool.bytes_per_block / 2**30)
     return tier
 
 

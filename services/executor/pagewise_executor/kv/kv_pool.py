@@ -281,12 +281,18 @@ def layout_of(config: ExecutorConfig) -> Layout:
 
 
 def pool_size(
-    config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0
+    config: SizedConfig,
+    block_bytes: int,
+    device: torch.device,
+    max_model_len: int,
+    reserved: int = 0,
+    on_host: int = 1,
 ) -> int:
     """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory``, the executor's share of
     a GPU's memory, or the free memory of the CPU.
 
-    ``reserved``: bytes that steps need beside the pool. The pool never gets more than ``max_num_seqs`` sequences of
+    ``reserved``: bytes that steps need beside the pool. ``on_host``: ranks that share this host's memory, of which none
+    has taken anything yet. The pool never gets more than ``max_num_seqs`` sequences of
     full length can use, unless it is asked for. On a GPU the weights have been loaded.
 
     Raises:
@@ -301,10 +307,10 @@ def pool_size(
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
         if device.type == "cuda":
             room = _cuda_room(config, device, free, reserved)
-        else:  # all ranks share the host's memory
-            room = min(int(free * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel
+        else:
+            room = min(int(free * _CPU_SHARE), _CPU_MOST) // on_host
         wanted = min(useful, room)
-    sharing = config.tensor_parallel if device.type == "cpu" else 1  # ranks, of which none has taken anything yet
+    sharing = on_host if device.type == "cpu" else 1
     if sharing * wanted > free:
         each = f" on each of {sharing} ranks" if sharing > 1 else ""
         raise ModelError(

@@ -13,7 +13,9 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import (
     AdapterLoaded,
@@ -111,6 +113,32 @@ def computes(info: RunnerInfo) -> dict[str, str]:
         "data type": info.dtype,
         "bytes of a block": str(info.bytes_per_block),
     }
+
+
+_OF_ONE_NODE = {
+    # The weights are compared when they have been read, so folders may have other names on other hosts.
+    "model", "trust_remote_code", "threads", "node_rank", "master_addr", "master_port", "scheduler", "executor_id",
+    "keys", "key_name", "plaintext", "block_listen", "advertise", "host_memory_dir", "drain_timeout", "log_level",
+    "log_format",
+}  # fmt: skip
+"""Options that may differ between the nodes of an executor."""
+_FOLDERS = ("disk_cache",)
+"""Options of which all nodes have a value, which may differ, or none of them."""
+
+
+def settings_of(config: ExecutorConfig) -> dict[str, str]:
+    """Return the options that have to be the same on all nodes of an executor, by name."""
+    found = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in _OF_ONE_NODE}
+    return {name: str(value is not None if name in _FOLDERS else value) for name, value in found.items()}
+
+
+def difference(node: int, own: dict[str, str], other: dict[str, str]) -> str:
+    """Return in which options another node differs from node 0, whose settings are ``own``; empty if in none."""
+    names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+    return ", ".join(
+        f"--{name.replace('_', '-')} is {other.get(name)} on node {node} and {own.get(name)} on node 0"
+        for name in names
+    )
 
 
 def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:

@@ -1,9 +1,9 @@
 """Rank 0's side of an executor of several ranks: starts the others, and keeps them in step.
 
 What decides anything is decided by rank 0, or agreed on by all (``agreement``); the others are told by the same frames
-in the same order. The frames go through a pair of sockets with each rank. When one of them ends, whoever holds the
-other end knows: rank 0 then ends its process, and the others end with rank 0. There is no way to go on without a rank,
-whose part of every block is lost.
+in the same order. The frames go through a pair of sockets with each rank, to which ``nodes`` joins those of ranks on
+other nodes. When one of them ends, whoever holds the other end knows: rank 0 then ends its process, and the others end
+with rank 0. There is no way to go on without a rank, whose part of every block is lost.
 """
 
 import contextlib
@@ -11,9 +11,7 @@ import logging
 import os
 import queue
 import shutil
-import socket
 import subprocess  # nosec B404
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -41,6 +39,8 @@ from pagewise_executor.ranks.messages import (
     decode_from_rank,
     encode_config,
 )
+from pagewise_executor.ranks.nodes import Nodes
+from pagewise_executor.ranks.rank_process import start_rank
 
 log = logging.getLogger(__name__)
 
@@ -61,29 +61,24 @@ def end_process(reason: str, code: int) -> None:
 
 
 class Follower:
-    """The process of one further rank, and the frames between it and rank 0."""
+    """One further rank, and the frames between it and rank 0.
 
-    def __init__(self, seat: Seat, config: ExecutorConfig, lost: Lost) -> None:
-        self.rank = seat.rank
+    ``link``: the connection with it. ``process``: its process, if that is on this node.
+    """
+
+    def __init__(
+        self, rank: int, link: Connection, lost: Lost, process: "subprocess.Popen[bytes] | None" = None
+    ) -> None:
+        self.rank, self.process = rank, process
         self.counted = Counted()
         self.agreement: Agreement | None = None
         self._lost = lost
         self._answers: queue.SimpleQueue[FromRank] = queue.SimpleQueue()
         self._closing = False
         self._lock = threading.Lock()
-        own, theirs = socket.socketpair()
-        with theirs:
-            # A session of its own: Ctrl-C is for rank 0, which then tells the others.
-            self.process = subprocess.Popen(  # noqa: S603  # nosec B603 # our own module
-                [sys.executable, "-m", "pagewise_executor.follower", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._link = Connection(own.detach())
-        self._send(encode(seat))
-        self._send(encode_config(config))
-        threading.Thread(target=self._receive, name=f"rank {seat.rank}", daemon=True).start()
+        self._link = link
+        self._receiver = threading.Thread(target=self._receive, name=f"rank {rank}", daemon=True)
+        self._receiver.start()
 
     def tell(self, frame: bytes) -> None:
         """Send a frame."""
@@ -110,7 +105,10 @@ class Follower:
         self.tell(encode(Stop()))
 
     def wait(self) -> None:
-        """Wait for its end, and kill it if it does not come."""
+        """Wait for its end, and kill it if it does not come. One of another node is left to that node."""
+        if self.process is None:
+            self._receiver.join(_STOP_SECONDS)
+            return
         try:
             self.process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -119,10 +117,11 @@ class Follower:
         self._link.close()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once. One of another node ends when that node is left."""
         self._closing = True
-        self.process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def _send(self, frame: bytes) -> None:
         with contextlib.suppress(OSError):  # it has ended: the thread that receives says so
@@ -151,20 +150,34 @@ class Follower:
 class Leader:
     """The ranks behind rank 0, one process each, which begin to load at once.
 
-    ``lost``: called when one of them has ended, or does not do what it should. ``folder``: where all ranks meet.
+    ``lost``: called when one of them has ended, or does not do what it should. ``nodes``: the other nodes, if there are
+    any, which have all joined. ``seat``: of rank 0.
     """
 
     rank = 0
 
-    def __init__(self, config: ExecutorConfig, lost: Lost = end_process) -> None:
+    def __init__(self, config: ExecutorConfig, lost: Lost = end_process, nodes: Nodes | None = None) -> None:
         self.size = config.tensor_parallel
-        self.folder = Path(tempfile.mkdtemp(prefix="pagewise-ranks-"))
+        self.nodes = nodes
+        self._folder = Path(tempfile.mkdtemp(prefix="pagewise-ranks-")) if nodes is None else None
         self._report_loss = lost
         self._agreement: Agreement | None = None
         self._num_steps = 0
-        self.followers = [
-            Follower(Seat(rank, self.size, str(self.folder)), config, self._lost) for rank in range(1, self.size)
-        ]
+        folder, store = str(self._folder or ""), nodes.store if nodes is not None else ""
+        on_host, here = (nodes.on_host, nodes.per_node) if nodes is not None else (self.size, self.size)
+        self.seat, *others = (Seat(rank, self.size, folder, store, rank, on_host) for rank in range(here))
+        self.followers = [self._start(seat, config) for seat in others]
+        if nodes is not None:
+            links = nodes.admit(self._lost)
+            self.followers += [Follower(rank, link, self._lost) for rank, link in links.items()]
+
+    def _start(self, seat: Seat, config: ExecutorConfig) -> Follower:
+        """Start a rank on this node."""
+        link, process = start_rank()
+        with contextlib.suppress(OSError):  # it has ended: its follower says so
+            link.send_bytes(encode(seat))
+            link.send_bytes(encode_config(config))
+        return Follower(seat.rank, link, self._lost, process)
 
     def tell(self, message: ToRank) -> None:
         """Forward a message to all other ranks; may be called on any thread."""
@@ -215,7 +228,8 @@ class Leader:
         self._report_loss(reason, code)
 
     def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def give_up(self, reason: str) -> None:
         """End the executor: its ranks are not in step any more."""
@@ -230,10 +244,16 @@ class Leader:
         """Wait for the end of all other ranks."""
         for follower in self.followers:
             follower.wait()
-        self._remove_folder()
+        self._leave()
 
     def kill(self) -> None:
         """End all other ranks at once."""
         for follower in self.followers:
             follower.kill()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the place where the ranks have met, and the other nodes."""
         self._remove_folder()
+        if self.nodes is not None:
+            self.nodes.close()

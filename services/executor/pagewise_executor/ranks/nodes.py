@@ -1,0 +1,301 @@
+"""Node 0's side of an executor on several nodes: lets the others join, and passes frames between its threads and them.
+
+For the rest of rank 0 all other ranks are alike: it holds one end of a pair of sockets with each. The other end is a
+rank's process on this node, or, of ranks on other nodes, the thread here, which sends what comes from there through the
+link with that node. A connection that breaks, or that nothing comes through, ends the executor, as a rank's end does.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import zmq
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.curve import Gate, Keys
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import BoundedLog, printable
+from pagewise_shared.protocol import encode
+from pagewise_shared.version import package_version
+
+from pagewise_executor.kv.block_endpoint import address_towards, in_brackets
+from pagewise_executor.ranks.agreement import difference, settings_of
+from pagewise_executor.ranks.host import host_identity
+from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
+from pagewise_executor.ranks.messages import (
+    Admitted,
+    Ended,
+    Join,
+    Noted,
+    ToNode,
+    TurnedAway,
+    decode_from_node,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A node that has joined. ``identity``: of its connection."""
+
+    number: int
+    identity: bytes
+    host: str
+
+
+class Nodes:
+    """The other nodes of an executor, seen from node 0. The constructor binds the port for them.
+
+    ``endpoint``: where it is bound. ``listener``: a socket that listens for all ranks to meet, once all are there.
+
+    Raises:
+        ConfigError: the port cannot be bound.
+    """
+
+    def __init__(self, config: ExecutorConfig, keys: Keys | None = None) -> None:
+        self.size, self.count = config.tensor_parallel, config.nnodes
+        self.per_node = self.size // self.count
+        self._settings, self._keys = settings_of(config), keys
+        self._joined: dict[int, _Node] = {}
+        self._complaints = BoundedLog(log)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = Gate(self._context, keys, lambda: None) if keys is not None else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        prepare_socket(self._socket)
+        if self._gate is not None:
+            self._gate.secure_server(self._socket)
+        self._address = _own_address(config.master_addr)
+        try:
+            self._socket.bind(f"tcp://{in_brackets(self._address)}:{config.master_port or '*'}")
+        except zmq.ZMQError as error:
+            self._close_socket()
+            raise ConfigError(
+                f"--master-addr {config.master_addr} --master-port {config.master_port}: node 0 cannot listen on "
+                f"{self._address}: {error}"
+            ) from error
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.endpoint = f"tcp://{in_brackets(config.master_addr)}:{port}"
+        self._master = config.master_addr
+        self.listener = socket.create_server(
+            (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        )
+        self._ends: dict[int, Connection] = {}
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def on_host(self) -> int:
+        """How many of the ranks are on this host, when all have joined."""
+        return self._on_host(host_identity())
+
+    @property
+    def store(self) -> str:
+        """HOST:PORT at which rank 0 itself reaches what it keeps for all ranks to meet."""
+        return f"{self._address}:{self.listener.getsockname()[1]}"
+
+    def gather(self, seconds: float = JOIN_SECONDS) -> None:
+        """Wait until all nodes have joined.
+
+        Raises:
+            TimeoutError: some have not.
+        """
+        log.info("waiting for %d more nodes at %s", self.count - 1, self.endpoint)
+        deadline = time.monotonic() + seconds
+        look_at = 0.0
+        while len(self._joined) < self.count - 1:
+            if (now := time.monotonic()) > deadline:
+                missing = ", ".join(str(number) for number in range(1, self.count) if number not in self._joined)
+                raise TimeoutError(f"nodes have not joined within {seconds:g} s: {missing}")
+            if now >= look_at:
+                look_at = now + NOTED_MS / 1000
+                for node in list(self._joined.values()):
+                    if not self._reaches(node):
+                        log.warning("node %d has gone before all were there", node.number)
+                        del self._joined[node.number]
+            if self._socket.poll(NOTED_MS):
+                self._receive(self._let_in)
+
+    def admit(self, lost: Callable[[str, int], None]) -> dict[int, Connection]:
+        """Have the other nodes start their ranks; return the connection with each of these ranks.
+
+        ``lost``: called when a node is lost, with the reason and the exit code that follows from it.
+        """
+        links = {}
+        for rank in range(self.per_node, self.size):
+            own, theirs = socket.socketpair()
+            self._ends[rank], links[rank] = Connection(theirs.detach()), Connection(own.detach())
+        port = self.listener.getsockname()[1]
+        for node in self._joined.values():
+            self._answer(node.identity, Admitted(f"{in_brackets(self._master)}:{port}", self._on_host(node.host)))
+        self._thread = threading.Thread(target=self._run, args=(lost,), name="nodes", daemon=True)
+        self._thread.start()
+        return links
+
+    def close(self) -> None:
+        """Leave the other nodes, which end then."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._close_socket()
+
+    def _on_host(self, host: str) -> int:
+        nodes = [host_identity(), *(node.host for node in self._joined.values())]
+        return self.per_node * nodes.count(host)
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        if self._gate is not None:
+            self._gate.close()
+        self._context.term()
+
+    def _receive(self, take: "Callable[[bytes, bytes, zmq.Frame], None]") -> None:
+        """Receive a message and hand it on: who it is from, its first part, its frame. Others are dropped."""
+        parts = self._socket.recv_multipart(copy=False)
+        if len(parts) == 3:
+            take(parts[0].bytes, parts[1].bytes, parts[2])
+        else:
+            self._complaints.warning("dropped a message of %d parts where other nodes join", len(parts))
+
+    def _let_in(self, identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
+        """Take a node that wants to join, before all are there."""
+        if (join := self._decode(mark, frame)) is None or not isinstance(join, Join):
+            return
+        if (reason := self._flaw(join, frame)) is not None:
+            log.error("node %d is turned away: %s", join.node, reason)
+            self._answer(identity, TurnedAway(reason, True))
+            return
+        before = self._joined.get(join.node)
+        if before is not None and before.identity != identity and self._reaches(before):
+            self._answer(identity, TurnedAway(f"there is a node {join.node} already", False))
+            return
+        self._joined[join.node] = _Node(join.node, identity, join.host)
+        log.info("node %d of %d has joined", join.node, self.count)
+        self._answer(identity, Noted())
+
+    def _flaw(self, join: Join, frame: zmq.Frame) -> str | None:
+        """Return why a node may not join; None if it may."""
+        if join.version != package_version():
+            return f"it has Pagewise {printable(join.version, 50)}, node 0 has {package_version()}"
+        if not 0 < join.node < self.count:
+            return f"--node-rank {join.node} is not one of the {self.count} nodes of this executor, or that of node 0"
+        if found := difference(join.node, self._settings, join.settings):
+            return f"the nodes of an executor need the same options: {printable(found, 1000)}"
+        if self._keys is not None and _user(frame) != self._keys.public.decode():
+            return "its key is another one than that of node 0: the nodes of an executor have one key (--key-name)"
+        return None
+
+    def _decode(self, mark: bytes, frame: zmq.Frame) -> Join | Ended | None:
+        try:
+            if mark == OWN:
+                return decode_from_node.decode(frame.buffer)
+        except msgspec.DecodeError as error:
+            self._complaints.warning("dropped a frame where other nodes join: %s", error)
+        return None
+
+    def _answer(self, identity: bytes, message: ToNode) -> bool:
+        """Send to a node; returns whether there is a connection with it."""
+        try:
+            self._socket.send_multipart([identity, OWN, encode(message)])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _reaches(self, node: _Node) -> bool:
+        return self._answer(node.identity, Noted())
+
+    # ---- while the executor runs ---------------------------------------------------------------------
+
+    def _run(self, lost: Callable[[str, int], None]) -> None:
+        """Pass frames on until this is closed, or a node is lost."""
+        nodes = {node.identity: node for node in self._joined.values()}
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for end in self._ends.values():
+            poller.register(end.fileno(), zmq.POLLIN)
+        look_at = 0.0
+        reason = None
+
+        def take(identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
+            node = nodes.get(identity)
+            if node is None:
+                if isinstance(join := self._decode(mark, frame), Join):
+                    said = f"there is a node {join.node} already, or the executor that it was of is about to end"
+                    self._answer(identity, TurnedAway(said, False))
+            elif mark == OWN:
+                if isinstance(ended := self._decode(mark, frame), Ended):
+                    self._hang_up(ended.rank, poller)
+            elif len(mark) == 1 and mark[0] // self.per_node == node.number and mark[0] in self._ends:
+                self._ends[mark[0]].send_bytes(frame.buffer)
+
+        try:
+            while not self._closing and reason is None:
+                ready = dict(poller.poll(NOTED_MS))
+                if self._socket in ready:
+                    self._receive(take)
+                for rank in [rank for rank, end in self._ends.items() if end.fileno() in ready]:
+                    reason = reason or self._forward(rank, poller)
+                if (now := time.monotonic()) >= look_at:
+                    look_at = now + NOTED_MS / 1000
+                    reason = reason or next(
+                        (_lost(node.number) for node in self._joined.values() if not self._reaches(node)), None
+                    )
+        except OSError as error:  # the other end of a pair has been closed
+            reason = str(error)
+        finally:
+            self._close_socket()
+        if reason is not None and not self._closing:
+            lost(reason, 1)
+        for end in self._ends.values():
+            end.close()
+
+    def _forward(self, rank: int, poller: zmq.Poller) -> str | None:
+        """Pass on a frame for a rank; returns why that is not possible, if so."""
+        try:
+            frame = self._ends[rank].recv_bytes()
+        except (EOFError, OSError):
+            self._hang_up(rank, poller)
+            return None
+        node = self._joined[rank // self.per_node]
+        try:
+            self._socket.send_multipart([node.identity, of_rank(rank), frame])
+        except zmq.ZMQError:
+            return _lost(node.number)
+        return None
+
+    def _hang_up(self, rank: int, poller: zmq.Poller) -> None:
+        """End the pair of sockets of a rank that has ended, so that whoever holds the other end knows."""
+        if (end := self._ends.pop(rank, None)) is not None:
+            poller.unregister(end.fileno())
+            end.close()
+
+
+def _lost(node: int) -> str:
+    return f"node {node} has ended, or cannot be reached"
+
+
+def _own_address(master: str) -> str:
+    """Return the address on which node 0 listens: that of ``--master-addr``, if it is one of this host, or else the one
+    from which that is reached, as behind a translation of addresses."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, (address, *_) = socket.getaddrinfo(master, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind((address, 0))
+            return str(address)
+    return address_towards(f"tcp://{in_brackets(master)}:1")
+
+
+def _user(frame: Any) -> str:
+    """Return the public key of a frame's sender."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
