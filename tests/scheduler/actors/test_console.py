@@ -1,6 +1,8 @@
 """What the scheduler tells consoles, and how an operator ends a request."""
 
 import asyncio
+import time
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,59 @@ async def test_a_client_s_key_sees_nothing_of_it(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         assert not (await stack.gateway.ask("console", key="a", view=ConsoleView("fleet"))).found
         assert not (await stack.gateway.ask("console")).found
+
+
+async def test_maps_and_prefixes_of_all_executors(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        assert await shown(stack, "prefixes") == [{"executors": []}]
+        async with executor(tmp_path, "a", step_seconds=0.01), executor(tmp_path, "b"):
+            await stack.ready(2)
+            maps = await shown(stack, "map", cells=8)
+            assert [(one["executor_id"], one["blocks_per_cell"]) for one in maps] == [("a", 16), ("b", 16)]
+            assert {len(b64decode(one["cells"])) for one in maps} == {8}
+            run = await stack.gateway.submit(list(range(1, 14)), max_tokens=100, request_id="r")
+            await run.until_tokens(2)
+            maps = await shown(stack, "map")
+            assert {one["counts"]["in_use"] for one in maps} > {0}
+            for one in maps:
+                colours = b64decode(one["cells"])[::2]
+                names = ["free", "cached", "in_use", "lent", "copying"]
+                assert [colours.count(index) for index in range(5)] == [one["counts"][name] for name in names]
+                assert len(colours) == one["num_blocks"]
+            here = next(one["executor_id"] for one in maps if one["counts"]["in_use"])
+            (part,) = await shown(stack, "map", executor_id=here, first=8, count=4, colour="request")
+            assert (part["first"], part["count"], len(b64decode(part["cells"]))) == (8, 4, 8)
+            (zoomed,) = await shown(stack, "map", executor_id=here, first=60, count=1000)
+            assert (zoomed["first"], zoomed["count"]) == (60, 4), "as far as there are blocks"
+            (tree,) = await shown(stack, "prefixes", executor_id=here)
+            assert tree["executors"][0]["runs"][0]["num_blocks"] >= 3
+            assert "token_ids" not in tree["executors"][0]["runs"][0]
+            (tree,) = await shown(stack, "prefixes", executor_id=here, tokens=True)
+            assert tree["executors"][0]["runs"][0]["token_ids"][:4] == [1, 2, 3, 4]
+            block = next(number for number in range(64) if stack.engines[0].scheduler.kv.pool.states[number] == 0)
+            (details,) = await shown(stack, "block", executor_id="a", block=block)
+            assert details["state"] == "free"
+            for nothing in ({"executor_id": "c"}, {"executor_id": "a", "tier": "host"}):
+                assert await shown(stack, "map", **nothing) == []
+                assert await shown(stack, "block", **nothing) == []
+            assert await shown(stack, "block", executor_id="a", block=64) == []
+            await stack.gateway.abort(run)
+            await stack.all_free()
+        await stack.ready(0)
+
+
+async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+
+    def slow(console: Console, view: ConsoleView, now: float) -> bytes:
+        made.append(now)
+        time.sleep(0.02)
+        return b"{}"
+
+    monkeypatch.setattr(Console, "_make", slow)
+    async with running(tmp_path) as stack:
+        until_ = time.monotonic() + 2.6
+        while time.monotonic() < until_:
+            assert (await stack.gateway.ask("console", view=ConsoleView("map"))).found
+            await asyncio.sleep(0.05)
+    assert len(made) == 2, "20 milliseconds each, so one in two seconds"

@@ -4,6 +4,7 @@ from collections import deque
 
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
+from pagewise_scheduler.core.memory.tier import CACHED, FREE, IN_USE
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -73,6 +74,11 @@ def check_states(pool: BlockPool) -> None:
     assert len(everything) == pool.tree.num_blocks
     for tier in (pool, *pool.lower):
         assert tier.num_free + tier.num_cached + tier.num_in_use == tier.num_blocks
+        states = [tier.states.count(state) for state in (FREE, CACHED, IN_USE)]
+        assert states == [tier.num_free, tier.num_cached, tier.num_in_use]
+        for block in range(tier.num_blocks):
+            assert (tier.states[block] == IN_USE) == (tier.references(block) > 0)
+            assert tier.states[block] != FREE or tier.node(block) is None
         here = [node for node in everything if node.block_id(tier.number) >= 0]
         assert all(tier.node(node.block_id(tier.number)) is node for node in here)
         assert len(here) == sum(tier.node(block) is not None for block in range(tier.num_blocks))

@@ -143,7 +143,7 @@ def create_app(
         ]
     )
     if config.console:
-        add_console(app, Feeds(link, metrics, lambda view, line: line), shows_text=config.console_shows_text)
+        add_console(app, Feeds(link, metrics, tokenizer), shows_text=config.console_shows_text)
     return app
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
-from pagewise_shared.protocol import SOURCES, ConsoleView
+from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
 from pagewise_shared.version import package_version
 
 from pagewise_scheduler.actors.clock import clock
@@ -17,7 +17,11 @@ from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.recent_requests import EndedRequest
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.console.executor_state import block_counts, link_states, saved_blocks, tier_states
+from pagewise_scheduler.core.console.block_colours import coloured_cells
+from pagewise_scheduler.core.console.block_details import block_details
+from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
+from pagewise_scheduler.core.console.executor_state import link_states, tier_states
+from pagewise_scheduler.core.console.prefixes import PrefixesFrame, executor_prefixes, saved_blocks
 from pagewise_scheduler.core.console.reports import (
     EndedReport,
     ExecutorState,
@@ -28,6 +32,7 @@ from pagewise_scheduler.core.console.reports import (
     SchedulerState,
 )
 from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
+from pagewise_scheduler.core.memory.tier import Tier
 
 _LEAST_SECONDS = 0.4
 """An answer serves all who ask again within this time."""
@@ -35,6 +40,9 @@ _MOST_OF_CORE = 0.01
 """The share of a core that answers may take: if they take longer, they are made less often."""
 _FORGOTTEN_SECONDS = 5.0
 _MOST_VIEWS = 256
+_SEEN_SECONDS = 0.6
+"""For so long copies are shown that were asked for: most take less than the time between two updates."""
+_MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 8192
 _MOST_REQUESTS, _MOST_ENDED = 100, 50
 
 _STATES = {
@@ -71,6 +79,7 @@ class Console:
         self._started = clock()
         self._answers: dict[ConsoleView, _Answer] = {}
         self._rates: dict[Engine, EngineRates] = {}
+        self._cells: dict[ConsoleView, dict[Engine, StateCells]] = {}
         self._ended: dict[tuple[str, float], RequestLine] = {}
 
     def answer(self, view: ConsoleView) -> bytes | None:
@@ -98,6 +107,7 @@ class Console:
             if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].time < longest:
                 break
             del self._answers[oldest]
+            self._cells.pop(oldest, None)
         if len(self._rates) > len(self._fleet):
             alive = set(self._fleet.engines)
             self._rates = {engine: rates for engine, rates in self._rates.items() if engine in alive}
@@ -108,13 +118,81 @@ class Console:
                 return _encode(self._fleet_frame(now))
             case "requests":
                 return _encode(self._requests_frame(now))
-            case _:
+            case "map":
+                return self._maps(view, now)
+            case "prefixes":
+                return self._prefixes(view)
+            case "block":
+                return self._block(view)
+
+    def _shown(self, view: ConsoleView) -> list[Engine]:
+        """The engines that a view shows, by their names."""
+        engines = sorted(self._fleet.engines, key=lambda engine: engine.executor_id)
+        return [engine for engine in engines if view.executor_id in ("", engine.executor_id)]
+
+    # ---- memory --------------------------------------------------------------------------------------
+
+    def _maps(self, view: ConsoleView, now: float) -> bytes | None:
+        """A line for each executor that is shown and has the tier."""
+        tiers = [(engine, tier) for engine in self._shown(view) if (tier := _tier(engine, view.tier)) is not None]
+        kept = self._cells.setdefault(view, {})
+        self._cells[view] = {engine: kept.get(engine) or StateCells() for engine, _ in tiers}
+        cells = max(1, min(view.cells // max(1, len(tiers)), view.cells if view.executor_id else _MOST_CELLS_EACH))
+        if not tiers and view.executor_id:
+            return None
+        return b"\n".join(_encode(self._map(view, engine, tier, cells, now)) for engine, tier in tiers)
+
+    def _map(self, view: ConsoleView, engine: Engine, tier: Tier, most_cells: int, now: float) -> MapFrame:
+        first = min(view.first, tier.num_blocks - 1)
+        count = min(view.count or tier.num_blocks, tier.num_blocks - first)
+        size = cell_size(count, most_cells)
+        marked = MarkedBlocks(engine.scheduler, tier, now - max(_SEEN_SECONDS, self._pause()))
+        legend = list(enumerate(STATES))
+        if view.colour == "state":
+            cells = self._cells[view][engine].update(tier, first, count, size, marked)
+        else:
+            cells, legend = coloured_cells(engine.scheduler, tier, view.colour, first, count, size)
+        return MapFrame(
+            engine.executor_id,
+            view.tier,
+            first,
+            count,
+            tier.num_blocks,
+            size,
+            view.colour,
+            legend,
+            packed(cells),
+            marked.counts(tier),
+        )
+
+    def _prefixes(self, view: ConsoleView) -> bytes | None:
+        engines = self._shown(view)
+        if not engines and view.executor_id:
+            return None
+        room = _MOST_TREE_BLOCKS // max(1, len(engines))
+        trees = [
+            executor_prefixes(
+                engine.executor_id, engine.scheduler, engine.hello.bytes_per_block, room, tokens=view.tokens
+            )
+            for engine in engines
+        ]
+        return _encode(PrefixesFrame(trees))
+
+    def _block(self, view: ConsoleView) -> bytes | None:
+        for engine in self._shown(view):
+            tier = _tier(engine, view.tier)
+            if tier is None or view.block >= tier.num_blocks or not view.executor_id:
                 return None
+            others = [(one.executor_id, one.scheduler) for one in self._fleet.engines if one is not engine]
+            return _encode(
+                block_details(engine.executor_id, engine.scheduler, tier, view.block, others, tokens=view.tokens)
+            )
+        return None
 
     # ---- processes -----------------------------------------------------------------------------------
 
     def _fleet_frame(self, now: float) -> FleetFrame:
-        engines = sorted(self._fleet.engines, key=lambda engine: engine.executor_id)
+        engines = self._shown(ConsoleView("fleet"))
         names = {engine.scheduler.recoveries.endpoint: engine.executor_id for engine in engines}
         rates = {engine: self._rates.setdefault(engine, EngineRates()).of(engine, now) for engine in engines}
         return FleetFrame(
@@ -122,7 +200,7 @@ class Console:
             self._model_name,
             self._scheduler_state(now, rates.values()),
             [GatewayState(one.name, "ready", len(one.peer.submissions)) for one in self._gateways],
-            [_executor_state(engine, rates[engine], names) for engine in engines],
+            [_executor_state(engine, rates[engine], names, now) for engine in engines],
         )
 
     def _scheduler_state(self, now: float, rates: Iterable[Rates]) -> SchedulerState:
@@ -174,16 +252,22 @@ class Console:
             yield from engine.recent.latest(_MOST_ENDED)
 
 
-def _executor_state(engine: Engine, rates: Rates, names: dict[str, str]) -> ExecutorState:
+def _tier(engine: Engine, name: str) -> Tier | None:
+    tiers = engine.scheduler.kv.tiers
+    return next((tier for number, tier in tiers.items() if tier_name(number) == name), None)
+
+
+def _executor_state(engine: Engine, rates: Rates, names: dict[str, str], now: float) -> ExecutorState:
     scheduler, hello = engine.scheduler, engine.hello
+    pool = scheduler.kv.pool
     return ExecutorState(
         engine.executor_id,
         _STATES[engine.life],
         hello.role,
         scheduler.kv.block_size,
         hello.bytes_per_block,
-        scheduler.kv.pool.num_blocks,
-        block_counts(scheduler),
+        pool.num_blocks,
+        MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
         tier_states(scheduler),
         scheduler.num_running,
         scheduler.num_waiting,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import ClassVar
@@ -11,9 +11,11 @@ from aiohttp import web
 from pagewise_shared.protocol import ConsoleView
 
 from pagewise_gateway.generation import AdmissionError
+from pagewise_gateway.http.console.block_text import with_text
 from pagewise_gateway.http.sse import encode
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +24,6 @@ MAX_CONSOLES = 32
 
 _SECONDS = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "prefixes": 2.0}
 """How often each part is asked for."""
-
-Shown = Callable[[ConsoleView, bytes], bytes]
-"""Turns a line of JSON that came from the scheduler into what consoles get."""
 
 
 class Watcher:
@@ -76,14 +75,14 @@ class _Feed:
 
 
 class Feeds:
-    """The views that the consoles of one gateway show. ``shown``: makes what consoles get of each line."""
+    """The views that the consoles of one gateway show."""
 
     KEY: ClassVar[web.AppKey["Feeds"]] = web.AppKey("console_feeds")
 
-    def __init__(self, link: SchedulerLink, metrics: Metrics, shown: Shown) -> None:
+    def __init__(self, link: SchedulerLink, metrics: Metrics, tokenizer: Tokenizer) -> None:
         self._link = link
         self._metrics = metrics
-        self._shown = shown
+        self._tokenizer = tokenizer
         self._feeds: dict[ConsoleView, _Feed] = {}
         self._watchers: dict[Watcher, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,7 +142,8 @@ class Feeds:
             try:
                 body = await self._link.query("console", view=view)
                 if body != last:
-                    feed.put(self._frame(view, body))
+                    shown = await with_text(self._tokenizer, body) if view.tokens else body
+                    feed.put(self._frame(view, shown))
                 last = body
             except AdmissionError as error:
                 feed.put(_problem(view, str(error)))
@@ -158,7 +158,7 @@ class Feeds:
             await asyncio.sleep(max(0.05, began + _SECONDS[view.part] - monotonic()))
 
     def _frame(self, view: ConsoleView, body: bytes) -> bytes:
-        lines = [self._shown(view, line) for line in body.split(b"\n")] if body else []
+        lines = body.split(b"\n") if body else []
         if view.part == "fleet":
             lines = [b'%b,"consoles":%d}' % (line[:-1], len(self)) for line in lines]
         name = view.part.encode()

@@ -12,6 +12,7 @@ from pagewise_shared.protocol.console_messages import MAX_CELLS, Colour
 
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.console.assets import Assets
+from pagewise_gateway.http.console.block_text import with_text
 from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Feeds
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import ForbiddenError, InvalidRequestError, NotFoundError, OverloadedError
@@ -114,7 +115,10 @@ async def block(request: web.Request) -> web.Response:
     query = _parsed(request, _BlockQuery)
     view = ConsoleView("block", query.executor, query.tier, block=query.block, tokens=request.app[_SHOWS_TEXT])
     with suppress(LookupError):
-        body = await request.app[Service.KEY].link.query("console", view=view)
+        service = request.app[Service.KEY]
+        body = await service.link.query("console", view=view)
+        if view.tokens:
+            body = await with_text(service.tokenizer, body)
         return web.Response(body=body, content_type="application/json")
     raise NotFoundError(f"executor {query.executor!r} has no block {query.block} in its tier {query.tier!r}")
 

@@ -4,17 +4,9 @@ from collections.abc import Mapping
 
 from pagewise_shared.protocol import tier_name
 
-from pagewise_scheduler.core.console.reports import BlockCounts, LinkState, TierState
+from pagewise_scheduler.core.console.reports import LinkState, TierState
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-
-
-def block_counts(scheduler: Scheduler) -> BlockCounts:
-    """The blocks of its device by state."""
-    pool = scheduler.kv.pool
-    copying = min(scheduler.recoveries.transfers.num_loading, pool.num_in_use)
-    lent = min(pool.num_lent, pool.num_in_use - copying)
-    return BlockCounts(pool.num_free, pool.num_cached, pool.num_in_use - copying - lent, lent, copying)
 
 
 def tier_states(scheduler: Scheduler) -> dict[str, TierState]:
@@ -37,13 +29,3 @@ def link_states(scheduler: Scheduler, names: Mapping[str, str]) -> list[LinkStat
 def _link(link: Link, *, tier: str | None = None, peer: str | None = None) -> LinkState:
     setup, block = (round(1e6 * constant, 1) for constant in link.constants)
     return LinkState(setup, block, round(link.error, 4), link.num_loading, tier, peer)
-
-
-def saved_blocks(scheduler: Scheduler) -> int:
-    """How many blocks more the sequences of an executor would hold if they shared none.
-
-    That is the number of references of block tables beyond one for each block.
-    """
-    kv = scheduler.kv
-    held = sum(len(sequence.table.blocks) for request in scheduler.requests for sequence in request.sequences)
-    return max(0, held - kv.pool.num_in_use)

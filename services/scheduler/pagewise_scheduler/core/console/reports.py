@@ -8,7 +8,8 @@ from pagewise_scheduler.core.memory_reports import RequestReport
 class BlockCounts(Struct):
     """Blocks of a tier by state: each block has one of them, so they add up to the tier's.
 
-    ``lent``: of those in use, read by another executor. ``copying``: of those in use, the targets of copies under way.
+    ``lent``: read by another executor, and not copied. ``copying``: read or written by copies under way, or by
+    those that were asked for a moment ago.
     """
 
     free: int

@@ -3,6 +3,7 @@
 Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tree instead of hashes.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from pagewise_shared.protocol import DEVICE
@@ -11,17 +12,18 @@ from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.memory.tier import BlockCopy, Tier
+from pagewise_scheduler.core.memory.tier import CACHED, FREE, BlockCopy, Tier
 
 
 class BlockPool(Tier):
     """The tier in which sequences compute: blocks in use may hold what nobody knows yet.
 
     Block tables hold references to its blocks. A cached block is evicted after those that follow it, so the ancestors
-    of a block that lies here lie here too. ``num_lent``: references of other executors that read blocks.
+    of a block that lies here lie here too. ``num_lent``: references of other executors that read blocks; ``lent``: how
+    many each of these blocks has.
     """
 
-    __slots__ = ("num_lent",)
+    __slots__ = ("lent", "num_lent")
 
     def __init__(
         self,
@@ -35,13 +37,14 @@ class BlockPool(Tier):
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         super().__init__(DEVICE, num_blocks, tree, policy or LeastRecentlyUsed(), counters or MemoryCounters(), below)
         self.num_lent = 0
+        self.lent = Counter[int]()
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block, a sequence's last block first.
 
         Those without any left are cached if their content is known, else free at once.
         """
-        references, nodes, free = self._references, self._nodes, self._free
+        references, nodes, free, states = self._references, self._nodes, self._free, self.states
         tick = self.policy.tick()
         for block in blocks:
             left = references[block] - 1
@@ -51,8 +54,10 @@ class BlockPool(Tier):
                 node = nodes[block]
                 if node is None:
                     free.append(block)
+                    states[block] = FREE
                 else:
                     node.last_used = tick
+                    states[block] = CACHED
                     self._num_cached += 1
                     if not node.num_on_device:
                         self._evictable.push(node, NEAREST)
@@ -71,11 +76,14 @@ class BlockPool(Tier):
         """Another executor reads these blocks: they stay, and stay as they are, until they are taken back."""
         self.pin(blocks)
         self.num_lent += len(blocks)
+        self.lent.update(blocks)
 
     def take_back(self, blocks: list[int]) -> None:
         """The counterpart of ``lend``, a sequence's last block first."""
         self.num_lent -= len(blocks)
         if blocks:
+            self.lent.subtract(blocks)
+            self.lent = +self.lent  # without those that nobody reads any more
             self.release(blocks)
 
     def cache_full_block(
@@ -101,7 +109,9 @@ class BlockPool(Tier):
 
     def _give_up_one(self, copies: list[BlockCopy]) -> bool:
         if self.restorable:
-            self._free.append(self.restorable.popitem()[1])
+            block = self.restorable.popitem()[1]
+            self._free.append(block)
+            self.states[block] = FREE
             self._num_cached -= 1
             self.counters.evicted += 1
             self.counters.dropped += 1
@@ -118,6 +128,7 @@ class BlockPool(Tier):
         parent.num_on_device -= 1
         self._nodes[block] = None
         self._free.append(block)
+        self.states[block] = FREE
         self._num_cached -= 1
         self.counters.evicted += 1
         if kept:

@@ -8,7 +8,7 @@ from pagewise_scheduler.core.memory.copy_costs import TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.memory.tier import BlockCopy, Tier
+from pagewise_scheduler.core.memory.tier import CACHED, FREE, BlockCopy, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""
@@ -78,6 +78,7 @@ class CacheTier(Tier):
             if not self._free and not self._give_up_one(copies):
                 return False
             block = self._free.pop()
+            self.states[block] = CACHED
             self._enter(node, block)
             self._num_cached += 1  # nobody holds it: once it lies in no tier above, it may go again
             self.num_arriving += 1
@@ -115,7 +116,9 @@ class CacheTier(Tier):
 
     def _give_up_one(self, copies: list[BlockCopy]) -> bool:
         if self.restorable:
-            self._free.append(self.restorable.popitem()[1])
+            block = self.restorable.popitem()[1]
+            self._free.append(block)
+            self.states[block] = FREE
             self._num_cached -= 1
             self.counters.lower_evicted[self.number] += 1
             return True
@@ -160,6 +163,7 @@ class CacheTier(Tier):
             node.copies = (*copies[:number], NOWHERE, *copies[number + 1 :])
         self._nodes[block] = None
         self._free.append(block)
+        self.states[block] = FREE
         self._num_cached -= 1
         if self._num_children:
             assert node.parent is not None

@@ -20,6 +20,11 @@ class CostAware:
         self._seconds = seconds
         self._history = history
 
+    @property
+    def now(self) -> int:
+        """The blocks that have come into the caches so far."""
+        return self._history.now
+
     def tick(self) -> int:
         """The blocks that have come into the caches so far."""
         return self._history.now

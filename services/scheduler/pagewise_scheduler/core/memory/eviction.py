@@ -77,6 +77,11 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._tick = 0
 
+    @property
+    def now(self) -> int:
+        """The tick of the last release."""
+        return self._tick
+
     def tick(self) -> int:
         """One more than before."""
         self._tick += 1
@@ -180,6 +185,34 @@ class EvictionQueue:
                 return entry[3]
             self._look_at_first()
         return None
+
+    def first(self, count: int) -> list[CachedBlock]:
+        """The blocks that go first as things are now, at most ``count``; fewer if most entries are stale.
+
+        Looks at a few entries of each group, from the top of its heap on.
+        """
+        found: list[CachedBlock] = []
+        seen: set[CachedBlock] = set()
+        heap = [self._candidate(key, 0) for key in self._groups]
+        heapq.heapify(heap)
+        left = 64 + 16 * count
+        while heap and left and len(found) < count:
+            *_, key, index = heapq.heappop(heap)
+            left -= 1
+            group = self._groups[key]
+            block = group[index][3]
+            if self._is_live(key, group[index]) and block not in seen:
+                seen.add(block)
+                found.append(block)
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(group):
+                    heapq.heappush(heap, self._candidate(key, child))
+        return found
+
+    def _candidate(self, key: _Key, index: int) -> tuple[int, float, int, _Key, int]:
+        """An entry of a group, so that the one that goes first compares as the least."""
+        _, tie, _, block = self._groups[key][index]
+        return key[0], self._policy.value(block), tie, key, index
 
     def shrink(self, num_evictable: int) -> None:
         """Drop stale entries once they are most of the queue, so that it stays in proportion to the pool."""

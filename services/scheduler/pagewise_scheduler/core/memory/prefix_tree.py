@@ -127,6 +127,13 @@ def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) ->
     return (tokens[start : start + size] for start in range(0, end - size + 1, size))
 
 
+def cache_salt_of(node: CachedBlock) -> str | None:
+    """The cache salt of the root that a block stands below."""
+    while node.parent is not None:
+        node = node.parent
+    return node.cache_salt if isinstance(node, _Root) else None
+
+
 class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.memory.cache_tier import CacheTier
 
 
+FREE, CACHED, IN_USE = 0, 1, 2
+"""The states of blocks, as ``Tier.states`` has them."""
+
+
 class OutOfBlocksError(Exception):
     """More blocks were asked for than there are. Callers ask ``num_available`` first, so this escapes only as a bug."""
 
@@ -43,8 +47,9 @@ class Tier:
     reference.
 
     ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: all tiers below.
-    ``restorable``: cached blocks from before, by block hash, whose content nobody has asked for yet; they are the first
-    to go. Reserving and releasing n blocks costs O(n), and O(log blocks) for each one that has to be evicted.
+    ``states``: the state of each block, a byte, for those who watch. ``restorable``: cached blocks from before, by
+    block hash, whose content nobody has asked for yet; they are the first to go. Reserving and releasing n blocks costs
+    O(n), and O(log blocks) for each one that has to be evicted.
     """
 
     __slots__ = (
@@ -61,6 +66,7 @@ class Tier:
         "number",
         "policy",
         "restorable",
+        "states",
         "tree",
     )
 
@@ -82,6 +88,7 @@ class Tier:
         self.lower: tuple[CacheTier, ...] = () if below is None else (below, *below.lower)
         self.restorable: dict[BlockHash, int] = {}
         self._caches = self.lower  # the tiers, from this one on, that hold nothing but copies
+        self.states = bytearray(num_blocks)
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
         # A stack: the block freed last is used next, while the caches may still hold it.
@@ -118,6 +125,10 @@ class Tier:
         """The cached block that gives way first, if there is one."""
         return self._evictable.peek()
 
+    def next_evictions(self, count: int) -> list[CachedBlock]:
+        """The cached blocks that would give way first as things are now, at most ``count``."""
+        return self._evictable.first(count)
+
     def references(self, block: int) -> int:
         """How many holders the block has; 0 means free or cached."""
         return self._references[block]
@@ -153,9 +164,10 @@ class Tier:
             return [], ()
         blocks = free[-count:]
         del free[-count:]
-        references = self._references
+        references, states = self._references, self.states
         for block in blocks:
             references[block] = 1
+            states[block] = IN_USE
         return blocks, copies
 
     def evict(self, count: int) -> Copies:
@@ -175,6 +187,7 @@ class Tier:
             if references[block] == 0:
                 assert self._nodes[block] is not None, f"block {block} is free and cannot be pinned"
                 self._num_cached -= 1
+                self.states[block] = IN_USE
             references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -187,6 +200,7 @@ class Tier:
                 node = self._nodes[block]
                 assert node is not None
                 self._num_cached += 1
+                self.states[block] = CACHED
                 self.offer(node)
 
     # ---- what is known -------------------------------------------------------------------------------
@@ -197,6 +211,8 @@ class Tier:
         self._free = [block for block in self._free if block not in taken]
         self.restorable = restorable
         self._num_cached = len(restorable)
+        for block in taken:
+            self.states[block] = CACHED
 
     def restore(self, node: CachedBlock) -> None:
         """The content of ``node`` is here from before, if it is; it lies in the tree now."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, pack_int32s
+from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -15,6 +15,8 @@ from pagewise_scheduler.core.recovery.storage import MAX_WRITING, Storage
 
 _LATE = 4.0
 """A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""
+_MOST_RECENT = 64
+"""Lists of copies that are remembered for those who watch."""
 _PEER_GRACE = 5.0
 """Seconds that copies from a peer may take beside that: there may be a connection to be made first."""
 
@@ -70,6 +72,17 @@ class _UnderWay(NamedTuple):
     due: float
     num_blocks: int
     load: Load | None
+    pairs: bytes
+
+
+class _Recent(NamedTuple):
+    """A list of copies, and when it was asked for. ``peer``: as in ``TransferKey``."""
+
+    time: float
+    source: int
+    target: int
+    peer: str
+    pairs: bytes
 
 
 class Transfers:
@@ -84,16 +97,18 @@ class Transfers:
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
         self._cancelled: dict[tuple[int, str], None] = {}
+        self._recent: deque[_Recent] = deque(maxlen=_MOST_RECENT)
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
         """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
         for one in copies:
             peer = one.peer.endpoint if one.peer is not None else ""
+            self._recent.append(_Recent(now, one.source, one.target, peer, one.pairs))
             if one.source == one.target and not peer:
                 continue  # inside the device: done with the step, and not confirmed
             key = TransferKey(step, one.source, one.target, peer)
             due = now + _LATE * self._predicted(key) + (_PEER_GRACE if peer else 0.0)
-            entry = _UnderWay(due, len(one.pairs) // 8, loads.get(key))
+            entry = _UnderWay(due, len(one.pairs) // 8, loads.get(key), one.pairs)
             self._under_way.setdefault(key, deque()).append(entry)
 
     def _predicted(self, key: TransferKey) -> float:
@@ -154,6 +169,22 @@ class Transfers:
                     self._end(entry.load)
         self._under_way.clear()
         self._cancelled.clear()
+
+    def blocks(self, tier: int, since: float, most: int) -> set[int]:
+        """The blocks of a tier that copies read or write which are under way, or were asked for since a time, as far as
+        they were remembered; not many more than ``most``."""
+        found: set[int] = set()
+        under_way = ((*key[1:], one.pairs) for key, entries in self._under_way.items() for one in entries)
+        recent = (one[1:] for one in self._recent if one.time >= since)
+        for source, target, peer, pairs in (*under_way, *recent):
+            if len(found) >= most:
+                break
+            blocks = unpack_int32s(pairs[: 8 * most]) if tier in (source, target) else None
+            if blocks is not None and target == tier:
+                found.update(blocks[1::2])
+            if blocks is not None and source == tier and not peer:  # else they are a peer's
+                found.update(blocks[::2])
+        return found
 
     # ---- copies that take too long -------------------------------------------------------------------
 

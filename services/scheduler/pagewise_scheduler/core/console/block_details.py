@@ -1,0 +1,99 @@
+"""Everything about one block."""
+
+from collections.abc import Iterable
+from itertools import islice
+
+from msgspec import Struct
+from pagewise_shared.protocol import tier_name
+
+from pagewise_scheduler.core.console.prefixes import token_ids, why
+from pagewise_scheduler.core.memory.cost_aware import CostAware
+from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
+from pagewise_scheduler.core.memory.tier import CACHED, FREE, Tier
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+_MOST_REQUESTS = 32
+
+
+class BlockPlaceElsewhere(Struct):
+    """Where another executor has the same content."""
+
+    executor_id: str
+    tier: str
+    block: int
+
+
+class BlockDetails(Struct, omit_defaults=True):
+    """A block of a tier.
+
+    Fields:
+        state: "free", "cached" or "in use". references: of block tables, and of copies under way.
+        requests: ids of those whose block tables have it. hash, depth: empty and 0 unless its content is known; depth 1
+            begins a prompt. tokens: how many it holds, 0: not known. token_ids: those, if they may be shown.
+        copies: its ids in all tiers of the executor in which it lies. elsewhere: at other executors.
+        unused_for: blocks that have come into the caches since it was released last, or releases with ``--eviction
+            lru``; absent while it is in use. price, why: as of ``NextEviction``, if it could be evicted.
+    """
+
+    executor_id: str
+    tier: str
+    block: int
+    state: str
+    references: int
+    requests: list[str]
+    hash: str = ""
+    depth: int = 0
+    tokens: int = 0
+    token_ids: list[int] | None = None
+    copies: dict[str, int] = {}
+    elsewhere: list[BlockPlaceElsewhere] = []
+    unused_for: int | None = None
+    price: float | None = None
+    why: str | None = None
+
+
+def block_details(
+    executor_id: str,
+    scheduler: Scheduler,
+    tier: Tier,
+    block: int,
+    others: Iterable[tuple[str, Scheduler]],
+    *,
+    tokens: bool,
+) -> BlockDetails:
+    """One block of ``tier``. ``others``: the other executors. ``tokens``: whether its tokens are shown."""
+    pool, node = scheduler.kv.pool, tier.node(block)
+    state = {FREE: "free", CACHED: "cached"}.get(tier.states[block], "in use")
+    details = BlockDetails(executor_id, tier_name(tier.number), block, state, tier.references(block), [])
+    if tier is pool and state == "in use":
+        holders = (one.request.request_id for one in scheduler.running if block in one.table.blocks)
+        details.requests = list(dict.fromkeys(islice(holders, _MOST_REQUESTS)))
+    if node is None:
+        return details
+    details.hash, details.depth = hash_of(node).hex(), node.depth
+    known = token_ids(node)
+    details.tokens = len(known)
+    details.token_ids = known if tokens else None
+    details.copies = _places(node, scheduler)
+    details.elsewhere = [place for name, other in others for place in _same(node, name, other)]
+    if state == "cached":
+        policy = pool.policy
+        if isinstance(policy, (CostAware, LeastRecentlyUsed)):
+            details.unused_for = max(0, policy.now - node.last_used)
+        details.price, details.why = policy.value(node), why(policy, node)
+    return details
+
+
+def _places(node: CachedBlock, scheduler: Scheduler) -> dict[str, int]:
+    return {tier_name(number): block for number in scheduler.kv.tiers if (block := node.block_id(number)) >= 0}
+
+
+def _same(node: CachedBlock, executor_id: str, other: Scheduler) -> list[BlockPlaceElsewhere]:
+    """Where another executor has the content of ``node``."""
+    keys = [one.tokens for one in ancestors(node)]
+    tree = other.kv.pool.tree
+    path = tree.walk(tree.root_of(cache_salt_of(node)), reversed(keys))
+    if len(path) < len(keys):
+        return []
+    return [BlockPlaceElsewhere(executor_id, tier, block) for tier, block in _places(path[-1], other).items()]
