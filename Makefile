@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,7 +42,7 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 
 test: setup ## The whole suite (no GPU, no Docker)
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
@@ -56,6 +56,10 @@ test-ray: setup ## Deployments on Ray clusters of several nodes (installs Ray, b
 
 test-documents: setup ## Follow the README and the tutorial, command by command (with port 8000 free, or as root)
 	$(PY) -m pytest -m documents $(ARGS)
+
+test-observability: setup ## The dashboard and the alert rules with a real Prometheus (apt install prometheus)
+	@command -v prometheus promtool >/dev/null || { echo "Prometheus is missing: apt install prometheus"; exit 1; }
+	$(PY) -m pytest -m observability tests/observability $(ARGS)
 
 fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFORT=100
 	FUZZ_EFFORT=$(or $(FUZZ_EFFORT),20) $(PY) -m pytest tests/fuzz --timeout 36000 $(ARGS)

@@ -1,6 +1,6 @@
 """What MkDocs does beside its own work when it builds the site from this repository.
 
-Documents outside ``docs/`` (CONTRIBUTING.md, SECURITY.md, CHANGELOG.md and deploy/README.md) become pages as well, the
+Documents outside ``docs/`` (CONTRIBUTING.md, SECURITY.md, CHANGELOG.md and those of deploy/) become pages as well, the
 reference of the HTTP API is made from the gateway's own description, and results of benchmarks can be downloaded. A
 link from a document to another file of the repository is turned into one that is right on the site; a link to a file
 that the site does not have is an error.
@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md")
+PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md", "deploy/observability/README.md")
 """Documents outside ``docs/`` that are pages of the site, at the same paths."""
 
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
