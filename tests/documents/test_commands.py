@@ -11,7 +11,7 @@ import pytest
 from tests.documents.script import blocks, script
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted((ROOT / "docs/tutorial").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs/tutorial").glob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
