@@ -70,7 +70,7 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
             "--max-num-seqs 300 is more than --max-num-batched-tokens 128: each sequence",
         ),
         (["--max-num-batched-tokens", "100000"], {}, "--max-num-batched-tokens: Expected `int` <= 65536"),
-        (["--max-model-len", "0"], {}, "--max-model-len: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
+        (["--max-model-len", "0"], {}, "--max-model-len: Expected `int` >= 1 (got 0; words that it takes: auto)"),
         (["--max-model-len", "long"], {}, "(got 'long'; words that it takes: auto)"),
         (["--device", "tpu"], {}, "--device"),
         (["--threads", "0"], {}, "--threads: Expected `int` >= 1 (got '0'; words that it takes: auto)"),
@@ -93,7 +93,7 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--tensor-parallel", "0"], {}, "--tensor-parallel: Expected `int` >= 1"),
         (["--tensor-parallel", "2", "--kv-mapping", "mmu"], {}, "cannot be used with --kv-mapping mmu"),
         (["--simulate"], {"PAGEWISE_TENSOR_PARALLEL": "4"}, "--tensor-parallel 4 cannot be used with --simulate"),
-        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size: layers are not divided among devices"),
+        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size 2, an option of vLLM, is not there: layers are not divided among devices"),
         (["--enable-expert-parallel"], {}, "use --tensor-parallel N, which divides each expert"),
     ],
 )

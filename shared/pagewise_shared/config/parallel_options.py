@@ -44,14 +44,6 @@ MasterPort = Annotated[
     ),
 ]
 
-REFUSED = {
-    "--pipeline-parallel-size": "layers are not divided among devices (pipeline parallelism): use --tensor-parallel N, "
-    "which divides each layer among the GPUs of one or several hosts",
-    "--enable-expert-parallel": "experts are not distributed whole (expert parallelism): use --tensor-parallel N, "
-    "which divides each expert among the GPUs of one or several hosts",
-}
-"""Options of vLLM that there are not, and what to use."""
-
 _NOT_WITH_RANKS = {
     "simulate": (True, "--simulate: it runs no model"),
 }

@@ -19,9 +19,10 @@ from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.observability_options import check_tracing
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
-from pagewise_shared.config.parallel_options import REFUSED, check_parallel
+from pagewise_shared.config.parallel_options import check_parallel
 from pagewise_shared.config.size_options import check_pool_options, check_step_options
 from pagewise_shared.config.speculative import parse_speculative
+from pagewise_shared.config.vllm import parsing as vllm
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
@@ -88,23 +89,18 @@ def parse_config(
     # In the order of the groups. An option without a group (the model) comes first.
     for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
         _add_argument(groups[titles[name]] if name in titles else parser, found[name])
-    if "tensor_parallel" in found:
-        for flag in REFUSED:
-            parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    known = flags_of(config_type)
+    vllm.add_flags(parser, known, found.keys())
+    arguments, others = parser.parse_known_args(argv)
+    if others:
+        parser.error(vllm.unknown(others, known))
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
     if (model := given.pop("model_argument", None)) is not None:
         given["model"] = model
     try:
         return build_config(config_type, given, os.environ if environ is None else environ)
     except ConfigError as error:
         parser.error(str(error))
-
-
-class _Refuse(argparse.Action):
-    """An option that others have, and that there is not."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]}: {REFUSED[self.option_strings[0]]}")
 
 
 def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
@@ -154,6 +150,18 @@ def options_of(config_type: type[Struct]) -> dict[str, Option]:
                 same = found.setdefault(option.name, option)
                 assert same == option, f"parts of {config_type.__name__} disagree about {option.name}"
     return found
+
+
+def flags_of(config_type: type[Struct]) -> list[str]:
+    """Return all names by which a command line takes the options of a configuration."""
+    names = ["--help", "--version"]
+    for option in options_of(config_type).values():
+        if option.secret:
+            continue
+        names += [option.flag, *filter(None, [option.meta.get("short")])]
+        if _base(option.hint) is bool:
+            names.append(f"--no-{option.flag[2:]}")
+    return names
 
 
 def to_argv(config: Struct) -> list[str]:
@@ -292,7 +300,8 @@ def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
         parser.add_argument(option.flag, metavar=metavar, nargs="+", help=help_text)
     else:
         flags = [option.flag, *filter(None, [option.meta.get("short")])]
-        parser.add_argument(*flags, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+        kind = vllm.reader(option.flag)
+        parser.add_argument(*flags, type=kind, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
 
 
 def _is_list(hint: Any) -> bool:

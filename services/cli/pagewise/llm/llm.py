@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
+from pagewise_shared.config.vllm.parsing import options_from
 from pagewise_shared.model_files import resolve_model
 
 from pagewise.llm.client import Client
@@ -45,7 +46,7 @@ class LLM:
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
-        given = {"log_level": "warning", "model": model} | options
+        given = options_from({"log_level": "warning", "model": model} | options, options_of(ServeConfig).keys())
         _check_names(given)
         given |= _FIXED
         config = build_config(ServeConfig, given, os.environ)
