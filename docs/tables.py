@@ -31,8 +31,10 @@ from pagewise_shared.config import (
 from pagewise_shared.config.groups import GROUPS
 from prometheus_client import CollectorRegistry
 
+from docs import vllm_tables
+
 _DOCS = Path(__file__).parent
-DOCUMENTS = (_DOCS / "options.md", _DOCS / "metrics.md", _DOCS.parent / "SECURITY.md")
+DOCUMENTS = (_DOCS / "options.md", _DOCS / "metrics.md", _DOCS / "vllm-flags.md", _DOCS.parent / "SECURITY.md")
 
 COMMANDS: dict[str, type[Struct]] = {
     "serve": ServeConfig,
@@ -338,7 +340,16 @@ def _table(heads: tuple[str, ...], rows: list[str]) -> str:
     return "\n".join([_row(*heads), "|" + "---|" * len(heads), *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"options": options_table, "metrics": metrics_table, "limits": limits_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options_table,
+    "metrics": metrics_table,
+    "limits": limits_table,
+    "vllm_same": lambda: _table(("option", "here"), [_row(*row) for row in vllm_tables.same_names()]),
+    "vllm_accepted": lambda: _table(("vLLM's option", "here", ""), [_row(*row) for row in vllm_tables.accepted()]),
+    "vllm_refused": lambda: _table(
+        ("vLLM's options", "instead, or why not"), [_row(*row) for row in vllm_tables.refused()]
+    ),
+}
 
 
 def written(text: str) -> str:

@@ -172,6 +172,18 @@ def test_the_line_it_prints_works() -> None:
         assert done.stdout.rstrip().endswith("data: [DONE]")
 
 
+def test_a_key_on_the_command_line_stays_out_of_those_of_the_services() -> None:
+    key = "sk-of-this-test"
+    with serving("--simulate", "--api-key", key) as server:
+        body = {"prompt": "import", "max_tokens": 1}
+        headers = {"Authorization": f"Bearer {key}"}
+        for sent, status in (({}, 401), (headers, 200)):
+            assert httpx.post(f"{server.url}/v1/completions", json=body, headers=sent, timeout=60).status_code == status
+        services = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(services) == 3
+        assert not any(key in " ".join(service.cmdline()) for service in services)
+
+
 def test_executors_from_elsewhere_can_join(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/scheduler"
     command = [sys.executable, "-m", "pagewise_executor.main", "--simulate", f"--scheduler={endpoint}"]

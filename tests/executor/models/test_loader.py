@@ -78,6 +78,11 @@ def test_checkpoints_that_are_quantised_are_refused_by_name(model: Path, method:
 def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
     edit_config(model, alibi=True)
     assert "ALiBi" in refused(model)
+    edit_config(model, alibi=False, is_encoder_decoder=True)
+    assert "only decoder-only models are served" in refused(model)
+    edit_config(model, is_encoder_decoder=False, layer_types=["linear_attention", *["full_attention"] * 2])
+    assert "layers of a kind that keeps no paged KV: linear_attention" in refused(model)
+    edit_config(model, layer_types=None)
     edit_config(model, model_type="no_such_architecture")
     assert "has the model_type 'no_such_architecture', which is not known here; served are Llama" in refused(model)
     (model / "config.json").write_text("{")

@@ -12,4 +12,14 @@ VERSION = "0.33.0"
 
 FLAGS: tuple[Flag, ...] = (*ACCEPTED, *REFUSED)
 
-__all__ = ["FLAGS", "VERSION", "Flag"]
+_SAME = (
+    "--model --revision --served-model-name --trust-remote-code --dtype --max-model-len --quantization --block-size "
+    "--gpu-memory-utilization --max-num-seqs --max-num-batched-tokens --speculative-config --enable-lora "
+    "--lora-modules --max-loras --max-lora-rank --max-cpu-loras --host --port --ssl-certfile --ssl-keyfile "
+    "--enable-auto-tool-choice --tool-call-parser --reasoning-parser --default-chat-template-kwargs "
+    "--shutdown-timeout --log-level --otlp-traces-endpoint"
+)
+SAME = tuple(_SAME.split())
+"""Options that have the same name and the same meaning here. ``ACCEPTED`` has those that take more values there."""
+
+__all__ = ["FLAGS", "SAME", "VERSION", "Flag"]

@@ -74,7 +74,9 @@ ACCEPTED = (
     only("--load-format", "auto safetensors", "weights are read from safetensors; --simulate runs without any"),
     only("--config-format", "auto hf", "config.json describes the model"),
     only("--tokenizer-mode", "auto hf fast", "tokenizer.json is needed"),
-    only("--distributed-executor-backend", "mp uni", "ranks are processes of one host; pagewise up uses a Ray cluster"),
+    only(
+        "--distributed-executor-backend", "mp uni", "ranks are processes; pagewise up starts executors on a Ray cluster"
+    ),
     only("--generation-config", "vllm", "sampling defaults are OpenAI's; only the tokens that end a text come from it"),
     only("--max-logprobs", "20", "20 is the limit"),
     only(
@@ -91,7 +93,7 @@ ACCEPTED = (
         "--pipeline-parallel-size -pp",
         "1",
         "layers are not divided among devices (pipeline parallelism): use "
-        "--tensor-parallel N, which divides each layer among the GPUs of one host",
+        "--tensor-parallel N, which divides each layer among the GPUs of one or several hosts",
     ),
     only("--data-parallel-size -dp", "1", "copies of a dense model are --executors N, each with its GPUs"),
     only(
@@ -108,7 +110,7 @@ ACCEPTED = (
     only(
         "--nnodes -n",
         "1",
-        "executors on other hosts connect to --listen: pagewise-executor --scheduler tcp://HOST:PORT",
+        "pagewise-executor has it, for ranks on several hosts; pagewise serve is for one",
     ),
     only("--prefix-caching-hash-algo", "sha256 sha256_cbor", "blocks are found by their tokens, not by a hash"),
 )

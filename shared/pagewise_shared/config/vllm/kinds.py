@@ -41,8 +41,10 @@ class Flag(NamedTuple):
         """Whether it can be given at all with an effect, or because it is always so."""
         return bool(self.option) or self.harmless not in (frozenset(), frozenset({False}))
 
-    def values(self, given: Any) -> dict[str, Any]:
-        """Return what it sets, by the names of our options. ``given``: a text, or whether a switch is on.
+    def values(self, given: Any, name: str = "") -> dict[str, Any]:
+        """Return what it sets, by the names of our options.
+
+        ``given``: a text, or whether a switch is on. ``name``: as it was written.
 
         Raises:
             ConfigError: it is refused, or its value is.
@@ -50,13 +52,13 @@ class Flag(NamedTuple):
         if not isinstance(given, list) and given in self.harmless:
             return {}
         if not self.option:
-            name = self.names[0] if given is not False else f"--no-{self.names[0][2:]}"
+            name = name or self.names[0]
             value = f" {given}" if isinstance(given, str) and self.accepted else ""
             raise ConfigError(f"{name}{value}, an option of vLLM, is not there: {self.text}")
         try:
             return {self.option: self.read(given)}
         except (ValueError, KeyError):
-            raise ConfigError(f"{self.names[0]}: {given!r} cannot be used: {self.text}") from None
+            raise ConfigError(f"{name or self.names[0]}: {given!r} cannot be used: {self.text}") from None
 
 
 def alias(names: str, option: str, text: str = "", read: Callable[[Any], Any] = str, many: bool = False) -> Flag:

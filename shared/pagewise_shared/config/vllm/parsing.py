@@ -55,9 +55,9 @@ class _Set(argparse.Action):
         negated = name not in BY_NAME
         flag = BY_NAME[f"--{name.removeprefix('--no-')}" if negated else name]
         try:
-            found = flag.values((not negated) if self.nargs == 0 else values)
+            found = flag.values((not negated) if self.nargs == 0 else values, name)
         except ConfigError as error:
-            parser.error(str(error).replace(flag.names[0], name.replace("--no-", "--"), 1))
+            parser.error(str(error))
         for option, value in found.items():
             setattr(namespace, option, value)
 
@@ -88,7 +88,7 @@ def options_from(given: dict[str, Any], known: Collection[str]) -> dict[str, Any
         if name in known:
             found[name] = reader(flag_name)(value) if isinstance(value, str) else value
         elif (flag := BY_NAME.get(flag_name)) is not None:
-            found |= flag.values(value if isinstance(value, bool | list) else str(value))
+            found |= flag.values(value if isinstance(value, bool | list) else str(value), name)
         else:
             found[name] = value
     return found

@@ -78,7 +78,7 @@ REFUSED = (
         "--enable-expert-parallel -ep --enable-ep-weight-filter --all2all-backend --enable-elastic-ep "
         "--elastic-ep-max-dp-size --enable-eplb --eplb-config --expert-placement-strategy",
         "experts are not distributed whole (expert parallelism): use --tensor-parallel N, which divides each expert "
-        "among the GPUs of one host",
+        "among the GPUs of one or several hosts",
     ),
     refused(
         "--data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-size-local -dpl "
@@ -91,7 +91,8 @@ REFUSED = (
     ),
     refused(
         "--headless --node-rank -r --master-addr --master-port",
-        "pagewise-executor --scheduler tcp://HOST:PORT is an executor by itself, on any host",
+        "pagewise-executor --scheduler tcp://HOST:PORT is an executor by itself, on any host, and has the last three "
+        "for one whose ranks are on several hosts",
     ),
     refused(
         "--dcp-comm-backend --dcp-q-replicate --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size "
@@ -212,9 +213,7 @@ REFUSED = (
         "--enable-log-outputs --max-log-len --disable-access-log-for-endpoints",
         "texts are never logged; --log-requests logs a line for each request",
     ),
-    refused(
-        "--otlp-traces-endpoint --collect-detailed-traces", "there are no traces; /metrics has times of all stages"
-    ),
+    refused("--collect-detailed-traces", "traces have all stages: --otlp-traces-endpoint URL sends them"),
     refused(
         "--show-hidden-metrics-for-version --custom-histogram-buckets --kv-cache-metrics --kv-cache-metrics-sample "
         "--cudagraph-metrics --per-request-spec-decode-metrics --enable-mfu-metrics --enable-layerwise-nvtx-tracing "
