@@ -32,6 +32,7 @@ commands:
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
   replay TRACE      run a request trace through the scheduler under a virtual clock
   segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
+  bench             put a load on an OpenAI-compatible server, or on several in turns, and measure it
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
 
@@ -92,6 +93,12 @@ def _segments(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_gateway.segment_report.main", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    from pagewise.bench.command import bench  # which other commands need not load
+
+    return bench(arguments)
+
+
 def _wipe(arguments: Sequence[str]) -> int:
     """Run the executor's command in another process, as above."""
     return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
@@ -109,6 +116,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "keys": keys,
     "replay": _replay,
     "segments": _segments,
+    "bench": _bench,
     "wipe": _wipe,
 }
 

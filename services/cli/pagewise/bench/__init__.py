@@ -1,0 +1,1 @@
+"""``pagewise bench``: a load generator for OpenAI-compatible servers."""
