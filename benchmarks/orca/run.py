@@ -7,6 +7,7 @@ internal fragmentation (reserved for tokens that never come, or the rest of a la
 """
 
 import argparse
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +118,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=20.0, help="arrivals per second: more than anybody can serve")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--plot", help="file to draw the figure into (needs matplotlib)")
+    parser.add_argument("--redraw", type=Path, help="draw the figure of these results (a file of --json), run nothing")
     args = parser.parse_args()
+    if args.redraw:
+        plot(json.loads(args.redraw.read_text())["rows"], args.plot or parser.error("--redraw needs --plot"))
+        return
     everyone = read_trace(TRACE, rate=args.rate)
     trace = [one for one in everyone if one.num_prompt_tokens + one.num_output_tokens <= MAX_MODEL_LEN][: args.requests]
     start = trace[0].arrival
@@ -149,29 +154,46 @@ def main() -> None:
         plot(rows, args.plot)
 
 
+SHOWN = (*PARTS[:3], "free, or lost to the buddy allocator", "free")
+"""What the figure tells apart: free blocks are not fragmentation where any of them can be used."""
+COLOURS = ("tab:blue", "lightskyblue", "tab:orange", "lightgrey", "white")
+
+
+def shown(percent: dict[str, float], paged: bool) -> list[float]:
+    """Return the percentages of ``SHOWN``."""
+    *parts, rest = (percent[part] for part in PARTS)
+    return [*parts, 0.0, rest] if paged else [*parts, rest, 0.0]
+
+
 def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Draw a bar for the paper's numbers and one for ours, for each kind of memory, and the requests per second."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
-    labels, bottoms = [], [0.0] * (2 * len(rows))
-    for row in rows:
-        labels += [f"{row['memory']}\npaper", f"{row['memory']}\nhere"]
-    for part in PARTS:
-        heights = []
-        for row in rows:
-            heights += [row["paper_percent"][part], row["percent"][part]]
-        memory.bar(range(len(heights)), heights, bottom=bottoms, label=part)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    memory.set_xticks(range(len(labels)), labels, fontsize=6.5)
-    memory.set(ylabel="% of KV memory", ylim=(0, 100))
-    memory.legend(frameon=True, fontsize=7, loc="lower left")
-    speed.bar([row["memory"] for row in rows], [row["requests_per_second"] for row in rows])
-    speed.set(ylabel="requests per second (modelled)")
-    speed.tick_params(axis="x", labelsize=7)
-    figure.tight_layout()
+    figure, (memory, speed) = plt.subplots(1, 2, figsize=(10, 4.2), width_ratios=(5, 2), layout="constrained")
+    labels, places, bars = [], [], []
+    for number, row in enumerate(rows):
+        paged = row["memory"] == NAMES["paged"]
+        labels += [("vLLM" if paged else row["memory"]) + ", in the paper", f"{row['memory']}, here"]
+        places += [3 * number, 3 * number + 1]
+        bars += [shown(row["paper_percent"], paged), shown(row["percent"], paged)]
+    lefts = [0.0] * len(bars)
+    for name, colour, widths in zip(SHOWN, COLOURS, zip(*bars, strict=True), strict=True):
+        memory.barh(places, widths, left=lefts, label=name, color=colour, edgecolor="grey", linewidth=0.5)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    for place, (held, *_) in zip(places, bars, strict=True):
+        memory.text(held / 2, place, f"{held:.0f}%", ha="center", va="center", color="white", fontsize=8)
+    memory.set_yticks(places, labels)
+    memory.set(xlabel="% of KV memory, while requests wait", xlim=(0, 100))
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside upper center", ncols=len(SHOWN), fontsize=8)
+    rates = [row["requests_per_second"] for row in rows]
+    speed.bar_label(speed.barh([row["memory"] for row in rows], rates, color="tab:blue"), fmt="%.2f", padding=3)
+    speed.set(xlabel="requests/s (modelled)", xlim=(0, 1.2 * max(rates)))
+    for axis in (memory, speed):
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
