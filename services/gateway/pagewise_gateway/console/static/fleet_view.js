@@ -1,0 +1,118 @@
+// The fleet: scheduler, gateways and executors, how fast they are, and how well their times are predicted.
+
+import { count, micros, num, percent, seconds, short } from "./format.js";
+import { Bar, Empty, Fact, Spark, State, Table } from "./parts.js";
+import { href } from "./route.js";
+import { html } from "./htm-preact.js";
+
+const STATES = ["in_use", "lent", "copying", "cached", "free"];
+const TIERS = ["device", "host", "peer", "storage"];
+
+export function FleetView({ store }) {
+  const { fleet } = store;
+  if (!fleet) return html`<div class="panel"><${Empty}>Waiting for the first update.<//></div>`;
+  const gone = fleet.executors.filter(({ state }) => state === "gone").map(({ executor_id: name }) => name);
+  const missed = [...store.gone.keys()].filter((name) => !gone.includes(name));
+  return html`
+    <${Scheduler} scheduler=${fleet.scheduler} store=${store} model=${fleet.model} />
+    <section aria-label="Executors">
+      <h2 class="section">Executors</h2>
+      <div class="cards">
+        ${fleet.executors.map((each) =>
+          each.state === "gone"
+            ? html`<${Gone} key=${each.executor_id} name=${each.executor_id} />`
+            : html`<${Executor} key=${each.executor_id} executor=${each} tokens=${store.executorTokens.get(each.executor_id)?.values() ?? []} />`,
+        )}
+        ${missed.map((name) => html`<${Gone} key=${name} name=${name} />`)}
+        ${!fleet.executors.length && !missed.length && html`<div class="panel"><${Empty}>No executor has joined.<//></div>`}
+      </div>
+    </section>
+    <${Links} executors=${fleet.executors.filter(({ state }) => state !== "gone")} />
+    <section class="panel" aria-label="Gateways">
+      <h2>Gateways</h2>
+      <${Table} label="Gateways" head=${["Gateway", "State", "Requests"]}>
+        ${fleet.gateways.map(
+          (each) => html`<tr key=${each.gateway_id}>
+            <th scope="row">${short(each.gateway_id, 24)}</th>
+            <td><${State} value=${each.state} /></td>
+            <td>${num(each.requests)}</td>
+          </tr>`,
+        )}
+      <//>
+    </section>
+  `;
+}
+
+function Scheduler({ scheduler, store, model }) {
+  const tiers = TIERS.map((tier) => ({ label: tier, value: scheduler.hit_rate?.[tier] ?? 0, className: tier }));
+  return html`<section class="panel" aria-label="Scheduler">
+    <h2>Scheduler <small>${model}</small></h2>
+    <dl class="numbers">
+      <${Fact} name="Up for" value=${seconds(scheduler.uptime_seconds)}><small>version ${scheduler.version}</small><//>
+      <${Fact} name="Tokens per second" value=${num(scheduler.tokens_per_second)}><${Spark} values=${store.tokens.values()} /><//>
+      <${Fact} name="Prompt tokens per second" value=${num(scheduler.prompt_tokens_per_second)} />
+      <${Fact} name="Requests" value=${num(scheduler.requests_running)}>
+        <small>running, ${num(scheduler.requests_waiting)} waiting${scheduler.unplaced ? `, ${num(scheduler.unplaced)} of them not placed` : ""}</small>
+      <//>
+      <${Fact} name="Prompt tokens from cache" value=${percent(tiers.reduce((sum, { value }) => sum + value, 0))}>
+        <${Bar} label="Found in" total=${1} parts=${tiers} />
+        <small>${tiers.filter(({ value }) => value > 0).map(({ label, value }) => `${label} ${percent(value)}`).join(", ") || "last minute"}</small>
+      <//>
+    </dl>
+  </section>`;
+}
+
+function Executor({ executor, tokens }) {
+  const { executor_id: name, state, role, running, waiting, counts = {}, num_blocks: blocks, tiers = {}, preemptions } = executor;
+  return html`<article class="panel card" aria-label=${name}>
+    <h3><a href=${href("memory", { executor: name })}>${name}</a> <${State} value=${state} />${role && role !== "both" ? html` <small>${role}</small>` : ""}</h3>
+    <p class="big">${num(executor.tokens_per_second)} <small>tokens/s</small></p>
+    <${Spark} values=${tokens} />
+    <${Bar}
+      label="Device blocks"
+      total=${blocks}
+      parts=${STATES.map((each) => ({ label: each.replace("_", " "), value: counts[each] ?? 0, className: each.replace("_", "-") }))}
+    />
+    <dl class="facts">
+      <dt>Requests</dt>
+      <dd>${num(running)} running, ${num(waiting)} waiting</dd>
+      <dt>Device</dt>
+      <dd>${num(blocks - (counts.free ?? 0) - (counts.cached ?? 0))} in use, ${num(counts.cached)} cached, ${num(counts.free)} free</dd>
+      ${Object.entries(tiers).map(([tier, pool]) => html`<dt>${tier[0].toUpperCase() + tier.slice(1)}</dt><dd>${num(pool.used)} of ${count(pool.num_blocks, "block")}</dd>`)}
+      <dt>Sharing saves</dt>
+      <dd>${count(executor.saved_blocks ?? 0, "block")}</dd>
+      <dt>Preemptions</dt>
+      <dd>${num(preemptions)}</dd>
+      <dt>Prediction error</dt>
+      <dd>${executor.prediction_error === null || executor.prediction_error === undefined ? "not known yet" : percent(executor.prediction_error)}</dd>
+    </dl>
+  </article>`;
+}
+
+function Gone({ name }) {
+  return html`<article class="panel card gone" aria-label=${`${name} is gone`}>
+    <h3>${name} <${State} value="gone" /></h3>
+    <p>Its requests go on elsewhere. If it comes back under this name, it joins by itself.</p>
+  </article>`;
+}
+
+function Links({ executors }) {
+  const links = executors.flatMap((each) => (each.links ?? []).map((link) => ({ ...link, to: each.executor_id })));
+  return html`<section class="panel" aria-label="Links">
+    <h2>Links <small>measured costs of copies</small></h2>
+    ${links.length
+      ? html`<${Table} label="Links" head=${["From", "To the device of", "Setup", "Per block", "Prediction error", "Loading now"]}>
+          ${links.map(
+            (link) => html`<tr key=${`${link.peer ?? link.tier}/${link.to}`}>
+              <th scope="row">${link.peer ?? link.tier}</th>
+              <td>${link.to}</td>
+              <td>${micros(link.setup_us)}</td>
+              <td>${micros(link.block_us)}</td>
+              <td>${percent(link.error)}</td>
+              <td>${num(link.loading)}</td>
+            </tr>`,
+          )}
+        <//>`
+      : html`<${Empty}>Executors have neither a tier below the device nor others to fetch from.<//>`}
+  </section>`;
+}

@@ -1,0 +1,118 @@
+// The time line of a request: waiting, recovery and prefill, tokens, preemptions, and on which executor it was.
+
+import { num, seconds } from "./format.js";
+import { html } from "./htm-preact.js";
+
+/** `report`: of /debug/requests. `live`: of the stream, if it is there. Times are in seconds since the arrival. */
+export function TimeLine({ report, live }) {
+  const age = report.arrived_seconds_ago;
+  const events = eventsOf(report, age);
+  const end = endOf(report, live, age, events);
+  const spans = spansOf(report, events, end);
+  const at = (time) => `${(100 * Math.max(0, Math.min(time, end))) / end}%`;
+  const wide = (from, to) => `${Math.max(0.3, (100 * (Math.min(to, end) - from)) / end)}%`;
+  return html`<section class="time-line">
+    <h3>Time line <small>${seconds(end)} since it arrived</small></h3>
+    <div class="lanes" aria-hidden="true">
+      <div class="lane">
+        ${spans.map(
+          ({ kind, from, to, title }) =>
+            html`<span key=${`${kind}${from}`} class=${kind} style=${{ left: at(from), width: wide(from, to) }} title=${`${title}: ${seconds(to - from)}`}
+              ><b>${(to - from) / end > 0.12 ? title : ""}</b></span
+            >`,
+        )}
+        ${report.first_token_seconds !== undefined && report.first_token_seconds !== null &&
+        html`<i class="first" style=${{ left: at(report.first_token_seconds) }} title="first token"></i>`}
+      </div>
+      <div class="lane places">
+        ${placesOf(report, age, end).map(
+          ({ name, from, to }) =>
+            html`<span key=${`${name}${from}`} class="place" style=${{ left: at(from), width: wide(from, to) }} title=${name}><b>${name}</b></span>`,
+        )}
+      </div>
+      <div class="axis">${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<span key=${share}>${seconds(end * share)}</span>`)}</div>
+    </div>
+    <ol class="events">
+      ${sentences(report, events, live).map(({ time, text }) => html`<li key=${text}><span class="time">${time === undefined ? "" : seconds(time)}</span>${text}</li>`)}
+    </ol>
+  </section>`;
+}
+
+function eventsOf(report, age) {
+  return report.sequences
+    .flatMap((sequence) => (sequence.history ?? []).map((event) => ({ ...event, output: sequence.index, time: Math.max(0, age - event.seconds_ago) })))
+    .sort((a, b) => a.time - b.time);
+}
+
+function endOf(report, live, age, events) {
+  const over = report.sequences.length > 0 && report.sequences.every(({ finish_reason: reason }) => reason);
+  const known = report.ended_seconds_ago ?? live?.ended_seconds_ago;
+  if (known !== undefined && known !== null) return Math.max(age - known, 1e-6);
+  const last = Math.max(report.first_token_seconds ?? 0, report.queue_seconds ?? 0, ...events.map(({ time }) => time), 1e-6);
+  // When it has ended is not always known; what is known of it fills most of the line then.
+  return over ? Math.min(age, last * 1.4) : Math.max(age, last);
+}
+
+function spansOf(report, events, end) {
+  const queue = report.queue_seconds ?? end;
+  const first = report.first_token_seconds ?? end;
+  const spans = [{ kind: "waiting", from: 0, to: queue, title: "waiting" }];
+  if (report.queue_seconds === undefined || report.queue_seconds === null) return spans;
+  const started = events.find(({ kind, actual_seconds: took }) => kind === "started" && took > 0);
+  const recovered = started ? Math.min(queue + started.actual_seconds, first) : queue;
+  if (recovered > queue) spans.push({ kind: "recovery", from: queue, to: recovered, title: "recovery" });
+  spans.push({ kind: "prefill", from: recovered, to: first, title: "prefill" });
+  if (first < end) spans.push({ kind: "decode", from: first, to: end, title: "tokens" });
+  for (const [index, event] of events.entries()) {
+    if (event.kind !== "preempted") continue;
+    const back = events.slice(index).find(({ kind, output }) => kind === "resumed" && output === event.output);
+    spans.push({ kind: "preempted", from: event.time, to: back?.time ?? end, title: "preempted" });
+  }
+  return spans.filter(({ from, to }) => to > from);
+}
+
+function placesOf(report, age, end) {
+  const places = report.executors ?? [];
+  return places.map(({ executor_id: name, seconds_ago: ago }, index) => ({
+    name,
+    from: Math.max(0, age - ago),
+    to: index + 1 < places.length ? age - places[index + 1].seconds_ago : end,
+  }));
+}
+
+function sentences(report, events, live) {
+  const found = [{ time: 0, text: "It arrived." }];
+  const places = report.executors ?? [];
+  const age = report.arrived_seconds_ago;
+  places.forEach(({ executor_id: name, seconds_ago: ago }, index) => {
+    const from = index ? ` It moved there from ${places[index - 1].executor_id}.` : "";
+    found.push({ time: Math.max(0, age - ago), text: `It was placed on ${name}.${from}` });
+  });
+  for (const event of events) found.push({ time: event.time, text: `${report.sequences.length > 1 ? `Output ${event.output + 1}: ` : ""}${sentenceOf(event)}` });
+  if (report.first_token_seconds !== undefined && report.first_token_seconds !== null)
+    found.push({ time: report.first_token_seconds, text: "The first token was there." });
+  found.sort((a, b) => a.time - b.time);
+  const reasons = report.sequences.map(({ finish_reason: reason }) => reason).filter(Boolean);
+  const tokens = report.sequences.reduce((sum, each) => sum + each.num_output_tokens, 0);
+  if (reasons.length) found.push({ text: `It ended (${[...new Set(reasons)].join(", ")}) with ${num(tokens)} tokens.` });
+  else if (live || tokens) found.push({ text: `It has ${num(tokens)} tokens so far.` });
+  return found;
+}
+
+function sentenceOf(event) {
+  const { kind, method, reason, device_tokens: device, loaded_tokens: loaded, source, peer, blocks, freed } = event;
+  if (kind === "preempted") {
+    const because = reason ? ` (${reason.replaceAll("_", " ")})` : "";
+    return `It was preempted${because}: it let go of ${num(blocks)} blocks, ${num(freed)} of which became free.`;
+  }
+  const begin = kind === "resumed" ? "It resumed" : "It started";
+  const parts = [];
+  if (device) parts.push(`${num(device)} tokens were on the device`);
+  if (loaded) parts.push(`${num(loaded)} tokens were in ${source}${peer ? ` of ${peer}` : ""}`);
+  const how = { load: "loaded", recompute: "computed again", both: "computed from the front and loaded from the back" }[method] ?? method;
+  if (loaded && how) parts.push(`these were ${how}`);
+  const predicted = event.predicted_seconds?.[method];
+  const took = event.actual_seconds;
+  if (predicted !== undefined && took) parts.push(`predicted ${seconds(predicted)}, took ${seconds(took)}`);
+  return `${begin}${parts.length ? `: ${parts.join(", ")}` : " with nothing from the cache"}.`;
+}
