@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,13 +42,17 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 
 test: setup ## The whole suite (no GPU, no Docker)
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability" $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability and not browser" $(ARGS)
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
 
 test-agents: setup ## Agent frameworks call tools by way of Pagewise (installs them, beside it, into ~/.cache)
 	$(PY) -m pytest -m agents $(ARGS)
+
+test-console: setup ## The console in a headless Chromium; screenshots into build/console-screenshots
+	@command -v chromium >/dev/null || { echo "The console is tested in Debian's Chromium: apt install chromium"; exit 1; }
+	$(PY) -m pytest -m browser tests/console $(ARGS)
 
 test-ray: setup ## Deployments on Ray clusters of several nodes (installs Ray, beside it, into ~/.cache; RAY=DIR takes another)
 	@test -d $(RAY)/ray || $(PY) -m pip install --quiet --target $(RAY) $(RAY_VERSION)

@@ -1,4 +1,4 @@
-"""A gateway that has nothing but the console, over executors that are made up: what a test wants to see happens at once.
+"""A gateway that has nothing but the console, over executors that are made up: what a test wants to see happens.
 
 ``python -m tests.console.fake_gateway 8123`` serves it, for work on the page.
 """
@@ -108,11 +108,16 @@ class FakeGateway:
 
     def __init__(self, key: str = "") -> None:
         self.key = key
-        self.executors = {name: FakeExecutor(name, size, 1024) for name, size in (("executor-0", 480), ("executor-1", 1600))}
+        self.executors = {
+            name: FakeExecutor(name, size, 1024) for name, size in (("executor-0", 480), ("executor-1", 1600))
+        }
         self.placed: dict[str, str] = {}
         self.aborted: list[str] = []
         self.streams: set[asyncio.Task[Any]] = set()
         self.down = False
+        self.pause = 0.2
+        self.still = False
+        """Whether nothing happens."""
 
     def load(self, requests: int) -> None:
         """So many requests run, evenly placed."""
@@ -184,14 +189,14 @@ class FakeGateway:
             while True:
                 for name, data in self.events(request.query):
                     await answer.write(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode())
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(self.pause)
         self.streams.discard(task)
         if request.transport is not None:
             request.transport.close()
         return answer
 
     def events(self, query: Any) -> list[tuple[str, dict[str, Any]]]:
-        for executor in self.executors.values():
+        for executor in [] if self.still else self.executors.values():
             executor.step()
         maps = [
             ("map", executor.map(query))
@@ -334,7 +339,10 @@ class FakeGateway:
 
     async def explain(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"request_id": request.match_info["name"], "sentences": ["It waited 100 ms, because two prefills were before it."]}
+            {
+                "request_id": request.match_info["name"],
+                "sentences": ["It waited 100 ms, because two prefills were before it."],
+            }
         )
 
     async def tokenize(self, _: web.Request) -> web.Response:

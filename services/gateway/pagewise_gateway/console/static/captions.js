@@ -9,7 +9,7 @@ export function captions(store) {
   const { fleet } = store;
   if (!fleet) return [{ tone: "calm", title: "Waiting for the first update", text: "The stream is being opened." }];
   const found = [...goneExecutors(store), ...scheduler(store), ...noExecutor(fleet), ...announced(fleet)];
-  found.push(...pressure(store), ...recovered(store), ...work(store));
+  found.push(...pressure(store), ...work(store), ...recovered(store));
   return found;
 }
 

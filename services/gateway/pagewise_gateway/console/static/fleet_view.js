@@ -28,7 +28,7 @@ export function FleetView({ store }) {
       </div>
     </section>
     <${Links} executors=${fleet.executors.filter(({ state }) => state !== "gone")} />
-    <section class="panel" aria-label="Gateways">
+    <section class="panel">
       <h2>Gateways</h2>
       <${Table} label="Gateways" head=${["Gateway", "State", "Requests"]}>
         ${fleet.gateways.map(
@@ -98,7 +98,7 @@ function Gone({ name }) {
 
 function Links({ executors }) {
   const links = executors.flatMap((each) => (each.links ?? []).map((link) => ({ ...link, to: each.executor_id })));
-  return html`<section class="panel" aria-label="Links">
+  return html`<section class="panel">
     <h2>Links <small>measured costs of copies</small></h2>
     ${links.length
       ? html`<${Table} label="Links" head=${["From", "To the device of", "Setup", "Per block", "Prediction error", "Loading now"]}>

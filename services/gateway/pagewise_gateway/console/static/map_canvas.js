@@ -5,6 +5,9 @@ import { panned, zoomed } from "./map_layout.js";
 import { MapPainter } from "./map_painter.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./htm-preact.js";
 
+const LARGEST = 44; // pixels of a square
+const LARGEST_OF_ONE = 140; // where one map has the room for itself
+
 /**
  * `map`: of store.js. `view`: {first, count}, the blocks to be shown. `height`: the most pixels it may take.
  * `cursor`: the block that is pointed at, or -1. `onPoint(block)`, `onPin(block)`, `onView({first, count} or null for
@@ -33,7 +36,7 @@ export function MapCanvas({ map, view, height, cursor, summary, free, onPoint, o
 
   useLayoutEffect(() => {
     if (width < 8) return;
-    painter.current.show(map, view, width, height, cursor);
+    painter.current.show(map, view, width, height, free ? LARGEST_OF_ONE : LARGEST, cursor);
   });
 
   useEffect(() => onChanges?.(painter.current.changes), [map]);
@@ -47,6 +50,7 @@ export function MapCanvas({ map, view, height, cursor, summary, free, onPoint, o
     aria-label=${summary}
     aria-describedby="map-keys"
     tabindex="0"
+    style=${{ minHeight: free ? `${height}px` : "" }}
     onKeyDown=${(event) => onKey(event, now.current, painter.current.grid)}
     onFocus=${() => cursor < 0 && onPoint(view.first)}
   >
@@ -54,6 +58,7 @@ export function MapCanvas({ map, view, height, cursor, summary, free, onPoint, o
       ref=${canvas}
       aria-hidden="true"
       onPointerDown=${(event) => {
+        if (free && partial) event.target.setPointerCapture(event.pointerId);
         drag.current = { x: event.offsetX, y: event.offsetY, first: view.first, moved: false };
       }}
       onPointerMove=${(event) => {

@@ -1,6 +1,5 @@
 // Where blocks are drawn: rows of square cells, each of which stands for one block or for several that follow each other.
 
-const LARGEST = 26;
 const SMALLEST = 4;
 
 /** How many cells fit on a map of this size without becoming unreadable. */
@@ -10,12 +9,12 @@ export function cellsFor(width, height) {
 }
 
 /**
- * The grid of blocks `first` to `first + count` in `width` × `height` pixels.
+ * The grid of blocks `first` to `first + count` in `width` × `height` pixels, in squares of at most `largest` pixels.
  * Returns {first, count, perCell, cells, columns, rows, pitch, height}, `pitch` in pixels.
  */
-export function layOut(width, height, first, count, perCell) {
+export function layOut(width, height, first, count, perCell, largest) {
   const cells = Math.max(1, Math.ceil(count / perCell));
-  let pitch = Math.min(LARGEST, Math.floor(Math.sqrt((width * height) / cells)));
+  let pitch = Math.min(largest, Math.floor(Math.sqrt((width * height) / cells)));
   while (pitch > SMALLEST && Math.ceil(cells / Math.floor(width / pitch)) * pitch > height) pitch -= 1;
   pitch = Math.max(pitch, SMALLEST);
   const columns = Math.max(1, Math.floor(width / pitch));

@@ -24,9 +24,9 @@ export class MapPainter {
     this.#canvas = canvas;
   }
 
-  /** Show a map, of it the blocks of `view`, in `width` × `height` pixels. Returns the height that it takes. */
-  show(map, view, width, height, cursor) {
-    const shown = [view.first, view.count, width, height, theme(), devicePixelRatio].join();
+  /** Show a map, of it the blocks of `view`, in `width` × `height` pixels, squares of at most `largest`. Returns the height that it takes. */
+  show(map, view, width, height, largest, cursor) {
+    const shown = [view.first, view.count, width, height, largest, theme(), devicePixelRatio].join();
     if (map === this.map && shown === this.#shown) {
       if (cursor !== this.cursor) {
         this.cursor = cursor;
@@ -39,7 +39,7 @@ export class MapPainter {
     if (map !== this.map) this.#compare(map);
     this.map = map;
     const perCell = Math.max(map.blocks_per_cell, 1);
-    this.grid = layOut(width, height, view.first, view.count, perCell);
+    this.grid = layOut(width, height, view.first, view.count, perCell, largest);
     this.#resize(width, this.grid.height);
     this.#paintBase();
     this.#frame();
@@ -137,6 +137,7 @@ export class MapPainter {
       square(context, x, y, side, side, radius);
       context.globalAlpha = 1;
       if (grid.pitch >= 8) pattern(context, labels.get(index), x, y, side);
+      if (grid.pitch >= 34 && grid.perCell === 1) number(context, grid.first + cell, x, y, side, isNeutral(labels.get(index) ?? ""));
     }
   }
 
@@ -207,6 +208,13 @@ function square(context, x, y, width, height, radius) {
   context.beginPath();
   context.roundRect(x, y, width, height, radius);
   context.fill();
+}
+
+/** The block's id, where there is room for it. */
+function number(context, block, x, y, side, onEmpty) {
+  context.fillStyle = onEmpty && theme() === "dark" ? "#9fadc2" : "#10151f";
+  context.font = "11px ui-monospace, monospace";
+  context.fillText(String(block), x + 3, y + side - 4, side - 5);
 }
 
 /** Rare states are told by more than their colour: lent blocks by a stripe, copies by a dot. */

@@ -21,7 +21,7 @@ export function RequestsView({ store, params }) {
     ${!requests && html`<div class="panel"><${Empty}>Waiting for the first update.<//></div>`}
     ${requests &&
     lists.map(
-      ([title, list]) => html`<section class="panel" key=${title} aria-label=${title}>
+      ([title, list]) => html`<section class="panel" key=${title}>
         <h2>${title} <small>${num(list.length)}${requests.truncated && list.length ? ", perhaps more" : ""}</small></h2>
         ${list.length ? html`<${List} label=${title} list=${list} selected=${params.id} />` : html`<${Empty}>None.<//>`}
       </section>`,
