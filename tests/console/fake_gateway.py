@@ -65,7 +65,7 @@ class FakeExecutor:
             "state": "ready",
             "role": "both",
             "block_size": 16,
-            "block_bytes": 32768,
+            "bytes_per_block": 32768,
             "num_blocks": self.num_blocks,
             "counts": self.counts(),
             "tiers": {
@@ -98,6 +98,7 @@ class FakeExecutor:
             "num_blocks": self.num_blocks,
             "blocks_per_cell": per_cell,
             "colour": query.get("colour", "state"),
+            "counts": self.counts(),
             "legend": list(enumerate(STATES)),
             "cells": base64.b64encode(cells).decode(),
         }
@@ -180,6 +181,8 @@ class FakeGateway:
         self._check(request)
         if self.down:
             raise web.HTTPServiceUnavailable
+        unknown = set(request.query) - {"parts", "executor", "tier", "first", "count", "colour", "cells"}
+        assert not unknown, unknown
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         task = asyncio.current_task()
@@ -203,7 +206,8 @@ class FakeGateway:
             for executor in self.executors.values()
             if query.get("executor", executor.name) == executor.name
         ]
-        return [("fleet", self.fleet()), *maps, ("requests", self.requests()), ("prefixes", self.prefixes())]
+        events = [("fleet", self.fleet()), *maps, ("requests", self.requests()), ("prefixes", self.prefixes())]
+        return [(name, data) for name, data in events if name in query["parts"].split(",")]
 
     def fleet(self) -> dict[str, Any]:
         executors = [executor.report() for executor in self.executors.values()]
@@ -218,7 +222,7 @@ class FakeGateway:
                 "unplaced": 0,
                 "tokens_per_second": sum(each["tokens_per_second"] for each in executors),
                 "prompt_tokens_per_second": 100.0,
-                "hit_rate": {"device": 0.5, "host": 0.125, "peer": 0.0, "storage": 0.0},
+                "hit_rate": {"device": 0.5, "host": 0.125, "peer": 0.0, "disk": 0.0, "redis": 0.0},
             },
             "gateways": [{"gateway_id": "gateway-0", "state": "ready", "requests": len(self.placed)}],
             "executors": executors,

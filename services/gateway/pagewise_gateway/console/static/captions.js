@@ -7,6 +7,9 @@ const PRESSED = 0.97; // of a pool without a free block, with blocks leaving it
 /** Captions, the most important first: {tone: "bad" | "warn" | "busy" | "calm", title, text}. */
 export function captions(store) {
   const { fleet } = store;
+  if (store.problems.fleet) {
+    return [{ tone: "bad", title: "The scheduler does not answer", text: `${store.problems.fleet}. Streams pause, and go on when it is back.` }];
+  }
   if (!fleet) return [{ tone: "calm", title: "Waiting for the first update", text: "The stream is being opened." }];
   const found = [...goneExecutors(store), ...scheduler(store), ...noExecutor(fleet), ...announced(fleet)];
   found.push(...pressure(store), ...work(store), ...recovered(store));
@@ -106,7 +109,7 @@ export function pools(fleet) {
     sum.cached += counts.cached ?? 0;
     sum.inUse += (counts.in_use ?? 0) + (counts.lent ?? 0) + (counts.copying ?? 0);
     sum.saved += executor.saved_blocks ?? 0;
-    sum.savedBytes += (executor.saved_blocks ?? 0) * (executor.block_bytes ?? 0);
+    sum.savedBytes += (executor.saved_blocks ?? 0) * (executor.bytes_per_block ?? 0);
   }
   return sum;
 }

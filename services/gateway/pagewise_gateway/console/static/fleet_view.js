@@ -1,12 +1,11 @@
 // The fleet: scheduler, gateways and executors, how fast they are, and how well their times are predicted.
 
 import { count, micros, num, percent, seconds, short } from "./format.js";
-import { Bar, Empty, Fact, Spark, State, Table } from "./parts.js";
+import { Bar, Empty, Fact, hitsOf, Spark, State, Table } from "./parts.js";
 import { href } from "./route.js";
 import { html } from "./htm-preact.js";
 
 const STATES = ["in_use", "lent", "copying", "cached", "free"];
-const TIERS = ["device", "host", "peer", "storage"];
 
 export function FleetView({ store }) {
   const { fleet } = store;
@@ -44,7 +43,7 @@ export function FleetView({ store }) {
 }
 
 function Scheduler({ scheduler, store, model }) {
-  const tiers = TIERS.map((tier) => ({ label: tier, value: scheduler.hit_rate?.[tier] ?? 0, className: tier }));
+  const tiers = hitsOf(scheduler);
   return html`<section class="panel" aria-label="Scheduler">
     <h2>Scheduler <small>${model}</small></h2>
     <dl class="numbers">

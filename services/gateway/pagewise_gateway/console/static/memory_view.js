@@ -8,7 +8,7 @@ import { Legend } from "./legend.js";
 import { MapCanvas, summaryOf } from "./map_canvas.js";
 import { cellsFor, zoomed } from "./map_layout.js";
 import { MapSummary } from "./map_summary.js";
-import { Bar, Empty, Fact, Spark, State } from "./parts.js";
+import { Bar, Empty, Fact, hitsOf, Spark, State } from "./parts.js";
 import { go } from "./route.js";
 import { html, useState } from "./htm-preact.js";
 
@@ -24,10 +24,11 @@ const TIER_HEIGHT = 520;
 
 /** The query of the stream for this view. */
 export function memoryQuery(params) {
-  const query = new URLSearchParams({ view: "memory", colour: params.colour || "state" });
+  const query = new URLSearchParams({ parts: "fleet,requests,map" });
   if (!params.executor) return query;
   query.set("executor", params.executor);
-  query.set("tier", params.tier || "device");
+  query.set("colour", params.colour || "state");
+  query.set("tier", (params.tier || "device").split(",")[0]);
   query.set("cells", String(cellsFor(Math.max(320, innerWidth - 400), TIER_HEIGHT)));
   if (params.count) {
     query.set("first", params.first || "0");
@@ -36,12 +37,21 @@ export function memoryQuery(params) {
   return query;
 }
 
+/** The query of a second stream, for the tier that is shown beside the device; null if none is. */
+export function secondQuery(params) {
+  const [, second] = (params.tier || "").split(",");
+  if (!params.executor || !second) return null;
+  const query = memoryQuery({ ...params, tier: second });
+  query.set("parts", "map");
+  return query;
+}
+
 export function MemoryView({ store, params }) {
   const [at, setAt] = useState(null);
   const executors = (store.fleet?.executors ?? []).filter(({ state }) => state !== "gone");
   const only = params.executor;
   const maps = shownMaps(store, params, executors);
-  const counts = (params.colour || "state") === "state" && maps.every(({ tier }) => tier === "device") && sumOf(executors, only);
+  const counts = (params.colour || "state") === "state" && sumOf(maps);
   const current = at && maps.find(({ executor_id: name, tier }) => name === at.executor && tier === at.tier);
   return html`
     <${Captions} store=${store} />
@@ -87,15 +97,17 @@ function shownMaps(store, params, executors) {
 }
 
 function nothing(store, only, executors) {
+  if (store.problems.map) return `${title(store.problems.map)}.`;
   if (!store.fleet) return "Waiting for the first update.";
   if (only && !executors.some(({ executor_id: name }) => name === only)) return `There is no executor ${only} now.`;
   return executors.length ? "Waiting for the map." : "No executor has joined: there is no memory to show.";
 }
 
-function sumOf(executors, only) {
+/** Blocks of whole tiers by state; null where maps do not tell. */
+function sumOf(maps) {
+  if (!maps.every(({ counts }) => counts)) return null;
   const sum = {};
-  for (const { executor_id: name, counts = {} } of executors) {
-    if (only && name !== only) continue;
+  for (const { counts } of maps) {
     for (const [state, blocks] of Object.entries(counts)) sum[state] = (sum[state] ?? 0) + blocks;
   }
   return sum;
@@ -115,14 +127,12 @@ function Captions({ store }) {
   </section>`;
 }
 
-const HITS = ["device", "host", "peer", "storage"];
-
 function Numbers({ store }) {
   const { fleet } = store;
   if (!fleet) return null;
   const { scheduler } = fleet;
   const { total, free, cached, inUse, saved, savedBytes } = pools(fleet);
-  const hits = HITS.map((tier) => ({ label: tier, value: scheduler.hit_rate?.[tier] ?? 0, className: tier }));
+  const hits = hitsOf(scheduler);
   const hit = hits.reduce((sum, { value }) => sum + value, 0);
   return html`<dl class="numbers">
     <${Fact} name="Tokens per second" value=${num(scheduler.tokens_per_second)} hint="Generated tokens of all requests">
@@ -176,10 +186,10 @@ function Controls({ params, executors, maps, at }) {
     html`<${Choice}
       name="Tier"
       value=${params.tier || "device"}
-      options=${[["device", "Device"], ...tiers.map((tier) => [tier, title(tier)]), [["device", ...tiers].join(","), "Beside each other"]]}
+      options=${[["device", "Device"], ...tiers.map((tier) => [tier, title(tier)]), [`device,${tiers[0]}`, "Both"]]}
       choose=${(tier) => show({ tier, first: "", count: "" })}
     />`}
-    <${Choice} name="Colour" value=${colour} options=${COLOURS} choose=${(value) => show({ colour: value === "state" ? "" : value })} />
+    <${Choice} name="Colour" value=${colour} options=${COLOURS} choose=${(value) => show(coloured(value, executor || executors[0]?.executor_id))} />
     ${executor &&
     map &&
     html`<div class="zoom" role="group" aria-label="Zoom">
@@ -201,6 +211,9 @@ function Choice({ name, value, options, choose }) {
     )}
   </fieldset>`;
 }
+
+/** Colours other than those of states are of one executor. */
+const coloured = (value, executor) => (value === "state" ? { colour: "" } : { colour: value, executor });
 
 /** The most pixels of each map, so that all of them and what happens are seen at once. */
 function heightOf(maps, { executor, tier = "" }) {

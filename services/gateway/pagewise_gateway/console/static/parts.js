@@ -33,6 +33,13 @@ export function Bar({ parts, total, label }) {
   </div>`;
 }
 
+const TIERS = ["device", "host", "peer", "disk", "redis"];
+
+/** Parts of a bar: the share of prompt tokens of the last minute that was found in each tier. */
+export function hitsOf({ hit_rate: rates = {} }) {
+  return TIERS.map((tier) => ({ label: tier, value: rates[tier] ?? 0, className: tier }));
+}
+
 /** A number with its name. */
 export function Fact({ name, value, hint, children }) {
   return html`<div class="fact" title=${hint}>

@@ -20,19 +20,19 @@ export class Store {
   flows = new Map(); // executor -> flow -> LastMinute
   preemptions = new LastMinute();
   gone = new Map(); // executor -> {at, running, moved: Set of requests, to: Set of executors}
-  restarted = 0; // when the scheduler was last seen with another epoch
-  version = 0;
+  restarted = 0; // when the scheduler was last seen to have started anew
+  problems = {}; // part -> why it cannot be shown now
   #placed = new Map(); // request -> executor
   #seen = new Map(); // executor -> {state, running, preemptions}
 
   /** Take an event of the stream. */
   take(name, data) {
+    if (name === "problem") this.problems[data.part] = data.message;
+    else delete this.problems[name];
     if (name === "fleet") this.#takeFleet(data);
     else if (name === "requests") this.#takeRequests(data);
     else if (name === "prefixes") this.prefixes = data;
     else if (name === "map") this.#takeMap(data);
-    else return;
-    this.version += 1;
   }
 
   /** Forget maps: those of the next stream are others. */
@@ -68,7 +68,7 @@ export class Store {
     const before = this.fleet;
     this.fleet = fleet;
     const elapsed = before ? Math.min(Math.max(fleet.time - before.time, 0), 5) : 0;
-    if (before && before.scheduler?.epoch !== fleet.scheduler?.epoch) this.restarted = fleet.time;
+    if (before && fleet.scheduler.uptime_seconds < before.scheduler.uptime_seconds - 1) this.restarted = fleet.time;
     this.tokens.push(fleet.scheduler?.tokens_per_second ?? 0);
     this.running.push(fleet.scheduler?.requests_running ?? 0);
     const present = new Set();

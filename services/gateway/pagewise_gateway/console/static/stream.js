@@ -34,6 +34,12 @@ export class Stream {
     this.restart();
   }
 
+  /** Show nothing. */
+  close() {
+    this.#query = "";
+    this.#end();
+  }
+
   /** Begin anew at once: after a key was given, for instance. */
   restart() {
     this.#end();
@@ -88,6 +94,7 @@ export class Stream {
 
   #visibility() {
     clearTimeout(this.#hidden);
+    if (!this.#query) return;
     if (document.hidden) {
       this.#hidden = setTimeout(() => {
         this.#end();
