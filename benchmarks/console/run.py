@@ -1,0 +1,196 @@
+"""What consoles cost: an update of each part for 16 executors, and serving with 0 and with 4 consoles open, in turns.
+
+First the core alone: 16 schedulers whose pools are in use, cached and free by thirds, of which a part changes between
+two updates. Then real processes with simulated executors: the scheduler's and the gateway's CPU time per second while
+nothing else happens, and per token while streams run. The consoles show different things, so that they share little.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import psutil
+from pagewise_scheduler.core.console.block_colours import coloured_cells
+from pagewise_scheduler.core.console.block_map import MarkedBlocks, StateCells, cell_size
+from pagewise_scheduler.core.console.prefixes import executor_prefixes
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+from benchmarks.processes import Cluster
+from benchmarks.record import record_file, write_record
+from benchmarks.streams.run import Load, measure, services
+
+EXECUTORS = 16
+VIEWS = ("", "executor=e0&cells=4096&colour=prefix", "executor=e1&first=100&count=1000&colour=request", "cells=4096")
+"""What each of the four consoles shows."""
+
+
+def filled(num_blocks: int) -> Scheduler:
+    """A scheduler with a third of its blocks in use, a third cached, in prefixes of 64 blocks, and the rest free."""
+    scheduler = Scheduler(num_blocks=num_blocks, block_size=16, max_num_seqs=256, max_num_batched_tokens=2048)
+    kv = scheduler.kv
+    for number in range(num_blocks // 3 * 2 // 64):
+        table = kv.new_table()
+        kv.grow(table, 64 * 16)
+        tokens = number.to_bytes(4, "little") * 16
+        kv.cache_full_blocks(table, 64 * 16, partial(_same, tokens))
+        if number % 2:
+            kv.free(table, None)
+    return scheduler
+
+
+def _same(tokens: bytes, start: int, stop: int) -> bytes:
+    return tokens
+
+
+def core_row(num_blocks: int, churn: float, rounds: int) -> dict[str, Any]:
+    """Microseconds of one update of all executors. ``churn``: share of the blocks that change between two updates."""
+    schedulers = [filled(num_blocks) for _ in range(EXECUTORS)]
+    kept = [StateCells() for _ in schedulers]
+    size = cell_size(num_blocks, 2048 // EXECUTORS)
+    chance = random.Random(1)
+
+    def maps() -> None:
+        for scheduler, cells in zip(schedulers, kept, strict=True):
+            pool = scheduler.kv.pool
+            marked = MarkedBlocks(scheduler, pool, float("inf"))
+            cells.update(pool, 0, num_blocks, size, marked)
+            marked.counts(pool)
+
+    def trees() -> None:
+        for scheduler in schedulers:
+            executor_prefixes("e", scheduler, 1, 8192 // EXECUTORS, tokens=False)
+
+    def coloured() -> None:
+        for colour in ("request", "prefix", "age", "tier"):
+            pool = schedulers[0].kv.pool
+            coloured_cells(schedulers[0], pool, colour, 0, num_blocks, cell_size(num_blocks, 2048))
+
+    def changed() -> None:
+        for scheduler in schedulers:
+            states = scheduler.kv.pool.states
+            for _ in range(int(churn * num_blocks) // 16):  # blocks that come and go are neighbours
+                start = chance.randrange(num_blocks)
+                states[start : start + 16] = bytes([chance.randrange(3)]) * len(states[start : start + 16])
+
+    maps()
+    times: dict[str, list[float]] = {"maps": [], "trees": [], "four_coloured_maps_of_one": []}
+    for _ in range(rounds):
+        changed()
+        for name, update in zip(times, (maps, trees, coloured), strict=True):
+            times[name].append(taken(update))
+    return {"num_blocks": num_blocks, "changed": churn} | {
+        f"{name}_us": round(1e6 * statistics.median(seconds)) for name, seconds in times.items()
+    }
+
+
+def taken(update: Callable[[], None]) -> float:
+    """CPU seconds."""
+    began = time.process_time()
+    update()
+    return time.process_time() - began
+
+
+@asynccontextmanager
+async def consoles(cluster: Cluster, number: int) -> AsyncIterator[list[int]]:
+    """So many consoles that are open, and the bytes that each has received."""
+    port = int(cluster.url.rsplit(":", 1)[1])
+    received = [0] * number
+
+    async def watch(index: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET /console/stream?{VIEWS[index % len(VIEWS)]} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        while data := await reader.read(1 << 16):
+            received[index] += len(data)
+
+    tasks = [asyncio.create_task(watch(index)) for index in range(number)]
+    try:
+        if tasks:
+            await asyncio.sleep(1.0)
+        yield received
+        assert all(received), "every console is told something"
+        assert not any(task.done() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def idle_row(cluster: Cluster, number: int, seconds: float) -> dict[str, Any]:
+    """CPU time of the processes while nothing but consoles goes on, as a share of one core."""
+    kinds = {"scheduler": cluster.scheduler.pid, "gateway": cluster.gateways["gateway-0"].pid}
+    processes = {kind: psutil.Process(pid) for kind, pid in kinds.items()}
+    async with consoles(cluster, number) as received:
+        before = {kind: sum(process.cpu_times()[:2]) for kind, process in processes.items()}
+        bytes_before = sum(received)
+        await asyncio.sleep(seconds)
+        return {"consoles": number, "bytes_per_second": round((sum(received) - bytes_before) / seconds)} | {
+            f"{kind}_core_percent": round(100 * (sum(process.cpu_times()[:2]) - before[kind]) / seconds, 2)
+            for kind, process in processes.items()
+        }
+
+
+async def loaded_row(cluster: Cluster, number: int, streams: int, tokens: int) -> dict[str, Any]:
+    """What a token costs while streams run."""
+    async with consoles(cluster, number):
+        row = await measure(cluster, streams, tokens)
+    assert not row["errors"], row["first_error"]
+    names = ("tokens_per_second", "scheduler_cpu_us_per_token", "gateway_cpu_us_per_token")
+    return {"consoles": number} | {name: row[name] for name in names}
+
+
+def median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of rows of one number of consoles, by column."""
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+async def served(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rows that need processes, in turns without and with consoles."""
+    load = Load([arguments.streams], 1, arguments.executors, arguments.tokens)
+    idle: dict[int, list[dict[str, Any]]] = {0: [], 4: []}
+    loaded: dict[int, list[dict[str, Any]]] = {0: [], 4: []}
+    with services(load) as cluster:
+        await measure(cluster, arguments.streams, arguments.tokens)  # warms everything up
+        for turn in range(arguments.rounds):
+            for number in (0, 4) if turn % 2 else (4, 0):
+                idle[number].append(await idle_row(cluster, number, arguments.seconds))
+                loaded[number].append(await loaded_row(cluster, number, arguments.streams, arguments.tokens))
+    return {
+        "executors": arguments.executors,
+        "idle": [median(rows) for rows in idle.values()],
+        "loaded": [median(rows) for rows in loaded.values()],
+        "rounds": {"idle": idle, "loaded": loaded},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 10_000, 100_000])
+    parser.add_argument("--executors", type=int, default=EXECUTORS, help="simulated executors that serve")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement without load")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--json", type=record_file, help="file for the numbers")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.blocks, arguments.executors, arguments.streams, arguments.tokens = [300], 2, 8, 20
+        arguments.seconds, arguments.rounds = 1.2, 1
+    core = [core_row(blocks, churn, 4 * arguments.rounds) for blocks in arguments.blocks for churn in (0.0, 0.01, 0.1)]
+    for row in core:
+        print(row, flush=True)
+    numbers = {"core": core, "served": asyncio.run(served(arguments))}
+    print(json.dumps(numbers["served"], indent=1))
+    if arguments.json:
+        write_record(arguments.json, numbers)
+
+
+if __name__ == "__main__":
+    main()
