@@ -65,7 +65,7 @@ def core_row(num_blocks: int, churn: float, rounds: int) -> dict[str, Any]:
 
     def trees() -> None:
         for scheduler in schedulers:
-            executor_prefixes("e", scheduler, 1, 8192 // EXECUTORS, tokens=False)
+            executor_prefixes("e", scheduler, 1, 4096 // EXECUTORS, tokens=False)
 
     def coloured() -> None:
         for colour in ("request", "prefix", "age", "tier"):

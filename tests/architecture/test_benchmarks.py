@@ -54,6 +54,13 @@ def test_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_what_consoles_cost_is_measured(tmp_path: Path) -> None:
+    numbers = smoke("console.run", tmp_path)
+    assert [row["consoles"] for row in numbers["served"]["loaded"]] == [0, 4]
+    assert len(numbers["core"]) == 3
+
+
+@pytest.mark.timeout(180)
 def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
     rows = smoke("cpu_threads.run", tmp_path)["rows"]
     assert {(row["setting"], row["beside"]) for row in rows} == {

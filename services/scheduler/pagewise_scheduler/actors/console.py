@@ -42,7 +42,7 @@ _FORGOTTEN_SECONDS = 5.0
 _MOST_VIEWS = 256
 _SEEN_SECONDS = 0.6
 """For so long copies are shown that were asked for: most take less than the time between two updates."""
-_MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 8192
+_MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 4096
 _MOST_REQUESTS, _MOST_ENDED = 100, 50
 
 _STATES = {

@@ -13,7 +13,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.memory.tier import CACHED, FREE, Tier
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-MOST_SAMPLES = 8192
+MOST_SAMPLES = 2048
 _MOST_STEPS = 16_384
 """Blocks that are looked at to find to which prefixes or requests samples belong."""
 _MOST_COLOURS = 64
@@ -36,12 +36,14 @@ def coloured_cells(
     for start in range(first, first + count, size):
         stop = min(start + size, first + count)
         step = max(1, (stop - start) // samples)
-        seen = Counter(label(block) for block in range(start, stop, step))
-        name, number = max(seen.items(), key=lambda item: (item[1], item[0]))
+        seen = [label(block) for block in range(start, stop, step)]
+        name, number = seen[0], 1
+        if len(seen) > 1:
+            number, name = max((number, name) for name, number in Counter(seen).items())
         if name not in legend and len(legend) >= _MOST_COLOURS:
             name = _OTHERS
         cells.append(legend.setdefault(name, len(legend)))
-        cells.append(_ALL * number // seen.total())
+        cells.append(_ALL * number // len(seen))
     return cells, [(index, name) for name, index in legend.items()]
 
 
