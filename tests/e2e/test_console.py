@@ -121,21 +121,18 @@ def test_only_operators_see_it(server: Served) -> None:
 
 
 def test_an_operator_ends_a_request(server: Served) -> None:
-    answers: list[dict[str, Any]] = []
-    client = threading.Thread(
-        target=lambda: answers.append(complete(server, "def f(", max_tokens=400, ignore_eos=True))
-    )
+    body = {"model": "pagewise-demo", "prompt": "def f(", "max_tokens": 600, "ignore_eos": True, "stream": True}
     watched = Watched(server, "parts=requests")
     try:
-        client.start()
-        running = watched.until("requests", lambda event: event["running"])["running"][0]
-        with ask(server, f"/console/requests/{running['request_id']}/abort", method="POST") as answer:
-            assert answer.status == 204
-        client.join(30)
-        assert answers[0]["choices"][0]["finish_reason"] == "abort"
-        assert answers[0]["usage"]["completion_tokens"] < 400
-        name = running["request_id"]
-        after = watched.until("requests", lambda event: any(one["request_id"] == name for one in event["ended"]))
+        with ask(server, "/v1/completions", body, "sk-bob") as stream:
+            name = json.loads(stream.readline().removeprefix(b"data: "))["id"]
+            with ask(server, f"/console/requests/{name}/abort", method="POST") as answer:
+                assert answer.status == 204
+            events = [json.loads(line[6:]) for line in stream if line.startswith(b"data: {")]
+        assert events[-1]["choices"][0]["finish_reason"] == "abort"
+        assert len(events) < 600
+        own = name.removeprefix("cmpl-")
+        after = watched.until("requests", lambda event: any(one["request_id"] == own for one in event["ended"]))
         assert (after["running"], after["ended"][0]["finish_reason"]) == ([], "abort")
     finally:
         watched.close()

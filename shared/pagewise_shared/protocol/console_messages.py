@@ -12,6 +12,10 @@ MAX_CELLS = 4096
 ConsolePart = Literal["fleet", "requests", "map", "prefixes", "block"]
 """What a console shows. All but "block" change all the time, so consoles ask for them again and again."""
 
+UPDATE_SECONDS: dict[str, float] = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "prefixes": 2.0, "block": 1.0}
+"""How often a gateway asks for each part while a console shows it; that of "block" is asked for when somebody points at
+one."""
+
 Colour = Literal["state", "request", "prefix", "age", "tier"]
 """What the colours of a memory map tell of a block."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
+from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
 from pagewise_shared.version import package_version
 
 from pagewise_scheduler.actors.clock import clock
@@ -34,10 +35,10 @@ from pagewise_scheduler.core.console.reports import (
 from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
 from pagewise_scheduler.core.memory.tier import Tier
 
-_LEAST_SECONDS = 0.4
-"""An answer serves all who ask again within this time."""
+_SHARED = 0.8
+"""An answer serves all who ask again within this share of the time between two updates."""
 _MOST_OF_CORE = 0.01
-"""The share of a core that answers may take: if they take longer, they are made less often."""
+"""The share of a core that answers may take: if they would take more, those that take the most are made less often."""
 _FORGOTTEN_SECONDS = 5.0
 _MOST_VIEWS = 256
 _SEEN_SECONDS = 0.6
@@ -67,8 +68,9 @@ class _Answer(NamedTuple):
 class Console:
     """Answers what gateways ask for their consoles.
 
-    Gateways ask a few times a second. All that ask for the same view within a time get the same answer, and that time
-    is as long as it takes for answers to cost at most ``_MOST_OF_CORE`` of a core, whatever there is to show.
+    Gateways ask a few times a second. All that ask for the same view within a time get the same answer. If all answers
+    together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, each view gets an equal share
+    of that: one that takes more is made as much less often, and the others go on as before.
     """
 
     def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways) -> None:
@@ -86,24 +88,28 @@ class Console:
         """What a view shows: lines of JSON, or None if there is no such thing."""
         now = clock()
         known = self._answers.get(view)
-        if known is not None and now < known.time + self._pause():
+        if known is not None and now < known.time + self._pause(view):
             return known.body
-        began = time.perf_counter()
+        began = time.thread_time()
         body = self._make(view, now)
         self._forget(now)
         self._answers.pop(view, None)  # so that the one made last comes last
-        self._answers[view] = _Answer(body, time.perf_counter() - began, now)
+        self._answers[view] = _Answer(body, time.thread_time() - began, now)
         return body
 
-    def _pause(self) -> float:
-        """Seconds for which an answer serves."""
-        return max(_LEAST_SECONDS, sum(answer.seconds for answer in self._answers.values()) / _MOST_OF_CORE)
+    def _pause(self, view: ConsoleView) -> float:
+        """Seconds for which the answer for a view serves."""
+        shared, answers = _SHARED * UPDATE_SECONDS[view.part], self._answers
+        load = sum(answer.seconds / UPDATE_SECONDS[one.part] for one, answer in answers.items())
+        if load <= _MOST_OF_CORE or view not in answers:
+            return shared
+        return max(shared, answers[view].seconds * len(answers) / _MOST_OF_CORE)
 
     def _forget(self, now: float) -> None:
         """Forget what nobody has asked for lately."""
-        longest = max(_FORGOTTEN_SECONDS, 2 * self._pause())
         while self._answers:
             oldest = next(iter(self._answers))
+            longest = max(_FORGOTTEN_SECONDS, 2 * self._pause(oldest))
             if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].time < longest:
                 break
             del self._answers[oldest]
@@ -146,7 +152,7 @@ class Console:
         first = min(view.first, tier.num_blocks - 1)
         count = min(view.count or tier.num_blocks, tier.num_blocks - first)
         size = cell_size(count, most_cells)
-        marked = MarkedBlocks(engine.scheduler, tier, now - max(_SEEN_SECONDS, self._pause()))
+        marked = MarkedBlocks(engine.scheduler, tier, now - max(_SEEN_SECONDS, self._pause(view)))
         legend = list(enumerate(STATES))
         if view.colour == "state":
             cells = self._cells[view][engine].update(tier, first, count, size, marked)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from aiohttp import web
 from pagewise_shared.protocol import ConsoleView
+from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
 
 from pagewise_gateway.generation import AdmissionError
 from pagewise_gateway.http.console.block_text import with_text
@@ -21,9 +22,6 @@ log = logging.getLogger(__name__)
 
 MAX_CONSOLES = 32
 """Consoles of one gateway that may be open at once."""
-
-_SECONDS = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "prefixes": 2.0}
-"""How often each part is asked for."""
 
 
 class Watcher:
@@ -155,7 +153,7 @@ class Feeds:
                 log.exception("a console could not be told of its %s", view.part)
                 feed.put(_problem(view, "internal error; see the gateway's log"))
                 last = b""
-            await asyncio.sleep(max(0.05, began + _SECONDS[view.part] - monotonic()))
+            await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[view.part] - monotonic()))
 
     def _frame(self, view: ConsoleView, body: bytes) -> bytes:
         lines = body.split(b"\n") if body else []
