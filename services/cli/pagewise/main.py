@@ -27,6 +27,7 @@ commands:
   logs [PROCESS]    print what these have logged
   down              end these
   vmstat [S]        print statistics of KV memory every S seconds
+  top               show executors, memory and requests full-screen
   pmap REQUEST      print the blocks of a request and their history
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
@@ -99,6 +100,12 @@ def _bench(arguments: Sequence[str]) -> int:
     return bench(arguments)
 
 
+def _top(arguments: Sequence[str]) -> int:
+    from pagewise.top.command import top  # as above
+
+    return top(arguments)
+
+
 def _wipe(arguments: Sequence[str]) -> int:
     """Run the executor's command in another process, as above."""
     return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
@@ -117,6 +124,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": _replay,
     "segments": _segments,
     "bench": _bench,
+    "top": _top,
     "wipe": _wipe,
 }
 

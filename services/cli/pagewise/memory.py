@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagewise_shared.protocol import TIER_NAMES
@@ -33,14 +33,14 @@ def vmstat(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("interval", nargs="?", type=_positive, default=1.0, help="seconds between lines (default: 1)")
     parser.add_argument("count", nargs="?", type=int, default=0, help="lines to print (default: until interrupted)")
-    _add_url(parser)
+    add_url(parser)
     options = parser.parse_args(arguments)
     before: dict[str, int] = {}
     for number in range(options.count) if options.count > 0 else itertools.count():
         if number:
             time.sleep(options.interval)
         try:
-            executors = _get(options.url, "/debug/memory?limit=1")["executors"]
+            executors = get(options.url, "/debug/memory?limit=1")["executors"]
         except UnreachableError as error:
             print(f"pagewise vmstat: {error}", file=sys.stderr)
             return 1
@@ -67,34 +67,41 @@ def pmap(arguments: Sequence[str]) -> int:
         help="id of the request: that of the response (cmpl-... or chatcmpl-...), or the X-Request-Id it was sent with",
     )
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
-    _add_url(parser)
+    add_url(parser)
     options = parser.parse_args(arguments)
     try:
         name = urllib.parse.quote(options.request, safe="")
-        report = _get(options.url, f"/debug/requests/{name}?limit={options.limit}")
+        report = get(options.url, f"/debug/requests/{name}?limit={options.limit}")
     except UnreachableError as error:
         print(f"pagewise pmap: {error}", file=sys.stderr)
         return 1
-    _print_request(report)
-    for sequence in report["sequences"]:
-        _print_sequence(sequence)
+    for line in description(report):
+        print(line)
     return 0
 
 
-def _print_request(report: dict[str, Any]) -> None:
+def description(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that tell a request's times, blocks and history. ``report``: what /debug/requests/ID answers."""
+    yield from _request_lines(report)
+    for sequence in report["sequences"]:
+        yield ""
+        yield from _sequence_lines(sequence)
+
+
+def _request_lines(report: dict[str, Any]) -> Iterator[str]:
     names = {"client's id": report["client_request_id"], "key": report["key"]}
-    print("  ".join([f"request {report['request_id']}", *(f"{what} {name}" for what, name in names.items() if name)]))
+    yield "  ".join([f"request {report['request_id']}", *(f"{what} {name}" for what, name in names.items() if name)])
     first = report["first_token_seconds"]
-    print(
+    yield (
         f"  arrived {report['arrived_seconds_ago']:.3f} s ago, {_waited(report['queue_seconds'])}, "
         + ("no token yet" if first is None else f"first token after {1e3 * first:.1f} ms")
     )
     where = [f"{one['executor_id']} {one['seconds_ago']:.3f} s ago" for one in reversed(report["executors"])]
-    print(f"  placed on {', before that on '.join(where) or 'no executor'}")
+    yield f"  placed on {', before that on '.join(where) or 'no executor'}"
     cached = dict(report["cached_tokens"])
     peer = cached.pop("peer")
     lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())
-    print(f"  cached tokens: {lying}{peer} at other executors")
+    yield f"  cached tokens: {lying}{peer} at other executors"
 
 
 def _waited(seconds: float | None) -> str:
@@ -136,26 +143,26 @@ def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
     return f"{total('running'):>6} {total('waiting'):>6}" + "".join(f"{number:>8}" for number in numbers)
 
 
-def _print_sequence(sequence: dict[str, Any]) -> None:
+def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
     end = f" ({sequence['finish_reason']})" if sequence.get("finish_reason") else ""
-    print(
-        f"\nsequence {sequence['index']}: {sequence['status']}{end}, "
+    yield (
+        f"sequence {sequence['index']}: {sequence['status']}{end}, "
         f"{sequence['num_prompt_tokens']} + {sequence['num_output_tokens']} tokens, "
         f"{sequence['num_blocks']} blocks, {sequence['shared']} of them shared, "
         f"preempted {sequence['preemptions']} times"
     )
     for event in sequence.get("history", []):
-        print("  " + _event(event))
+        yield "  " + _event(event)
     blocks = sequence.get("blocks", [])
     if blocks:
-        print("   index   block" + "".join(f"{name:>8}" for name in _LOWER_TIERS) + "    held by  hash")
+        yield "   index   block" + "".join(f"{name:>8}" for name in _LOWER_TIERS) + "    held by  hash"
     for block in blocks:
         copies = block.get("copies", {})
         lower = "".join(f"{copies.get(name, '-'):>8}" for name in _LOWER_TIERS)
         state = block["hash"][:16] if block.get("hash") else "cached" if block.get("cached") else "its own"
-        print(f"  {block['index']:>6}  {block['block']:>6}{lower}  {block['references']:>8}  {state}")
+        yield f"  {block['index']:>6}  {block['block']:>6}{lower}  {block['references']:>8}  {state}"
     if sequence.get("truncated"):
-        print("  ... (more with --limit)")
+        yield "  ... (more with --limit)"
 
 
 def _event(event: dict[str, Any]) -> str:
@@ -174,7 +181,12 @@ def _event(event: dict[str, Any]) -> str:
     return text
 
 
-def _get(url: str, path: str) -> dict[str, Any]:
+def get(url: str, path: str) -> dict[str, Any]:
+    """Return what a gateway answers under a path.
+
+    Raises:
+        UnreachableError: it does not, or is none.
+    """
     request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310
     if key := os.environ.get("PAGEWISE_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
@@ -194,7 +206,8 @@ def _get(url: str, path: str) -> dict[str, Any]:
     return result
 
 
-def _add_url(parser: argparse.ArgumentParser) -> None:
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where a gateway is."""
     default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
     parser.add_argument(
         "--url", default=default, help=f"URL of a gateway, also set by PAGEWISE_URL (default: {default})"

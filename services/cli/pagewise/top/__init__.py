@@ -1,0 +1,1 @@
+"""``pagewise top``: requests and KV memory of a running fleet, full-screen in a terminal."""
