@@ -42,6 +42,7 @@ class Top(App[int]):
         Binding("escape", "close", "Close", show=False),
     ]
     ENABLE_COMMAND_PALETTE = False
+    TITLE = "pagewise top"
 
     def __init__(self, url: str) -> None:
         super().__init__()

@@ -114,7 +114,9 @@ def cells(request: dict[str, Any]) -> list[Text]:
                 shown.append(Text((request.get("client_request_id") or str(value))[:32]))
             case "status":
                 text = request.get("finish_reason") or str(value)
-                shown.append(Text(text, {"running": "green3", "waiting": "yellow"}.get(text, "grey62")))
+                shown.append(
+                    Text(text, {"decode": "green3", "prefill": "dodger_blue1", "waiting": "yellow"}.get(text, "grey62"))
+                )
             case "arrived_seconds_ago":
                 shown.append(Text(f"{value:.1f}", justify="right"))
             case "queue_seconds" | "first_token_seconds":
