@@ -159,11 +159,13 @@ def _plan(config: UpConfig) -> Plan:
     gpus = not simulated and (device == "cuda" or (device == "auto" and any("GPU" in node for node in nodes)))
     need = {"CPU": config.executor_cpus} | ({"GPU": 1} if gpus else {})
     ranks = config.executor.tensor_parallel
-    if not any(all(node.get(what, 0) >= ranks * count for what, count in need.items()) for node in nodes):
-        each = " and ".join(f"{ranks * count} {what}" for what, count in need.items())
+    room = sum(min(int(node.get(what, 0) // count) for what, count in need.items()) for node in nodes)
+    if room < ranks:
+        each = " and ".join(f"{count} {what}" for what, count in need.items())
         raise PlanError(
             f"no node of the cluster has {each}, which an executor needs"
-            + (f" (--tensor-parallel {ranks}: its ranks have to be on one node)" if ranks > 1 else "")
+            if ranks == 1
+            else f"--tensor-parallel {ranks}: the cluster has room for {room} ranks, which take {each} each"
         )
     keys, served = kept(config.name, _RESTART_SECONDS)
     plan = make_plan(config, gpus=gpus, keys=keys)

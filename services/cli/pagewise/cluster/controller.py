@@ -261,10 +261,10 @@ class Controller:
         elif kind == "executor":
             remove_groups(self._plan.name, name)
             bundle = {"CPU": process.cpus} | ({"GPU": process.gpus} if process.gpus else {})
-            # The ranks of an executor meet on one host.
+            # Ranks on one node have the fastest way to each other.
             group = placement_group(
                 [bundle] * process.ranks,
-                strategy="STRICT_PACK",
+                strategy="PACK",
                 name=f"{_group_prefix(self._plan.name, name)}{secrets.token_hex(4)}",
                 lifetime="detached",
             )

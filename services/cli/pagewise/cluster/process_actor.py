@@ -21,6 +21,7 @@ from pagewise_shared.version import package_version
 
 from pagewise.cluster.plan import ProcessPlan
 from pagewise.cluster.private_folder import PrivateFolder
+from pagewise.cluster.rank_actor import FOLDER, Ranks, block_options, in_brackets, key_option, place
 from pagewise.cluster.reconcile import State
 from pagewise.probe import text_of
 from pagewise.process import Service
@@ -32,8 +33,8 @@ _EARLY_ENDS = 2
 """How often in a row a process may end before it is ready, until that is a problem to tell of."""
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
-_FOLDER = "pagewise-process-"
-"""What the names of folders with keys begin with."""
+_RANK_SECONDS = 5.0
+"""How long rank 0 may go on when another rank has ended: it notices by itself."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -74,7 +75,7 @@ class ProcessActor:
     def __init__(self, name: str, plan: ProcessPlan) -> None:
         self._name, self._plan = name, plan
         self._address, self._node = self._place()
-        self._folder = PrivateFolder(_FOLDER)
+        self._folder = PrivateFolder(FOLDER)
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._num_lines = 0
         self._listening: list[str] = []
@@ -88,6 +89,8 @@ class ProcessActor:
         self._service: Service | None = None
         self._pointed, self._stopping = asyncio.Event(), asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._ranks = Ranks(name, plan)
+        self._ranks_running: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """What Ray puts in front of lines."""
@@ -160,10 +163,14 @@ class ProcessActor:
         count = min(len(self._lines), max(0, self._num_lines - after))
         return self._num_lines, list(self._lines)[len(self._lines) - count :]
 
+    async def said_by_rank(self, rank: int, line: str) -> None:
+        """Note what the process of another rank has logged."""
+        self._said(f"rank {rank} | {line}")
+
     async def _run(self) -> None:
         if self._plan.kind != "scheduler":
             await self._pointed.wait()
-        variables = self._plan.variables | await self._devices()
+        variables = self._plan.variables | await self._ranks.take_places()
         failures = 0
         while not self._stopping.is_set():
             began, lines_before = time.time(), self._num_lines
@@ -176,6 +183,7 @@ class ProcessActor:
                 self._said(f"cannot be started: {error}")
                 code = CANNOT_START
             self._listening, self._service = [], None
+            await self._ranks.end()
             if self._stopping.is_set():
                 break
             self._early_ends += self._state != "ready"
@@ -197,15 +205,12 @@ class ProcessActor:
             self._said(text)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+        await self._ranks.close()
 
     def _argv(self) -> list[str]:
         """Return its arguments on this node."""
-        host = f"[{self._address}]" if ":" in self._address else self._address
-        given = list(self._plan.argv)
-        if self._plan.keys:
-            folder = self._folder.path() / "keys"
-            _write(folder, self._plan.keys)
-            given.append(f"--keys={folder}")
+        host = in_brackets(self._address)
+        given = [*self._plan.argv, *key_option(self._folder, self._plan.keys)]
         if self._plan.kind == "scheduler":
             # The same ports as before, if it has had some: whoever is connected need not be told.
             gateways, executors = self._listened or [f"tcp://{host}:*"] * 2
@@ -215,8 +220,8 @@ class ProcessActor:
             return [*given, f"--host={self._address}", "--reuse-port", f"--gateway-id={self._name}"]
         return [
             *given,
-            f"--block-listen=tcp://{host}:*",
-            f"--advertise={self._address}",
+            *block_options(self._address),
+            *self._ranks.options(self._address),
             f"--executor-id={self._name}",
         ]
 
@@ -235,31 +240,23 @@ class ProcessActor:
     @staticmethod
     def _place() -> tuple[str, str]:
         """Return the address of this node, and Ray's id of it."""
-        import ray
+        return place()
 
-        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-
-    async def _devices(self) -> dict[str, str]:
-        """Return the variables that show the process the GPUs of all ranks; the other ranks' are held by seats."""
-        if not self._plan.gpus or self._plan.ranks == 1:
-            return {}  # Ray has set them for this actor, and the process inherits them
-        import ray
-        from ray.util.placement_group import get_current_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group = get_current_placement_group()
-        self._seats = [
-            ray.remote(Seat)
-            .options(
-                num_cpus=self._plan.cpus,
-                num_gpus=self._plan.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            )
-            .remote()
-            for rank in range(1, self._plan.ranks)
-        ]
-        others = [await seat.gpus.remote() for seat in self._seats]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for some in [_own_gpus(), *others] for gpu in some)}
+    async def _run_ranks(self, endpoint: str) -> None:
+        """Run the processes of the other ranks while rank 0's runs, which ends when one of them does."""
+        service = self._service
+        try:
+            rank, code = await self._ranks.run(endpoint)
+        except Exception as error:
+            if self._stopping.is_set():
+                return
+            # With a new group of places, which only a new actor gets, ranks may find room elsewhere.
+            print(f"{self._name:<10} | a rank is lost: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        await asyncio.sleep(_RANK_SECONDS)
+        if service is not None and service is self._service and service.pid is not None:
+            self._said(f"rank {rank} has ended with exit code {code}, so all have to")
+            service.kill()
 
     def _printed(self, line: str) -> None:
         if line.startswith("listening "):
@@ -268,6 +265,8 @@ class ProcessActor:
             self._is_ready()
         elif line.startswith("joined "):
             self._is_ready()
+        elif line.startswith("ranks "):
+            self._ranks_running = asyncio.ensure_future(self._run_ranks(line.split()[1]))
 
     def _said(self, line: str) -> None:
         self._lines.append(line[:_LINE_CHARACTERS])
@@ -284,32 +283,8 @@ class ProcessActor:
     def _end_if_failed(self, run: "asyncio.Task[None]") -> None:
         """End this actor, and with it the process, if what holds the process has failed: the controller starts another.
 
-        This happens if the actor loses a rank of its group: the others are on its node, which will not live long.
+        This happens if the actor loses a place of its group: with a new group, others are found.
         """
         if not run.cancelled() and (error := run.exception()) is not None:
             print(f"{self._name:<10} | {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
             os._exit(1)
-
-
-class Seat:
-    """Holds the GPU of a rank whose process another actor starts. It ends with that actor, which owns it."""
-
-    async def gpus(self) -> list[str]:
-        """Return the GPUs of this seat."""
-        return _own_gpus()
-
-
-def _own_gpus() -> list[str]:
-    import ray
-
-    ids: dict[str, list[Any]] = ray.get_runtime_context().get_accelerator_ids()
-    return [str(each) for each in ids.get("GPU", [])]
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files that their owner alone can read."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
