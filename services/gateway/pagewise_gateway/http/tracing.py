@@ -3,12 +3,14 @@
 Nothing of a request's text is in a trace: only ids, counts, times and sampling parameters.
 """
 
+import logging
+import traceback
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from pagewise_shared.logs import about
+from pagewise_shared.logs import BoundedLog, about
 from pagewise_shared.tracing import Tracing, child_context, traceparent_of, wall_ns
 
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID
@@ -16,6 +18,8 @@ from pagewise_gateway.link import LiveRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+log = logging.getLogger(__name__)
 
 _CLIENT_IS_GONE = 499
 _PROPAGATED = ("traceparent", "tracestate")
@@ -107,6 +111,7 @@ class RequestTraces:
 
     def __init__(self, tracing: Tracing, model_name: str) -> None:
         self._tracing, self._model_name = tracing, model_name
+        self._complaints = BoundedLog(log)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -133,7 +138,10 @@ class RequestTraces:
             status = response.status
             return response
         finally:
-            trace.end(request, status)
+            try:
+                trace.end(request, status)
+            except Exception:  # it is answered, whether there is a trace of it or not
+                self._complaints.warning("spans could not be made: %s", traceback.format_exc())
 
 
 def about_request(request: web.Request, **fields: object) -> dict[str, object]:

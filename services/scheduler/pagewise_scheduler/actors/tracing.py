@@ -4,15 +4,20 @@ Executors send no traces. What they do for a request is known here, also if they
 is made here, under the executor's name.
 """
 
+import logging
+import traceback
 from collections.abc import Iterator
 from math import isnan
 
 from opentelemetry.trace import Span, Status, StatusCode
+from pagewise_shared.logs import BoundedLog
 from pagewise_shared.tracing import Attributes, Tracing, child_context, wall_ns
 
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request
+
+log = logging.getLogger(__name__)
 
 _MOST_SEQUENCES = 8
 """Sequences of a request whose recoveries and preemptions are told."""
@@ -23,9 +28,20 @@ class RequestTraces:
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
+        self._complaints = BoundedLog(log)
 
     def ended(self, live: LiveRequest, now: float) -> None:
-        """Make the spans of one prompt: its sequences are still there. ``now``: seconds of ``clock``.
+        """Make the spans of one prompt, whose sequences are still there. A request ends whether that works or not.
+
+        ``now``: seconds of ``clock``.
+        """
+        try:
+            self._make(live, now)
+        except Exception:
+            self._complaints.warning("spans could not be made: %s", traceback.format_exc())
+
+    def _make(self, live: LiveRequest, now: float) -> None:
+        """Make the spans of one prompt.
 
         ``llm_request`` is a child of the gateway's span. Its children are ``queue``, ``recovery``, ``prefill``,
         ``decode``, and one ``executor`` for each executor that it was placed on; preemptions and moves are its events.
