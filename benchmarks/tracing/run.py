@@ -1,16 +1,17 @@
 """What traces cost: CPU time of gateway and scheduler per request, with traces and without, in turns.
 
-    python -m benchmarks.tracing.run [--before DIR] [--json FILE]
+    python -m benchmarks.tracing.run [--before DIR] [--tree DIR] [--json FILE]
 
 Executors are simulated, so that what is measured is the control plane alone. CPU time, not the clock: other work on the
-machine changes it less. ``--before``: a checkout of an earlier commit, which is measured in turns with this one. A
-collector takes the spans and throws them away, in a process of its own.
+machine changes it less. ``--before``: a checkout of an earlier commit, which is measured in turns with this one or with
+that of ``--tree``. A collector takes the spans and throws them away, in a process of its own.
 """
 
 import argparse
 import asyncio
 import os
 import statistics
+import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,6 +49,12 @@ def cpu_seconds(pid: int) -> float:
     """CPU time that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def commit_of(tree: Path) -> str:
+    """The commit that a checkout is of."""
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 async def load(url: str, requests: int, max_tokens: int) -> None:
@@ -94,6 +101,7 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="checkout of an earlier commit")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     parser.add_argument("--requests", type=int, default=1600)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=7)
@@ -105,7 +113,7 @@ def main() -> None:
     port = free_port()
     collector = spawn([sys.executable, "-m", "benchmarks.tracing.run", f"--collect={port}"], cwd=ROOT)
     cases: dict[str, tuple[Path, tuple[str, ...]]] = {"before": (args.before, ())} if args.before else {}
-    cases |= {"off": (ROOT, ()), "on": (ROOT, (f"--otlp-traces-endpoint=http://127.0.0.1:{port}",))}
+    cases |= {"off": (args.tree, ()), "on": (args.tree, (f"--otlp-traces-endpoint=http://127.0.0.1:{port}",))}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     try:
         for turn in range(args.turns):
@@ -117,9 +125,11 @@ def main() -> None:
         collector.wait()
     rows: list[dict[str, Any]] = []
     for name, turns in found.items():
-        row: dict[str, Any] = {"case": name}
+        row: dict[str, Any] = {"case": name, "commit": commit_of(cases[name][0])}
         for measured in turns[0]:
             row[measured] = round(statistics.median(turn[measured] for turn in turns), 1)
+            if measured.endswith("_us"):
+                row[f"{measured}_least"] = round(min(turn[measured] for turn in turns), 1)
             row[f"{measured}_all"] = [round(turn[measured], 1) for turn in turns]
         rows.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items() if not key.endswith("_all")), flush=True)

@@ -118,6 +118,15 @@ async def test_a_report_tells_times_and_executors(tmp_path: Path) -> None:
             assert late["first_token_seconds"] >= late["queue_seconds"] > 0
 
 
+@pytest.mark.parametrize("given", ["nonsense", f"00-{'a' * 32}-{'b' * 16}-01\n", f"00-{'A' * 32}-{'b' * 16}-01"])
+async def test_a_traceparent_is_one(tmp_path: Path, given: str) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        submit = Submit(0, 0, "id", prompts_of([[1, 2]], 4), GREEDY, traceparent=given)
+        with pytest.raises(RefusedRequestError, match="traceparent"):
+            await (await stack.gateway.submit_as(submit)).result()
+
+
 @pytest.mark.parametrize("given", ["x" * (MAX_CLIENT_ID + 1), "a\nb"])
 async def test_ids_of_clients_are_bounded_and_printable(tmp_path: Path, given: str) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
