@@ -31,6 +31,7 @@ commands:
   pmap REQUEST      print the blocks of a request and their history
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
+  size MODEL        say what a model takes of a GPU's memory, and how many tokens fit beside it
   replay TRACE      run a request trace through the scheduler under a virtual clock
   segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
   bench             put a load on an OpenAI-compatible server, or on several in turns, and measure it
@@ -111,6 +112,11 @@ def _wipe(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
+def _size(arguments: Sequence[str]) -> int:
+    """Run the executor's command in another process, as above."""
+    return subprocess.call([sys.executable, "-m", "pagewise_executor.sizing", *arguments])  # noqa: S603  # nosec B603 # no shell
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "gateways": _gateways,
@@ -126,6 +132,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "bench": _bench,
     "top": _top,
     "wipe": _wipe,
+    "size": _size,
 }
 
 if __name__ == "__main__":

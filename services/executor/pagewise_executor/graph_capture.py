@@ -10,6 +10,8 @@ _BYTES_PER_KERNEL = 64 * 2**10
 """What a graph takes for each kernel, as somebody measured with CUDA 11.2 (forums.developer.nvidia.com/t/244901)."""
 _KERNELS_PER_LAYER = 10
 """About so many a layer of a decode step is, where it is fused."""
+BYTES_PER_LAYER = _KERNELS_PER_LAYER * _BYTES_PER_KERNEL
+"""About what a graph takes for each layer of the model."""
 
 
 class Graphs(Protocol):
@@ -54,4 +56,4 @@ def graphs_bytes(graphs: Graphs | None, num_layers: int) -> int:
 
     This is an estimate, and has not been compared with a device. ``num_layers``: of the model.
     """
-    return 0 if graphs is None else graphs.num_graphs * num_layers * _KERNELS_PER_LAYER * _BYTES_PER_KERNEL
+    return 0 if graphs is None else graphs.num_graphs * num_layers * BYTES_PER_LAYER

@@ -27,7 +27,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _LARGEST = 512
 """Larger batches run without a graph, as in vLLM: for these the device takes longer than the host."""
-_LADDER = [1, 2, 4, *range(8, 257, 8), *range(272, _LARGEST + 1, 16)]
+LADDER = [1, 2, 4, *range(8, 257, 8), *range(272, _LARGEST + 1, 16)]
 """Sizes that never pad by much."""
 
 
@@ -51,7 +51,7 @@ class DecodeGraphs(GraphedSteps):
         adapters: TritonSlots | None = None,
     ) -> None:
         device, num_rows = last_tokens.device, len(last_tokens) - 1
-        super().__init__(sizes_up_to(min(num_rows, _LARGEST), _LADDER), adapters)
+        super().__init__(sizes_up_to(min(num_rows, _LARGEST), LADDER), adapters)
         self._forward, self._forward_context, self._backend, self._token_sampler = (
             forward,
             forward_context,

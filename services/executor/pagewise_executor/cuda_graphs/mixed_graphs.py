@@ -31,7 +31,7 @@ Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 LARGEST = 1024
 """Tokens. Larger steps take the device longer than the host."""
-_LADDER = [16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, LARGEST]
+LADDER = [16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, LARGEST]
 """Up to about 256 tokens a step takes as long as reading the weights, so that padding costs little."""
 _ALIGNED = 4
 """Parts of the buffer begin at multiples of so many int32: kernels are compiled for pointers divisible by 16 bytes."""
@@ -82,7 +82,7 @@ class MixedGraphs(GraphedSteps):
         most_tokens: int,
         adapters: TritonSlots | None = None,
     ) -> None:
-        super().__init__(sizes_up_to(min(most_tokens, LARGEST), _LADDER), adapters)
+        super().__init__(sizes_up_to(min(most_tokens, LARGEST), LADDER), adapters)
         self._body, self._head, self._forward_context, self._backend = body, head, forward_context, backend
         self._last_tokens, self._block_size = last_tokens, block_size
         self._device, self._num_rows = last_tokens.device, len(last_tokens) - 1

@@ -99,7 +99,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     files = list(headers)
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
-    model_config: Any = checkpoint.config if checkpoint is not None else _transformers_config(config, path)
+    model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
     text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
     check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
@@ -116,8 +116,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
             (model, shards), fixed = stored.shard(ranks), stored.fixed
         else:
             model, shards, fixed = _load_with_transformers(config, path, files, model_config, dtype, ranks)
-    attention = _attention_modules(config.model, model, text)
-    shapes = [_kv_shape(module, text) for module in attention]
+    attention = attention_modules(config.model, model, text)
+    shapes = [kv_shape(module, text) for module in attention]
     # A model without weights cannot be tried before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
     kernels, fallback, compiled = choose_kernels(config, able, model, text, attention, shapes)
@@ -195,7 +195,12 @@ def _variant(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module, l
     return fixed + name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
 
 
-def _transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
+def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
+    """Return what config.json says.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
     from transformers import AutoConfig
 
     check_known(config.model, path)
@@ -295,9 +300,14 @@ def fingerprint(path: Path, files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _attention_modules(
+def attention_modules(
     name: str, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig"
 ) -> list[torch.nn.Module]:
+    """Return the attention modules of a model by layer.
+
+    Raises:
+        ModelError: it has none that paged attention can stand in for.
+    """
     found: dict[int, torch.nn.Module] = {
         int(module.layer_idx): module  # type: ignore[arg-type]
         for module in model.modules()
@@ -310,7 +320,8 @@ def _attention_modules(
     return [found[layer] for layer in sorted(found)]
 
 
-def _kv_shape(module: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> tuple[int, int]:
+def kv_shape(module: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> tuple[int, int]:
+    """Return the KV heads of a layer and their dimension."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None)
     return int(heads), int(dim or text.hidden_size // text.num_attention_heads)

@@ -1,0 +1,161 @@
+"""``pagewise size``: what a model takes of a GPU's memory, and how many tokens are left, from its config.json alone.
+
+The bytes of weights and of KV come from the functions that the loader and the pool use, and so do the sizes of graphs.
+What a step takes is an estimate here; an executor measures it when it starts. None of it has been compared with a GPU.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pagewise_shared.config import ExecutorConfig, build_config, parse_size, size_text
+from pagewise_shared.errors import PagewiseError
+from pagewise_shared.model_files import resolve_model
+
+from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
+from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
+from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.graph_capture import BYTES_PER_LAYER
+from pagewise_executor.kv.kv_pool import FP8, bytes_per_block
+from pagewise_executor.models.loader import attention_modules, kv_shape, transformers_config
+from pagewise_executor.models.shards import shard_config
+from pagewise_executor.models.support import check_supported
+from pagewise_executor.models.weight_memory import weight_bytes
+
+CONTEXT_BYTES = 2**30
+"""For CUDA's context and libraries: the most that an executor counts of what it has not allocated itself."""
+
+
+class _Gpu(NamedTuple):
+    total_memory: int
+    major: int = 9
+
+
+@dataclass(slots=True, frozen=True)
+class Sizing:
+    """Bytes on each GPU, and what fits beside them.
+
+    Fields:
+        allowed: what an executor may take of a GPU. ``weights``, ``context``, ``steps``, ``graphs``: what it takes
+            before the KV pool. ``kv_per_token``: K and V of all layers. ``pool``: what is left; negative if nothing is.
+        pool_tokens: tokens that the pool holds. ``full_sequences``: sequences of ``max_model_len`` tokens.
+    """
+
+    allowed: int
+    weights: int
+    context: int
+    steps: int
+    graphs: int
+    kv_per_token: int
+    pool: int
+    pool_tokens: int
+    max_model_len: int
+    full_sequences: float
+
+
+def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
+    """Return what the model in the directory ``path`` takes on each GPU of ``gpu_memory`` bytes.
+
+    Raises:
+        PagewiseError: the model cannot be served, or not be divided so; the text says why.
+    """
+    from transformers import AutoModelForCausalLM
+
+    limits = with_step_limits(config, _Gpu(gpu_memory))
+    found: Any = transformers_config(config, path)
+    text: Any = found.get_text_config(decoder=True)
+    check_supported(config.model, found, text)
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            found, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+    header = {name: {"shape": list(weight.shape)} for name, weight in model.named_parameters()}  # tied ones once
+    weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
+    longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size) // config.tensor_parallel
+    vocab = int(text.vocab_size)
+    shard_config(config.model, text, config.tensor_parallel)
+    shapes = [kv_shape(module, text) for module in attention_modules(config.model, model, text)]
+    block = bytes_per_block(shapes, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype)
+    width = 4 * text.hidden_size + (text.num_attention_heads + 2 * shapes[0][0]) * shapes[0][1] + 3 * inner
+    # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
+    steps = limits.max_num_batched_tokens * width * dtype.itemsize + 5 * limits.max_num_seqs * vocab * 4
+    sizes = sizes_up_to(min(limits.max_num_seqs, decode_graphs.LADDER[-1]), decode_graphs.LADDER)
+    sizes += sizes_up_to(min(limits.max_num_batched_tokens, mixed_graphs.LARGEST), mixed_graphs.LADDER)
+    graphs = len(sizes) * len(shapes) * BYTES_PER_LAYER if config.cuda_graphs else 0
+    allowed = int(gpu_memory * config.gpu_memory_utilization)
+    pool = allowed - weights - CONTEXT_BYTES - steps - graphs
+    tokens = max(0, pool) // block * config.block_size
+    return Sizing(
+        allowed=allowed,
+        weights=weights,
+        context=CONTEXT_BYTES,
+        steps=steps,
+        graphs=graphs,
+        kv_per_token=block // config.block_size,
+        pool=pool,
+        pool_tokens=tokens,
+        max_model_len=longest,
+        full_sequences=round(tokens / longest, 1),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the process's exit code: 1 if the model does not fit."""
+    given = _parser().parse_args(argv)
+    options = {name: value for name, value in vars(given).items() if value is not None}
+    as_json, memory = options.pop("json"), options.pop("gpu_memory")
+    try:
+        config = build_config(ExecutorConfig, options, {})
+        path = Path(given.model) if (Path(given.model) / "config.json").is_file() else None
+        path = path or resolve_model(given.model, tokenizer_only=True)
+        found = sizing(config, path, parse_size(memory))
+    except PagewiseError as error:
+        print(f"pagewise size: {error}", file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        _tell(found, config.tensor_parallel)
+    return 0 if found.pool_tokens else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagewise size",
+        description="Say what a model takes of each GPU's memory, and how many tokens of KV fit beside it, from its "
+        "config.json: no weights are read. What steps take is an estimate, which has not been compared with a GPU.",
+    )
+    parser.add_argument("model", help="model directory or hub id; of a directory config.json is enough")
+    parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of each GPU, such as 80GiB")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that hold a part of the model each")
+    parser.add_argument("--quantization", choices=("none", "fp8"), help="linear layers in eight bits")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), help="KV in eight bits")
+    for name in ("dtype", "block-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens"):
+        parser.add_argument(f"--{name}", metavar="VALUE", help="as for pagewise serve")
+    parser.add_argument("--gpu-memory-utilization", metavar="SHARE", help="as for pagewise serve (default: 0.9)")
+    parser.add_argument("--json", action="store_true", help="print numbers in bytes, as JSON")
+    return parser
+
+
+def _tell(found: Sizing, ranks: int) -> None:
+    """Print a table for a person."""
+    print(f"on {'the GPU' if ranks == 1 else f'each of {ranks} GPUs'}:")
+    for name in ("allowed", "weights", "context", "steps", "graphs"):
+        print(f"  {name:<10}{getattr(found, name) / 2**30:>8.2f} GiB")
+    if not found.pool_tokens:
+        print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
+        return
+    print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
+    print(f"  each token of KV takes {size_text(found.kv_per_token)}")
+    print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""``pagewise size`` computes what the loader and the pool compute, and the document's numbers are its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.models.weight_files import checked_header
+from pagewise_executor.models.weight_memory import weight_bytes
+from pagewise_executor.sizing import sizing
+from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
+from pagewise_shared.errors import PagewiseError
+from pagewise_shared.model_files import resolve_model
+
+from tests.model_builders import build_model
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "sizing.md"
+GIB = 2**30
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+}
+"""Llama 3's, with what both have in common below."""
+COMMON = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+CASES = [
+    ("8B", 24, 1, "none", "auto"),
+    ("8B", 24, 1, "fp8", "auto"),
+    ("8B", 24, 1, "fp8", "fp8"),
+    ("8B", 24, 2, "none", "auto"),
+    ("8B", 80, 1, "none", "auto"),
+    ("8B", 80, 1, "fp8", "fp8"),
+    ("70B", 24, 8, "none", "auto"),
+    ("70B", 24, 4, "fp8", "auto"),
+    ("70B", 24, 8, "fp8", "auto"),
+    ("70B", 80, 1, "fp8", "auto"),
+    ("70B", 80, 2, "none", "auto"),
+    ("70B", 80, 2, "fp8", "auto"),
+    ("70B", 80, 4, "none", "auto"),
+    ("70B", 80, 4, "fp8", "fp8"),
+]
+
+
+def directory(folder: Path, shape: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(COMMON | shape))
+    return folder
+
+
+def row(case: tuple[str, int, int, Any, Any], folder: Path) -> str:
+    """A line of the document's table."""
+    name, memory, ranks, quantization, kv_dtype = case
+    config = ExecutorConfig(tensor_parallel=ranks, quantization=quantization, kv_dtype=kv_dtype)
+    found = sizing(config, directory(folder / name, SHAPES[name]), memory * GIB)
+    before = (found.weights, found.steps, found.graphs)
+    kind = {"none": "bfloat16", "fp8": "FP8"}[quantization]
+    cells = [
+        f"{name}, {kind}" + (", KV FP8" if kv_dtype == "fp8" else ""),
+        f"{ranks} of {memory} GiB",
+        *(f"{size / GIB:.1f}" for size in before),
+        f"{found.pool / GIB:.1f}" if found.pool_tokens else "does not fit",
+        f"{found.kv_per_token / 1024:g} KiB",
+        f"{found.pool_tokens:,}" if found.pool_tokens else "",
+        f"{found.pool_tokens // 4096:,}" if found.pool_tokens else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_document_has_these_numbers(tmp_path: Path) -> None:
+    rows = "\n".join(row(case, tmp_path) for case in CASES)
+    assert rows in DOCUMENT.read_text(), f"the table in docs/sizing.md should be:\n{rows}"
+
+
+@pytest.mark.parametrize("family", [None, "gemma2", "gpt2"])
+def test_weights_and_kv_are_what_the_loader_takes(family: str | None, tmp_path: Path) -> None:
+    if family is not None:
+        build_model(family, tmp_path)
+    name = DEMO_MODEL if family is None else str(tmp_path)
+    config = ExecutorConfig(model=name, device="cpu", dtype="float32", kernels="torch")
+    found = sizing(config, resolve_model(config.model), GIB * 8)
+    loaded = load_model(config)
+    block = bytes_per_block(loaded.shapes, config.block_size, loaded.dtype)
+    assert found.kv_per_token == block // config.block_size
+    headers = {file: checked_header(file) for file in loaded.weight_files}
+    assert found.weights == weight_bytes(headers, loaded.dtype)
+    assert found.max_model_len == loaded.max_model_len
+    assert found.allowed == found.pool + found.weights + found.context + found.steps + found.graphs
+
+
+def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
+    path = directory(tmp_path, SHAPES["8B"])
+    one, two = (sizing(ExecutorConfig(tensor_parallel=ranks), path, 24 * GIB) for ranks in (1, 2))
+    assert (one.kv_per_token, two.kv_per_token) == (2 * 32 * 8 * 128 * 2, 32 * 8 * 128 * 2)
+    assert two.weights == one.weights // 2
+    with pytest.raises(PagewiseError, match="numbers of ranks that work: 1, 2, 4, 8"):
+        sizing(ExecutorConfig(tensor_parallel=3), path, 24 * GIB)
+
+
+def test_the_command_reads_no_weights(tmp_path: Path) -> None:
+    def run(*options: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "pagewise.main", "size", str(tmp_path), "--gpu-memory", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    directory(tmp_path, SHAPES["8B"])
+    told = run("24GiB")
+    assert told.returncode == 0
+    assert "each token of KV takes 128KiB" in told.stdout
+    small = run("12GiB", "--json")
+    assert (small.returncode, json.loads(small.stdout)["pool_tokens"]) == (1, 0)
+    wrong = run("much")
+    assert (wrong.returncode, "Traceback" in wrong.stderr, "is not a size" in wrong.stderr) == (1, False, True)
