@@ -172,11 +172,12 @@ from pagewise_shared.config import UpConfig
 class Here(ProcessActor):
     _place = staticmethod(lambda: ("127.0.0.1", "this machine"))
 
-    async def _devices(self):
-        raise RuntimeError("a rank of the group is lost")
+async def take_places():
+    raise RuntimeError("a rank of the group is lost")
 
 async def main():
     actor = Here("executor-0", make_plan(UpConfig(), gpus=True, keys=None).processes["executor"])
+    actor._ranks.take_places = take_places
     await actor.start()
     await actor.point("tcp://127.0.0.1:1")
     await asyncio.sleep(600)
