@@ -12,6 +12,7 @@ from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
 from pagewise.cluster import commands as cluster
+from pagewise.completion import completion
 from pagewise.gateways import gateways
 from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
@@ -35,6 +36,7 @@ commands:
   replay TRACE      run a request trace through the scheduler under a virtual clock
   segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
   bench             put a load on an OpenAI-compatible server, or on several in turns, and measure it
+  completion SHELL  print a script that lets bash, zsh or fish complete these commands and their options
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
 
@@ -117,6 +119,10 @@ def _size(arguments: Sequence[str]) -> int:
     return subprocess.call([sys.executable, "-m", "pagewise_executor.sizing", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
+def _completion(arguments: Sequence[str]) -> int:
+    return completion(arguments, COMMANDS)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "gateways": _gateways,
@@ -133,6 +139,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "top": _top,
     "wipe": _wipe,
     "size": _size,
+    "completion": _completion,
 }
 
 if __name__ == "__main__":

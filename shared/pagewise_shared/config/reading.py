@@ -164,6 +164,12 @@ def flags_of(config_type: type[Struct]) -> list[str]:
     return names
 
 
+def words_of(option: Option) -> tuple[str, ...]:
+    """Return the words of which an option takes one; none if it takes something else."""
+    base = _base(option.hint)
+    return tuple(str(word) for part in (base, *get_args(base)) for word in _words(part))
+
+
 def to_argv(config: Struct) -> list[str]:
     """Return the options of a service's ``config`` that differ from the defaults, as arguments, without secrets."""
     argv = []
