@@ -72,6 +72,8 @@ function Known({ block, error }) {
       ${block.tokens !== undefined && html`<dt>Tokens</dt><dd>${num(block.tokens)}</dd>`}
       ${block.age_seconds !== undefined && block.age_seconds !== null && html`<dt>Last used</dt><dd>${seconds(block.age_seconds)} ago</dd>`}
       ${block.price !== undefined && block.price !== null && html`<dt>Price of eviction</dt><dd>${priceOf(block.price)}</dd>`}
+      ${block.unused_for > 0 && html`<dt>Not used for</dt><dd>${count(block.unused_for, "block")} that came in since</dd>`}
+      ${block.why && html`<dt>Why it stays or goes</dt><dd>${block.why}</dd>`}
       ${copies.length > 0 && html`<dt>Copies here</dt><dd>${copies.map(([tier, id]) => `${tier} ${id}`).join(", ")}</dd>`}
       ${block.elsewhere?.length > 0 &&
       html`<dt>Elsewhere</dt><dd>${block.elsewhere.map((each) => `${each.executor_id} ${each.tier} ${each.block}`).join(", ")}</dd>`}

@@ -166,7 +166,7 @@ export class MapPainter {
     const width = Math.max(1.5, Math.min(3, side / 5));
     if (side < 7) context.fillRect(x, y, side, side);
     else {
-      context.globalAlpha = 0.35 * (1 - age);
+      context.globalAlpha = 0.12 * (1 - age);
       context.fillRect(x, y, side, side);
       context.globalAlpha = 1 - age;
       context.lineWidth = width;

@@ -67,7 +67,10 @@ export function colours(mode, legend) {
   const found = new Map();
   if (mode === "request" || mode === "prefix") {
     const assigned = slots.assign(legend.map(([, label]) => label).filter((label) => !neutral(label)));
-    for (const [index, label] of legend) found.set(index, neutral(label) ? STATES[now].free : group(now, assigned.get(label)));
+    for (const [index, label] of legend) {
+      const state = STATES[now][label.replaceAll(" ", "_")];
+      found.set(index, neutral(label) ? STATES[now].free : (state ?? group(now, assigned.get(label))));
+    }
     return found;
   }
   const named = mode === "tier" ? { ...STATES[now], ...TIERS[now] } : STATES[now];

@@ -163,7 +163,7 @@ function Evictions({ next }) {
     <ol>
       ${next.slice(0, 6).map(
         ({ block, depth, price, why }) =>
-          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}, price ${priceOf(price)}${why ? `: ${why}` : ""}</li>`,
+          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}: ${why || `price ${priceOf(price)}`}</li>`,
       )}
     </ol>
   </section>`;
