@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -20,7 +20,17 @@ setup: $(VENV)/.installed ## Make the virtual environment and install everything
 	  echo "*** To try again (on Linux with glibc, with network): rm $(VENV)/.installed && make setup"; } >&2
 
 CPU_OPERATIONS := kernels/pagewise_kernels/cpu
-INSTALL := $(PY) -m pip install --quiet -c constraints.txt -e '.[executor,dev]'
+# uv installs in seconds what pip needs minutes for. `make UV=` keeps to pip, which also does what uv cannot: uv reads
+# neither pip's files nor its variables, of which those that name sources are passed on.
+UV ?= $(shell command -v uv 2>/dev/null)
+PIP_CALL := $(PY) -m pip install --quiet
+UV_CALL := $(if $(UV),$(UV) pip install --quiet --python $(PY) --index-strategy unsafe-best-match \
+  $(addprefix --find-links ,$(PIP_FIND_LINKS)) $(addprefix --index ,$(PIP_EXTRA_INDEX_URL)))
+# $(call install,WHAT,INDEX): by uv if it is there, and by pip if it is not, or fails.
+uv_from = $(UV_CALL) $(addprefix --default-index ,$(or $(2),$(PIP_INDEX_URL))) $(1) ||
+install = { $(if $(UV),$(uv_from)) $(PIP_CALL) $(addprefix --index-url ,$(2)) $(1); }
+EXTRAS := executor,dev
+INSTALL := $(call install,-c constraints.txt -e '.[$(EXTRAS)]')
 
 $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIONS)/build.py $(wildcard $(CPU_OPERATIONS)/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,12 +38,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIO
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "The venv module is missing: apt install python3-venv"; exit 1; }
 	@# torch first and by itself: TORCH_INDEX_URL then decides which build it is, for torch alone.
-	$(PY) -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH)
+	$(call install,$(TORCH),$(TORCH_INDEX_URL))
 	@rm -f $(CPU_OPERATIONS)/*.so
 	@# This compiles the CPU operations, by a compiler that pip fetches. Everything works without them.
 	$(INSTALL) || { \
 	  echo "*** That failed, perhaps because the CPU operations could not be compiled. Installing without them:"; \
-	  HATCH_BUILD_NO_HOOKS=true $(INSTALL); }
+	  export HATCH_BUILD_NO_HOOKS=true; $(INSTALL); }
 	@# Also without CPU operations: what needs no network goes on without one. Until they are there, setup says so.
 	@touch $@
 
@@ -93,8 +103,11 @@ test-packaging: setup ## Build a wheel and an sdist, install them as a user does
 	$(PY) -m pytest -m packaging $(ARGS)
 
 dist: setup ## A wheel and an sdist, into dist/
-	$(PY) -m pip install --quiet --require-hashes -r requirements/build.lock
+	$(call install,--require-hashes -r requirements/build.lock)
 	$(PY) -m hatchling build --directory dist
+
+images: ## The images, with labels that name the commit, and how large they are (needs Docker with Compose v2)
+	@.ci/images.sh $(ARGS)
 
 lint: setup ## ruff, import rules, bandit, known vulnerabilities of what is pinned
 	$(VENV)/bin/ruff check .
