@@ -35,7 +35,7 @@ async def fetch(config: ServeConfig) -> None:
             return
     except ModelError as error:
         raise StartError(str(error)) from error
-    argv = [gateway.model, f"--log-level={config.scheduler.log_level}"]
+    argv = [gateway.model, f"--log-level={config.scheduler.log_level}", f"--log-format={config.scheduler.log_format}"]
     argv += [f"--revision={gateway.revision}"] if gateway.revision else []
     argv += ["--tokenizer-only"] if executor.simulate or not config.executors else []
     argv += ["--remote-code"] if executor.trust_remote_code else []
@@ -61,16 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer-only", action="store_true")
     parser.add_argument("--remote-code", action="store_true")
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="text")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))  # threads of the client would go on
-    configure_logging(options.log_level, "fetch")
+    configure_logging(options.log_level, "fetch", options.log_format)
     try:
         fetch_model(
             options.model,
             options.revision,
             tokenizer_only=options.tokenizer_only,
             remote_code=options.remote_code,
-            bars=draws_bars(sys.stderr),
+            bars=options.log_format == "text" and draws_bars(sys.stderr),
         )
     except ModelError as error:
         print(error)

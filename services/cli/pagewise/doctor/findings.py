@@ -1,0 +1,19 @@
+"""What a check of ``pagewise doctor`` finds."""
+
+from typing import Literal, NamedTuple
+
+Level = Literal["ok", "note", "problem"]
+
+
+class Finding(NamedTuple):
+    """A property of this machine. ``level``: "problem" keeps Pagewise from running. ``advice``: what to do about it."""
+
+    name: str
+    value: str
+    level: Level = "ok"
+    advice: str = ""
+
+
+def gib(size: float) -> str:
+    """Return bytes for people."""
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,126 @@
+"""Checks of processor, memory, disk, limits, clock and ports. ``root`` is where /proc, /sys and /dev lie."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagewise_shared.cpu_threads import available_cores, cpu_quota
+
+from pagewise.doctor.findings import Finding, gib
+from pagewise.ports import holder_of, next_free
+
+_ROOT = Path("/")
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimd", "bf16", "i8mm")
+_GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+_FEW_FILES = 4096
+_LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED = 2 * 2**30, 10 * 2**30, 64 * 2**20
+
+
+def check_cpu(root: Path = _ROOT) -> Iterator[Finding]:
+    """Look at the processor, how many cores of it may be used, and its clock."""
+    info = _text(root / "proc/cpuinfo")
+    pairs = (line.split(":", 1) for line in info.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in pairs}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    known = [name for name in _INSTRUCTIONS if name in flags]
+    text = (
+        f"{fields.get('model name', 'unknown')}, {available_cores(root)} cores, {' '.join(known) or 'no wide vectors'}"
+    )
+    slow = "avx2" not in flags and "asimd" not in flags
+    yield Finding("cpu", text, "note" if slow else "ok", "computing on this CPU will be slow" if slow else "")
+    if (quota := cpu_quota(root)) is not None and quota < 2:
+        yield Finding("cpu quota", f"{quota:g} cores", "note", "services share these: give the container 2 or more")
+    clock = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
+    good = clock in ("", *_GOOD_CLOCKS)
+    advice = (
+        "" if good else "reading it is slow: see /sys/devices/system/clocksource/clocksource0/available_clocksource"
+    )
+    yield Finding("clock", clock or "unknown", "ok" if good else "note", advice)
+
+
+def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
+    """Look at memory, the limit of the container, shared memory and huge pages."""
+    table = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    sizes = {name: int(value.split()[0]) * 1024 for name, value in table.items()}
+    free = sizes.get("MemAvailable", 0)
+    text = f"{gib(free)} of {gib(sizes.get('MemTotal', 0))} available, {gib(sizes.get('SwapFree', 0))} of swap"
+    if (limit := _memory_limit(root)) is not None and limit < sizes.get("MemTotal", 0):
+        free = min(free, limit)
+        text += f", limited to {gib(limit)} by the cgroup"
+    few = free < _LITTLE_MEMORY
+    yield Finding("memory", text, "note" if few else "ok", "only small models fit: --kv-memory 256MiB" if few else "")
+    shared = root / "dev/shm"
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        small = size <= _LITTLE_SHARED
+        advice = "--tensor-parallel and --host-memory need more: docker run --shm-size 2g" if small else ""
+        yield Finding("shared memory", gib(size), "note" if small else "ok", advice)
+    pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").strip()
+    chosen = pages[pages.find("[") + 1 : pages.find("]")] if "[" in pages else "unknown"
+    yield Finding("huge pages", f"transparent: {chosen}, reserved: {table.get('HugePages_Total', '0').strip()}")
+
+
+def check_disk(cache: Path) -> Iterator[Finding]:
+    """Look at the disk of the models that are downloaded."""
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    usage = shutil.disk_usage(there)
+    text = f"{gib(usage.free)} of {gib(usage.total)} free for models in {_without_home(cache)}"
+    if not os.access(there, os.W_OK):
+        yield Finding("disk", text, "problem", "this user may not write there: set HF_HOME to a folder of yours")
+    elif usage.free < _LITTLE_DISK:
+        yield Finding("disk", text, "note", "set HF_HOME to a folder on a larger disk")
+    else:
+        yield Finding("disk", text)
+
+
+def check_limits(root: Path = _ROOT) -> Iterator[Finding]:
+    """Look at the limits of this process, and whether it is in a container."""
+    files, locked = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    text = f"{_limit(files)} open files, {_limit(locked)} bytes of locked memory"
+    few = files != resource.RLIM_INFINITY and files < _FEW_FILES
+    advice = f"each connection takes one: ulimit -Hn {_FEW_FILES}, or --ulimit nofile={_FEW_FILES} of Docker"
+    yield Finding("limits", text, "note" if few else "ok", advice if few else "")
+    inside = (
+        (root / ".dockerenv").exists()
+        or (root / "run/.containerenv").exists()
+        or "KUBERNETES_SERVICE_HOST" in os.environ
+    )
+    yield Finding("container", "yes" if inside else "no sign of one")
+
+
+def check_port(port: int) -> Iterator[Finding]:
+    """Look whether a server could listen on a port of this machine."""
+    if next_free("127.0.0.1", port - 1) == port:
+        yield Finding("port", f"{port} is free")
+        return
+    holder = holder_of(port)
+    yield Finding(
+        "port", f"{port} is taken{f' by {holder}' if holder else ''}", "note", f"--port {next_free('127.0.0.1', port)}"
+    )
+
+
+def _memory_limit(root: Path) -> int | None:
+    """Return the limit of this process's cgroup, of version 2 or 1; None if there is none."""
+    for file in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if (text := _text(root / file).strip()).isdecimal():
+            return int(text)
+    return None
+
+
+def _limit(number: int) -> str:
+    return "any number of" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _without_home(path: Path) -> str:
+    """Return a path without the name of whoever's home it lies in."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

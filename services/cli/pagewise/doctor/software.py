@@ -1,0 +1,123 @@
+"""Checks of Python, packages, torch with its devices, and environment variables."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pagewise_shared.config import VARIABLE_PREFIX, misspelt_variables
+from pagewise_shared.version import package_version
+
+from pagewise.doctor.findings import Finding, gib
+from pagewise.preflight import EXECUTOR, GATEWAY
+
+_SECONDS = 120
+_SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "LD_PRELOAD")
+_NAMED_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
+"""Only whether they are set: tokens, folders of people, and hosts."""
+
+
+def check_python() -> Iterator[Finding]:
+    """Look at the interpreter and at Pagewise itself."""
+    text = f"{platform.python_implementation()} {platform.python_version()}, {platform.system()} {platform.release()}, "
+    text += f"{platform.machine()}, {' '.join(platform.libc_ver()) or 'unknown C library'}"
+    if platform.libc_ver()[0] != "glibc":
+        yield Finding(
+            "python", text, "note", "the CPU operations are compiled for glibc: PyTorch computes without them"
+        )
+    else:
+        yield Finding("python", text)
+    yield Finding("pagewise", package_version())
+
+
+def check_packages(constraints: Path | None = None) -> Iterator[Finding]:
+    """Compare what is installed with the versions that Pagewise was tested with."""
+    tested = read_constraints(constraints)
+    missing, others, same = [], [], 0
+    for name in dict.fromkeys(("msgspec", "prometheus_client", "pyzmq", "uvloop", *GATEWAY, *EXECUTOR)):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+            continue
+        if found.partition("+")[0] == tested.get(_canonical(name), found.partition("+")[0]):
+            same += 1
+        else:
+            others.append(f"{name} {found} (tested: {tested[_canonical(name)]})")
+    if missing:
+        advice = "pip install 'pagewise[executor]', or for a gateway alone 'pagewise[gateway]'"
+        yield Finding("packages", f"not installed: {', '.join(missing)}", "problem", advice)
+    if others:
+        yield Finding("packages", ", ".join(others), "note", "if something fails, try the tested versions")
+    yield Finding("packages", f"{same} in the tested version" if tested else f"{same} installed")
+
+
+def read_constraints(file: Path | None = None) -> dict[str, str]:
+    """Return the tested version of each package; none if the list is not here."""
+    here = Path(__file__).parents[1]
+    for path in (file,) if file else (here / "constraints.txt", here.parents[2] / "constraints.txt"):
+        if path is not None and path.is_file():
+            lines = (line.partition("==") for line in path.read_text().splitlines() if "==" in line)
+            return {_canonical(name): version for name, _, version in lines}
+    return {}
+
+
+def check_torch() -> Iterator[Finding]:
+    """Look at torch, its devices, and the compiled operations, in a process of their own."""
+    command = [sys.executable, "-m", "pagewise_executor.device_report"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)  # noqa: S603  # nosec B603 # no shell
+    except subprocess.TimeoutExpired:
+        advice = "nvidia-smi says whether the driver answers; is the disk of the packages slow?"
+        yield Finding("torch", f"not imported after {_SECONDS} s", "problem", advice)
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        yield Finding("torch", last, "problem", "pip install --force-reinstall 'pagewise[executor]'")
+        return
+    yield from torch_findings(json.loads(done.stdout.splitlines()[-1]))
+
+
+def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge what ``device_report`` has found."""
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU"
+    yield Finding("torch", f"{found['torch']} ({build} build), CPU capability {found['capability']}")
+    for number, gpu in enumerate(found["devices"]):
+        text = (
+            f"{number}: {gpu['name']}, capability {gpu['capability']}, {gib(gpu['free'])} of {gib(gpu['memory'])} free"
+        )
+        low = gpu["free"] < gpu["memory"] / 2
+        advice = "another process uses it: nvidia-smi shows which; CUDA_VISIBLE_DEVICES chooses another one"
+        yield Finding("gpu", text, "note" if low else "ok", advice if low else "")
+    if found["no_gpu"]:
+        what, _, advice = found["no_gpu"].partition(": ")
+        yield Finding("gpu", f"not used: {what}", "problem", advice)
+    elif not found["devices"]:
+        yield Finding("gpu", "none; models are computed on the CPU")
+    operations = found["operations"]
+    build_again = "python -m pagewise_kernels.cpu.build, after pip install ziglang"
+    if operations is None:
+        yield Finding("cpu operations", f"none ({found['no_operations']})", "note", build_again)
+    elif operations["narrower"]:
+        yield Finding("cpu operations", f"{operations['file']}, narrower than this CPU", "note", build_again)
+    else:
+        yield Finding("cpu operations", operations["file"])
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Name the variables that change what Pagewise does. Values appear only of those that cannot be secrets."""
+    shown = [f"{name}={environ[name]}" for name in _SHOWN_VARIABLES if name in environ]
+    shown += [f"{name} is set" for name in _NAMED_VARIABLES if environ.get(name)]
+    shown += [f"{name} is set" for name in sorted(environ) if name.startswith(VARIABLE_PREFIX)]
+    yield Finding("environment", ", ".join(shown) or "nothing that matters is set")
+    for warning in misspelt_variables(environ):
+        yield Finding("environment", warning, "note", "correct or unset it")
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
