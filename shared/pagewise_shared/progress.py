@@ -73,6 +73,11 @@ class Progress:
         self._told = now
         self._tell(progress_line(self._what, self._done, self._total, self._unit, now - self._began))
 
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
     def __enter__(self) -> Self:
         """Begin."""
         return self
@@ -81,8 +86,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self.close()
 
 
 def progress_line(what: str, done: int, total: int, unit: str, seconds: float) -> str:

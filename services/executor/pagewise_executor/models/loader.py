@@ -218,10 +218,12 @@ def _load_with_transformers(
 ) -> tuple[torch.nn.Module, Shards | None, list[str]]:
     """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from pagewise_executor.attention.paged import NAME
     from pagewise_executor.models.sharded_loading import load_part
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the log shows the lines of this process one by one
     device, max_model_len = choose_device(config), _max_model_len(config, model_config.get_text_config(decoder=True))
     if not ranks.alone:
         model, shards = load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)

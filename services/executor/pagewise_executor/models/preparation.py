@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
+from pagewise_shared.progress import Progress
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
@@ -51,7 +52,9 @@ def prepare(
     operations = _operations(kernels)
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
     fused = packed = 0
-    for part in list(_parts(model)):
+    parts = list(_parts(model))
+    progress = Progress(f"loading {config.model}", len(parts), "parts", tell=log.info, bars=False)
+    for part in parts:
         if read is not None:
             read(part)
         if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
@@ -61,6 +64,7 @@ def prepare(
         if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
+        progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
         if device.type == "cuda" and isinstance(operations, TritonOperations) and not config.deterministic:

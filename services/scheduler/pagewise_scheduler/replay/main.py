@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.progress import Progress
 from pagewise_shared.protocol import HOST
 from pagewise_shared.traces import TraceError, TraceRequest, read_trace
 
@@ -102,7 +103,10 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
         for _ in range(options.executors)
     ]
 
+    progress = Progress("replay", len(trace), "requests")
+
     def tick(index: int) -> None:
+        progress.update()
         if belady is not None:
             belady.now = index
 
@@ -114,6 +118,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
                 request.arrival /= options.speed
         routing, peers = make_routing(options.routing), options.peer_link > 0
         outcome = Simulation(schedulers, costs, routing=routing, peers=peers, tick=tick).run(trace)
+    progress.close()
     summary = summarise(
         outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
