@@ -30,7 +30,7 @@ def draws_bars(stream: TextIO) -> bool:
 
 
 class Progress:
-    """Progress of work whose size is known, as a context manager.
+    """Progress of work whose size is known. Its bar goes at the end, or with the context if the work breaks off.
 
     ``what``: what is being done. ``total``: how many steps, or bytes if ``unit`` is "B". ``tell``: takes each line
     where no bar is drawn; by default lines are printed to standard error. ``bars``: whether to draw one; None: on a
@@ -66,6 +66,8 @@ class Progress:
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
+            if self._done >= self._total:
+                self.close()
             return
         now = self._clock()
         if now - self._told < SECONDS:

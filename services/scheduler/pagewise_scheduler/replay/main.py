@@ -118,7 +118,6 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict
                 request.arrival /= options.speed
         routing, peers = make_routing(options.routing), options.peer_link > 0
         outcome = Simulation(schedulers, costs, routing=routing, peers=peers, tick=tick).run(trace)
-    progress.close()
     summary = summarise(
         outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
