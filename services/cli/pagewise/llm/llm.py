@@ -145,7 +145,7 @@ class LLM:
         texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
         bodies: list[dict[str, Any]] = []
         for prompt, one in zip(prompts, params, strict=True):
-            body = one.body() | prompt | {"return_token_ids": True}
+            body = one.body() | prompt | {"return_token_ids": True}  # nosec B105 # no password
             if one.logprobs is not None:
                 body["return_tokens_as_token_ids"] = True
             bodies.append(body | ({"model": model} if model is not None else {}))

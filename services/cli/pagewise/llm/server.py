@@ -75,7 +75,7 @@ class Server:
     def _run(self, options: dict[str, Any]) -> None:
         """Start the child, and relay what it logs until it has ended."""
         try:
-            with subprocess.Popen(
+            with subprocess.Popen(  # nosec B603 # no shell
                 [sys.executable, "-m", "pagewise.llm.child"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
