@@ -183,11 +183,13 @@ class SchedulerLink:
         limit: int = 0,
         key: str = "",
         view: ConsoleView | None = None,
+        detail: str = "",
     ) -> bytes:
         """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
         of JSON for consoles (``view``).
 
         ``key``: name of the API key whose requests the report may show; empty: those of all.
+        ``detail``: see ``Query``.
 
         Raises:
             AdmissionError: no scheduler answers.
@@ -196,7 +198,7 @@ class SchedulerLink:
         epoch = self._connection.epoch
         if kind == "metrics" and epoch is not None:
             self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
-        told = await self._ask(lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view))
+        told = await self._ask(lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view, detail))
         if not told.found:
             raise LookupError(argument)
         return told.body

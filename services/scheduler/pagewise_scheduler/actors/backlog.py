@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.scheduling.waiting_queue import queue_time_of
 
 _SMOOTHING_SECONDS = 10.0
@@ -50,8 +51,9 @@ class Unplaced:
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(self._since)
 
-    def add(self, live: LiveRequest, now: float) -> None:
+    def add(self, live: LiveRequest, now: float, cause: WaitCause = "no executor") -> None:
         """Let a request wait from ``now`` (seconds) on."""
+        live.request.timeline.begin(cause, now)
         key, load = live.request.key, Load.of(live)
         self._since[live] = now
         self.load = self.load.plus(load)
@@ -63,6 +65,7 @@ class Unplaced:
         if since is None:
             return False
         live.unplaced_seconds += now - since
+        live.request.timeline.end(now)
         self.load = self.load.minus(Load.of(live))
         left = self._of_key.pop(live.request.key).minus(Load.of(live))
         if left != Load():

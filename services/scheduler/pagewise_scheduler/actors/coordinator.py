@@ -19,6 +19,7 @@ from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.draining import Draining
+from pagewise_scheduler.actors.explanations import Explanations
 from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
@@ -84,6 +85,8 @@ class Coordinator:
         self.draining = Draining(self.fleet, self.router, metrics)
         self.fleet.on_leaving = self.draining.begin
         self._console = Console(metrics.model_name, self.fleet, self.router, self.gateways)
+        self.explanations = Explanations(lambda: self.gateways.live_requests, lambda: self.fleet.engines)
+        self.gateways.on_ended = self.explanations.ended
         self._gauges = Gauges(self.router, metrics)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
@@ -210,4 +213,6 @@ class Coordinator:
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":
             self._report_memory_events()
+        if query.kind == "request" and query.detail == "explain":
+            return self.explanations.answer(query)
         return answer(query, self.fleet.engines, self.router.unplaced, self.metrics, self._console)

@@ -72,6 +72,8 @@ class Draining:
                     engine.life = Life.STOPPING
                 if engine.life is Life.STOPPING and not engine.scheduler.num_in_flight:
                     drain.moved = engine.move_all()
+                    for live in drain.moved:
+                        live.request.timeline.left(engine.executor_id, "drain", now)
                     self._router.place(drain.moved)
                     drain.copies = self._copy_cache(engine)
             if engine.life is Life.LOST or now >= drain.deadline or (engine.life is Life.DRAINED and self._done(drain)):

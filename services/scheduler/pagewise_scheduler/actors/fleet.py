@@ -25,6 +25,7 @@ from pagewise_shared.protocol.messages import DRAFTS_MINOR
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, check_loaded, checked_tokens
+from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, ExecutorLink, Life
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, storages_of
@@ -32,6 +33,7 @@ from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
 from pagewise_scheduler.core.memory.eviction import EvictionName
+from pagewise_scheduler.core.memory.losses import LostBlocks
 from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.recovery.cost_model import Eviction
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
@@ -125,6 +127,7 @@ class Fleet(Sessions[Executor]):
         self._virtual_tokens = VirtualTokens()
         # All executors learn together.
         self._eviction: Eviction = UseHistory() if options.eviction == "cost" else options.eviction
+        self._lost_blocks = LostBlocks()  # of all executors: a request may be placed on another one than before
         self._fingerprint: str | None = None
         self._session_of: dict[Engine, Session[Executor]] = {}
 
@@ -205,6 +208,7 @@ class Fleet(Sessions[Executor]):
         epoch = self._next_epoch()
         link = ExecutorLink(lambda message: self.socket.send(identity, message), lambda: self._begin_epoch(session))
         engine = Engine(hello, self._scheduler(hello, epoch), link, self.agenda, self.metrics)
+        engine.scheduler.kv.losses.executor_id, engine.scheduler.kv.losses.lost = hello.executor_id, self._lost_blocks
         session = Session(identity, key, hello.executor_id, Executor(hello, engine), epoch, now, now)
         self.enter(session)
         self._session_of[engine] = session
@@ -329,6 +333,8 @@ class Fleet(Sessions[Executor]):
         log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
         self.router.left(engine)
         moved = engine.lose(loss)
+        for live in moved:
+            live.request.timeline.left(engine.executor_id, "drain" if loss is Loss.LEFT else "lost", clock())
         endpoint = self.sharing.end(engine)
         if endpoint is not None:
             for other in self.engines:

@@ -1,7 +1,7 @@
 """The gateways: their requests, and the frames in which they are told what is new."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -84,6 +84,7 @@ class Gateway:
 
 class Gateways(Sessions[Gateway]):
     """Admits gateways, takes their requests, and tells them what becomes of those; gives up who does not listen.
+    ``on_ended``: called with each prompt of which nothing runs any more.
 
     A gateway that is lost takes its own requests along: they are aborted, and their blocks are free at once.
     """
@@ -113,6 +114,12 @@ class Gateways(Sessions[Gateway]):
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
+        self.on_ended: Callable[[LiveRequest], None] = lambda live: None
+
+    @property
+    def live_requests(self) -> Iterator[LiveRequest]:
+        """The requests of all gateways, one for each output that may still come."""
+        return (live for session in self for live in session.peer.streams.values())
 
     def flush(self) -> None:
         """Tell every gateway what is new, in one frame each."""
@@ -299,6 +306,7 @@ class Gateways(Sessions[Gateway]):
                 tokens_before=sum(len(sequence.output_token_ids) for sequence in request.sequences),
                 traceparent=submit.traceparent,
             )
+            request.timeline.resumed = now if submit.resumed else None
             submission.prompts.append(live)
             submission.running += 1
             self._names.add(request.request_id)
@@ -338,6 +346,7 @@ class Gateways(Sessions[Gateway]):
         if live.traceparent and self._on_traced is not None:
             self._on_traced(live, clock())
         self._names.discard(live.request.request_id)
+        self.on_ended(live)
         for stream in range(live.stream, live.stream + live.request.n):
             gateway.streams.pop(stream, None)
         submission.running -= 1

@@ -68,6 +68,7 @@ class LiveRequest:
         self._started = True
         request = self.request
         request.first_token_time = now
+        request.timeline.answered(now)
         scheduled = request.scheduled_time if request.scheduled_time == request.scheduled_time else now  # NaN: never
         self.outputs.started.append(
             Started(
@@ -120,6 +121,7 @@ class LiveRequest:
         if self.placement is not None:
             self.placement.end(now)
         tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences) - self.tokens_before
+        self.request.timeline.ended(now)
         self.num_generated_tokens = max(tokens, self.request.num_sampled_tokens)
         self.on_end(self)
         self.request.replace_sequences([])

@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -82,7 +82,26 @@ class RecentRequests:
         return min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago), default=None)
 
 
-def is_called(request: Request | EndedRequest, name: str, key: str) -> bool:
+class Named(Protocol):
+    """What has the names of a request."""
+
+    @property
+    def request_id(self) -> str:
+        """Our own id."""
+        ...
+
+    @property
+    def client_request_id(self) -> str:
+        """Its client's."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The name of its API key."""
+        ...
+
+
+def is_called(request: Named, name: str, key: str) -> bool:
     """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
     return name in (request.request_id, request.client_request_id) and key in ("", request.key)
 

@@ -261,11 +261,11 @@ class Router:
         able = [engine for engine in able if engine.scheduler.adapters.can_take(request.adapter)] or able
         if not able or self._expected_engines:
             live.engine = None
-            self.unplaced.add(live, clock())
+            self.unplaced.add(live, clock(), "restart" if self._expected_engines else "no executor")
             return
         if look_up and self.look_ups.begin(live, able):
             live.engine = None
-            self.unplaced.add(live, clock())
+            self.unplaced.add(live, clock(), "storage")
             return
         live.unplaced_seconds = 0.0
         engine = self.placer.place(live, able)
@@ -276,6 +276,7 @@ class Router:
         """A step of an engine has come back: let those go on elsewhere whose prompts are computed."""
         for request, view in self.placer.stepped(engine, output):
             live = engine.let_go(request)
+            request.timeline.left(engine.executor_id, "decode", clock())
             if view is None:
                 self.place([live])
                 continue

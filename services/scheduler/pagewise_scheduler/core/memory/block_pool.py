@@ -11,6 +11,7 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
+from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.memory.tier import CACHED, FREE, BlockCopy, Tier
 
@@ -87,13 +88,20 @@ class BlockPool(Tier):
             self.release(blocks)
 
     def cache_full_block(
-        self, parent: CachedBlock, tokens: bytes, block: int, known: CachedBlock | None
+        self,
+        parent: CachedBlock,
+        tokens: bytes,
+        block: int,
+        known: CachedBlock | None,
+        owner: RequestRef | None = None,
     ) -> CachedBlock:
         """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
 
-        ``known``: the tree's node of that content, if it has one, which then is not on the device.
+        ``known``: the tree's node of that content, if it has one, which then is not on the device. ``owner``: the
+        request that has computed it.
         """
         node = self.tree.add(parent, tokens) if known is None else known
+        node.cached_by = owner
         node.block = block
         node.num_places += 1
         parent.num_on_device += 1

@@ -1,5 +1,6 @@
 """A sequence's page table: which block holds its tokens."""
 
+from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
@@ -7,14 +8,15 @@ class BlockTable:
     """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``.
 
     ``cache_salt``: whose cache it shares. ``tip``: the node of the last block whose content is in the prefix tree; the
-    blocks up to it are the tree's own, those after it are the sequence's alone.
+    blocks up to it are the tree's own, those after it are the sequence's alone. ``owner``: the request that it is of.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "tip")
+    __slots__ = ("block_size", "blocks", "cache_salt", "owner", "tip")
 
-    def __init__(self, block_size: int, cache_salt: str | None = None) -> None:
+    def __init__(self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None) -> None:
         self.block_size = block_size
         self.cache_salt = cache_salt
+        self.owner = owner
         self.blocks: list[int] = []
         self.tip: CachedBlock | None = None
 

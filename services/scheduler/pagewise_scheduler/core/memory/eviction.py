@@ -130,9 +130,10 @@ class EvictionQueue:
     gave up a block is looked at again at once, all of them now and then, because what a block is worth changes with
     time. ``_valued``: the block of each group whose worth that is. A prefix is evicted from its end, and each of its
     blocks enters the queue only when the one behind it has gone, so meanwhile the others of its group stay as they are.
+    ``price``: what the block that was taken last was worth, or the first one of its group a moment before.
     """
 
-    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_valued", "_worth")
+    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_valued", "_worth", "price")
 
     def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy
@@ -141,6 +142,7 @@ class EvictionQueue:
         self._worth: list[tuple[int, float, _Key]] = []  # rank, what the first block is worth, group: one of each group
         self._valued: dict[_Key, CachedBlock] = {}
         self._size = self._tie = 0
+        self.price = 0.0
         self._until_look = _POPS_BETWEEN_LOOKS
 
     def close(self) -> None:
@@ -167,7 +169,8 @@ class EvictionQueue:
         """Take the block that goes first; None if none may be evicted."""
         block = self.peek()
         if block is not None:
-            heapq.heappop(self._groups[self._worth[0][2]])
+            _, self.price, key = self._worth[0]
+            heapq.heappop(self._groups[key])
             self._size -= 1
             self._until_look -= 1
             if self._until_look:

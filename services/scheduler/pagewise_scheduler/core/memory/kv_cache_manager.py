@@ -16,6 +16,7 @@ from pagewise_scheduler.core.memory.cache_tier import CacheTier, DemotionPolicy
 from pagewise_scheduler.core.memory.copy_costs import TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
+from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
 from pagewise_scheduler.core.memory.tier import Copies, Tier
 
@@ -52,10 +53,12 @@ class KVCacheManager:
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
     device's blocks. ``tiers``: all tiers by number, the device too. ``demotion``: what the tiers below take over. A
     block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step
-    has returned, so nobody else can write into it before.
+    has returned, so nobody else can write into it before. ``losses``: what was cached and is lost.
     """
 
-    __slots__ = ("_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "pool", "tiers")
+    __slots__ = (
+        "_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "losses", "pool", "tiers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class KVCacheManager:
         self.capacity_tokens = num_blocks * block_size
         self._lower = lower
         self._demotion = demotion
+        self.losses = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
@@ -82,7 +86,7 @@ class KVCacheManager:
         """Empty tiers over an empty prefix tree."""
         lowest_first = sorted(self._lower, key=lambda tier: tier.number, reverse=True)
         num_tiers = 1 + (lowest_first[0].number if lowest_first else DEVICE)
-        tree = PrefixTree(self.block_size, model_fingerprint, num_tiers)
+        tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.losses)
         below: CacheTier | None = None
         for number, size, costs in lowest_first:
             below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
@@ -108,9 +112,9 @@ class KVCacheManager:
         """Blocks it takes to hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_table(self, cache_salt: str | None = None) -> BlockTable:
-        """An empty block table that shares the cache of ``cache_salt``."""
-        return BlockTable(self.block_size, cache_salt)
+    def new_table(self, cache_salt: str | None = None, owner: RequestRef | None = None) -> BlockTable:
+        """An empty block table of the request ``owner`` that shares the cache of ``cache_salt``."""
+        return BlockTable(self.block_size, cache_salt, owner)
 
     def cache_tier(self, number: int) -> CacheTier | None:
         """The tier of that number below the device, if the executor has it."""
@@ -221,7 +225,7 @@ class KVCacheManager:
             return ()
         source = prefix.partial_block
         self.pool.pin([source])  # so that making room for the copy does not evict what is copied
-        (target,), copies = self.pool.reserve(1)
+        (target,), copies = self._reserve(1, table)
         self.pool.counters.copied += 1
         self.pool.release([source])
         table.blocks = [*shared, target]
@@ -249,7 +253,7 @@ class KVCacheManager:
             own = table.blocks[index]
             duplicate = tip.children.get(tokens)
             if duplicate is None or duplicate.block < 0:
-                tip = pool.cache_full_block(tip, tokens, own, duplicate)
+                tip = pool.cache_full_block(tip, tokens, own, duplicate, table.owner)
             else:
                 other = duplicate.block
                 pool.pin([other])
@@ -270,7 +274,7 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
         """
-        added, copies = self.pool.reserve(table.blocks_missing(num_tokens))
+        added, copies = self._reserve(table.blocks_missing(num_tokens), table)
         table.blocks += added
         return added, copies
 
@@ -280,10 +284,16 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
         """
-        added, copies = self.pool.reserve(len(tables))
+        added, copies = self._reserve(len(tables), *tables[:1])
         for table, block in zip(tables, added, strict=True):
             table.blocks.append(block)
         return copies
+
+    def _reserve(self, count: int, table: BlockTable | None = None) -> tuple[list[int], Copies]:
+        """Take ``count`` blocks for ``table``, or for so many tables of which it is the first."""
+        losses = self.losses
+        losses.taker, losses.num_takers = None if table is None else table.owner, count
+        return self.pool.reserve(count)
 
     def free(self, table: BlockTable, in_flight_step: int | None, ending: int | None = None) -> None:
         """Drop the table's references, at once or when ``in_flight_step``, the last that touches it, returns.
@@ -314,11 +324,12 @@ class KVCacheManager:
             self._num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
 
-    def close(self) -> None:
+    def close(self, reason: LossReason = "executor lost") -> None:
         """The executor is gone, or all it held: free what the tiers know of it now, however much that is.
 
         Tiers and nodes hold each other, so without this they would stay until a garbage collection.
         """
+        self.losses.all_gone(self.pool.tree.roots, reason)
         for tier in self.tiers.values():
             tier.close()
         self.pool.tree.unlink()
@@ -330,5 +341,5 @@ class KVCacheManager:
         """
         pool = self.pool
         assert pool.num_in_use <= pool.num_lent
-        self.close()
+        self.close("executor reset")
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)

@@ -14,6 +14,8 @@ from itertools import islice
 from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_scheduler.core.memory.losses import LossLog, RequestRef, root_place
+
 NOWHERE = -1
 """The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
 
@@ -33,11 +35,13 @@ class CachedBlock:
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
         it. kind: what an eviction policy has noted of it, 0: nothing. stored: in which storages it lies, or will when
-        copies under way are made, one bit for each.
+        copies under way are made, one bit for each. cached_by: who computed it, if that is known. place: see
+        ``losses``, 0 until it is asked for.
     """
 
     __slots__ = (
         "block",
+        "cached_by",
         "children",
         "copies",
         "depth",
@@ -47,6 +51,7 @@ class CachedBlock:
         "num_on_device",
         "num_places",
         "parent",
+        "place",
         "stored",
         "tokens",
     )
@@ -58,7 +63,8 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.block = NOWHERE
         self.copies = no_copies
-        self.num_places = self.num_on_device = self.last_used = self.kind = self.stored = 0
+        self.num_places = self.num_on_device = self.last_used = self.kind = self.stored = self.place = 0
+        self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
     @property
@@ -87,6 +93,7 @@ class _Root(CachedBlock):
         super().__init__(None, b"", no_copies)
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
+        self.place = root_place(cache_salt)
 
 
 def hash_of(node: CachedBlock) -> BlockHash:
@@ -138,12 +145,15 @@ class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
 
     ``num_tiers``: one more than the highest number of a tier in which blocks may lie. ``no_copies``: the ids of one
-    that lies in none below the device.
+    that lies in none below the device. ``losses``: of what leaves its last tier.
     """
 
-    __slots__ = ("_key_bytes", "_roots", "model_fingerprint", "no_copies", "num_blocks")
+    __slots__ = ("_key_bytes", "_roots", "losses", "model_fingerprint", "no_copies", "num_blocks")
 
-    def __init__(self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1) -> None:
+    def __init__(
+        self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1, losses: LossLog | None = None
+    ) -> None:
+        self.losses = losses or LossLog()
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
         self.no_copies = (NOWHERE,) * num_tiers
@@ -179,6 +189,15 @@ class PrefixTree:
             nodes += node.children.values()
             node.children.clear()
             node.parent = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._key_bytes // _BYTES_PER_TOKEN
+
+    def newest_salts(self) -> Iterator[str | None]:
+        """The cache salts of which anything is cached, the newest first."""
+        return reversed(self._roots)
 
     @property
     def roots(self) -> list[CachedBlock]:

@@ -18,6 +18,7 @@ from pagewise_shared.block_hash import BlockHash
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.losses import LossReason
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 
 if TYPE_CHECKING:
@@ -228,27 +229,32 @@ class Tier:
             self._evictable.push(node, rank)
             self._evictable.shrink(self.num_blocks - len(self._free))
 
-    def drop(self, node: CachedBlock) -> None:
+    def drop(self, node: CachedBlock, reason: LossReason = "evicted") -> None:
         """The content of ``node`` is lost: what comes after it is not kept in lower tiers, unless it is pinned there.
 
         What lies nowhere then leaves the tree.
         """
         if node.children:
-            self._drop_below(node)
+            self._drop_below(node, reason)
         if node.num_places:
             for tier in self._caches:
                 tier.forget(node)
+        if not node.num_places:
+            self.tree.losses.note(node, reason, self.number, self.policy, self._evictable.price)
         stays = self.tree.prune(node)
         if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
             self._caches[-1].offer(stays)
 
-    def _drop_below(self, node: CachedBlock) -> None:
+    def _drop_below(self, node: CachedBlock, reason: LossReason) -> None:
         subtree = [*node.children.values()]
         for found in subtree:  # grows while it is walked: parents come before their children
             subtree += found.children.values()
         for found in reversed(subtree):
+            lay = found.num_places
             for tier in self._caches:
                 tier.forget(found)
+            if lay and not found.num_places:
+                self.tree.losses.note(found, reason, self.number, self.policy, self._evictable.price)
             if not found.children and not found.num_places:
                 self.tree.remove(found)
 

@@ -324,7 +324,7 @@ class Recoveries:
                 self._kv.pool.counters.spoiled += len(spoiled)
                 for place in spoiled:
                     if place.node.block_id(place.tier) == place.block:  # else it went with one above it
-                        self._kv.pool.drop(place.node)
+                        self._kv.pool.drop(place.node, "spoiled")
             if self._active.get(recovery.sequence) is not recovery:
                 continue
             if spoiled:

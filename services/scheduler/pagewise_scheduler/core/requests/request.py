@@ -14,9 +14,11 @@ from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
+from pagewise_scheduler.core.requests.timeline import Timeline
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -47,12 +49,14 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Preempted:
-    """It lost its ``blocks``, ``freed`` of which nobody else held. ``time``: seconds of the caller's clock."""
+    """It lost its ``blocks``, ``freed`` of which nobody else held, to ``by``. ``time``: seconds of the caller's
+    clock."""
 
     time: float
     reason: str
     blocks: int
     freed: int
+    by: RequestRef | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +200,8 @@ class Request:
     ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
     which it was placed, and when, the last few. ``adapter``: with which it is computed; its content is in
-    ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it.
+    ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it. ``timeline``: what explains its
+    times; ``ref``: what is remembered of it where it leaves traces.
     """
 
     request_id: str
@@ -231,6 +236,11 @@ class Request:
     executors: tuple[tuple[float, str], ...] = ()
     adapter: Adapter | None = None
     adapter_slot: int = -1
+    timeline: Timeline = field(default_factory=Timeline)
+    ref: RequestRef = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ref = RequestRef(self.request_id, self.key, self.adapter.name if self.adapter is not None else "")
 
     def placed(self, executor_id: str, now: float) -> None:
         """Note that an executor takes it on at ``now``, in seconds."""
@@ -259,7 +269,7 @@ class Request:
         elif self.best_of:
             sampling = msgspec.structs.replace(sampling, logprobs=0)
         stop_ids = _stop_set(sampling.stop_token_ids)
-        made = Sequence(self, index, sampling, BlockTable(block_size, self.cache_salt), stop_ids=stop_ids)
+        made = Sequence(self, index, sampling, BlockTable(block_size, self.cache_salt, self.ref), stop_ids=stop_ids)
         made.sink, made.stream = self.sink, self.stream + index
         self.sequences.append(made)
         self.num_pending -= 1

@@ -58,6 +58,7 @@ class AdapterScheduler(Scheduler):
             super().add(request)
             return
         request.create_sequences()
+        request.timeline.begin("adapter", request.executors[-1][0] if request.executors else request.arrival_time)
         for sequence in request.sequences:
             if not sequence.finished:  # it may have run elsewhere, or before a reset
                 sequence.status, sequence.prefilled, sequence.last_step = SequenceStatus.WAITING, False, 0
@@ -72,6 +73,7 @@ class AdapterScheduler(Scheduler):
             self.waiting.withdraw(request)
             super().forget(request)
         for request in admitted:
+            request.timeline.end(now)
             super().add(request)
         return self.adapters.take_loads(self.epoch, now)
 

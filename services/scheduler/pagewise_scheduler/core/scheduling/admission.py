@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
@@ -22,7 +23,10 @@ _MOST_PASSED = 32
 
 class Admission:
     """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and what waits
-    to compute segments. ``grammars``: of the executor, which is asked for those that are lacking."""
+    to compute segments. ``grammars``: of the executor, which is asked for those that are lacking.
+
+    ``held``: who was not started, since ``computing`` was told, because it waits for its grammar, or for another
+    request, the value, that computes its prefix. ``lacked_room``: whether the last one was not, for want of blocks."""
 
     def __init__(
         self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments, grammars: CompiledGrammars
@@ -31,11 +35,15 @@ class Admission:
         self._waiting = waiting
         self._segments = segments
         self._grammars = grammars
-        self._busy: set[tuple[Hashable, bytes]] = set()
+        self._busy: dict[tuple[Hashable, bytes], RequestRef | None] = {}
+        self.held: dict[Sequence, RequestRef | None] = {}
+        self.lacked_room = False
 
     def computing(self, sequences: Iterable[Sequence]) -> None:
         """Whose prompts are being computed when a step is planned; told before ``next`` is asked."""
         self._busy.clear()
+        self.held.clear()
+        self.lacked_room = False
         for sequence in sequences:
             self.computing_too(sequence)
 
@@ -45,13 +53,13 @@ class Admission:
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
             place = self._place(sequence.request.cache_salt, sequence.table.tip)
-            self._busy.add((place, sequence.tokens_between(start, stop)))
+            self._busy[place, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
         """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
         start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
         if start + size <= len(tokens):
-            self._busy.add((self._place(table.cache_salt, table.tip), tokens[start : start + size]))
+            self._busy[self._place(table.cache_salt, table.tip), tokens[start : start + size]] = None
 
     def next(
         self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
@@ -62,6 +70,7 @@ class Admission:
         ``oldest_step``: the oldest step in flight, if any; a sequence that takes part in it or a later one has to wait.
         """
         if room <= (watermark if favoured is None else 0):
+            self.lacked_room = True
             return None
         changes = self._segments.num_requests, self._segments.num_withdrawn
         for head in self._waiting.heads(_WINDOW):
@@ -97,6 +106,8 @@ class Admission:
             return None
         for sequence in self._candidates(head):
             if _is_in_flight(sequence, oldest_step) or not self._may_start(sequence):
+                if sequence.sampling.grammar and _first_has_begun(sequence):
+                    self.held[sequence] = None
                 continue
             if sequence.status is not SequenceStatus.WAITING:
                 continue  # it was to compute a segment, which somebody else has computed meanwhile
@@ -119,6 +130,7 @@ class Admission:
             if ready and self._has_segments(head, found) and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
+            self.lacked_room = True
             return None
         if best is not head and self._grammars.is_ready(head.sampling.grammar):
             head.num_passed += 1
@@ -172,7 +184,11 @@ class Admission:
         if stop >= sequence.num_tokens:
             return False
         place = self._place(sequence.request.cache_salt, found[-1] if found else None)
-        return (place, sequence.tokens_between(start, stop)) in self._busy
+        block = place, sequence.tokens_between(start, stop)
+        if block not in self._busy:
+            return False
+        self.held[sequence] = self._busy[block]
+        return True
 
     def _place(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
         """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""

@@ -145,7 +145,7 @@ class BeamGroups:
 
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""
-        fork = self._kv.new_table(table.cache_salt)
+        fork = self._kv.new_table(table.cache_salt, table.owner)
         if table.blocks and self._kv.num_available > 1:
             prefix = self._kv.fork(table, num_computed)
             self._plan.copy(self._kv.take(fork, prefix))
@@ -153,7 +153,7 @@ class BeamGroups:
 
     def _new_sequence(self, request: Request) -> Sequence:
         first = request.sequences[0]
-        return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt))
+        return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt, request.ref))
 
     def _conclude(
         self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: StepOutput

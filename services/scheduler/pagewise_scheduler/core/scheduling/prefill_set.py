@@ -10,12 +10,16 @@ from pagewise_shared.segments import furthest
 
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.recovery.recovery import Recoveries
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryPlan
 from pagewise_scheduler.core.recovery.remote_tier import PeerTiers
 from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.scheduling.activity import Activity
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
+from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
 from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
@@ -30,6 +34,7 @@ class PrefillSet:
     shares of rows and blocks that keys have. ``segments``: of those that wait and of members. ``grammars``: which of
     them the executor has compiled.
 
+    ``activity``: what explains why others wait.
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
 
@@ -53,6 +58,7 @@ class PrefillSet:
         self.segments = Segments(kv, waiting, self.shares, plan)
         self.grammars = CompiledGrammars()
         self._admission = Admission(kv, waiting, self.segments, self.grammars)
+        self.activity = Activity()
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -77,6 +83,10 @@ class PrefillSet:
         sequence would wait for originals that it then does not need.
         """
         self._waiting.push(sequence)
+        request = sequence.request
+        if sequence.index == 0:
+            since = request.executors[-1][0] if request.executors else request.arrival_time
+            request.timeline.queued(self.activity, since)
         if not sequence.request.segments:
             return
         prefix, start = self._admission.cached_prefix(sequence)
@@ -153,7 +163,24 @@ class PrefillSet:
         budget -= _num_computed(chunks)
         started = self._started(budget, num_decoding, in_flight, now)
         budget -= _num_computed(started)
-        return chunks + self._continued(members[first:], budget) + started
+        chunks += self._continued(members[first:], budget) + started
+        cause = self._cause(budget, num_decoding, now) if self._waiting else None
+        self.activity.planned(num_decoding, chunks, cause, now)
+        return chunks
+
+    def _cause(self, budget: int, num_decoding: int, now: float) -> WaitCause:
+        """What those wait for who wait when a step has been planned; ``budget``: tokens that it had left for them."""
+        for sequence, computes in self._admission.held.items():
+            if sequence.index == 0 and sequence.status is SequenceStatus.WAITING:
+                timeline = sequence.request.timeline
+                grammar = computes is None and not self.grammars.is_ready(sequence.sampling.grammar)
+                timeline.held("grammar" if grammar else "prefix", now)
+                timeline.computes_prefix = computes or timeline.computes_prefix
+        if not self._free_rows or num_decoding + len(self._members) >= self._limits.max_num_seqs:
+            return "rows"
+        if budget <= 0 or self._plan_is_full:
+            return "prefill"
+        return "memory" if self._admission.lacked_room else "turn"
 
     def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """Next chunks of ``members``, as far as tokens and blocks last, and booked as scheduled."""
@@ -253,7 +280,7 @@ class PrefillSet:
         self._take_row(sequence)
         sequence.num_scheduled_tokens += size
         self._join(sequence, prefix.num_tokens)
-        self._note(sequence, prefix, now)
+        self._note(sequence, prefix, plan, now)
         return size
 
     @property
@@ -276,8 +303,9 @@ class PrefillSet:
         """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
         return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
 
-    def _note(self, sequence: Sequence, prefix: CachedPrefix, now: float) -> None:
+    def _note(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
         request = sequence.request
+        request.timeline.started(now)
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
             if request.computes_for is not None:  # its root is paid for
@@ -285,8 +313,13 @@ class PrefillSet:
                 return
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
             request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
+            request.ref.started = now
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens
+            # What comes from another executor or from storage is not lost.
+            if max(prefix.num_tokens, plan.end * self._kv.block_size) < sequence.num_tokens - 1:
+                known = prefix.away or prefix.blocks
+                request.timeline.missed = find_missed(self._kv, sequence, known[-1] if known else None)
 
 
 def _num_computed(chunks: Chunks) -> int:

@@ -75,6 +75,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
+        self.activity = self._prefilling.activity
         self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
         self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
@@ -141,7 +142,7 @@ class Scheduler:
         for sequence in request.sequences:
             if not sequence.finished:
                 self.kv.restore(request.cache_salt, sequence.token_bytes)
-                sequence.table = self.kv.new_table(request.cache_salt)
+                sequence.table = self.kv.new_table(request.cache_salt, request.ref)
                 sequence.last_step = 0
                 sequence.path.clear()
                 self._prefilling.arrive(sequence)
@@ -203,7 +204,7 @@ class Scheduler:
 
         ``now``: seconds, noted on requests that run for the first time.
         """
-        self._now = now
+        self._now = self.kv.losses.now = now
         if self.speculation.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
@@ -212,7 +213,7 @@ class Scheduler:
             self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
         for sequence in self._prefilling.victims_for_starved(step, self._decoding.order(), self.steps_in_flight):
-            self._preempt(sequence, "another key has less than its share")
+            self._preempt(sequence, "another key has less than its share", self._shares.favoured)
         if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding = self._decoding.order()
@@ -233,17 +234,16 @@ class Scheduler:
         if not self._make_room_for_decodes(step):
             return False
         due = self._decoding.take_blocks_due(step)
-        tables = [sequence.table for sequence in due]
-        self._plan.copy(self.kv.grow_by_one(tables))
-        for sequence, table in zip(due, tables, strict=True):
-            self._plan.set_blocks(sequence.row, len(table.blocks) - 1, table.blocks[-1:])
+        self._plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
+        for sequence in due:
+            self._plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
         return True
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
-        while (needed := len(self._decoding.blocks_due(step))) > self.kv.num_available:
+        while (needed := len(due := self._decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring and not self.segments.make_room(None):
-                self._preempt(self._shares.victim(self.running), "decoding sequences need blocks")
+                self._preempt(self._shares.victim(self.running), "decoding sequences need blocks", *due)
             elif self.steps_in_flight:
                 return False
         return True
@@ -267,7 +267,7 @@ class Scheduler:
             return self.schedule(now)
         if len(self._prefilling) < 2:
             return None
-        self._preempt(self._shares.victim(self.running), "prefills hold each other up")
+        self._preempt(self._shares.victim(self.running), "prefills hold each other up", *self._prefilling)
         return self.schedule(now)
 
     def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, drafts: Drafts, loads: Loads) -> StepPlan:
@@ -388,11 +388,11 @@ class Scheduler:
         touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 
-    def _preempt(self, sequence: Sequence, reason: str) -> None:
-        """Drop a running sequence's blocks; it waits, and is recomputed from its tokens."""
-        blocks, references = sequence.table.blocks, self.kv.pool.references
-        freed = sum(1 for block in blocks if references(block) == 1)
-        sequence.note(Preempted(self._now, reason, len(blocks), freed))
+    def _preempt(self, sequence: Sequence, reason: str, *others: Sequence | None) -> None:
+        """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
+        freed = sum(1 for block in sequence.table.blocks if self.kv.pool.references(block) == 1)
+        by = next((one.request.ref for one in others if one is not None and one is not sequence), None)
+        sequence.note(Preempted(self._now, reason, len(sequence.table.blocks), freed, by))
         self.vacate(sequence, ends=False)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)

@@ -269,7 +269,7 @@ class Segments:
         self.computing(request)
         (computing,) = request.sequences
         self._kv.restore(request.cache_salt, computing.token_bytes)
-        computing.table = self._kv.new_table(request.cache_salt)
+        computing.table = self._kv.new_table(request.cache_salt, parent.ref)
         self._waiting.push(computing)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -1,0 +1,299 @@
+"""Where a request's time went, and where its cached prefix was lost: the facts, as plain data of bounded size."""
+
+from collections.abc import Iterable
+from math import isnan, nan
+
+from msgspec import Struct
+from msgspec.structs import replace
+from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
+
+from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
+from pagewise_scheduler.core.recovery.recovery_plan import Recovery
+from pagewise_scheduler.core.requests.request import Preempted, Request
+from pagewise_scheduler.core.requests.timeline import Departure, Steps
+
+_MOST_EVENTS = 16
+
+
+class Who(Struct, frozen=True):
+    """A request, and the name of its API key."""
+
+    request_id: str
+    key: str
+
+
+class Share(Struct):
+    """Tokens of a prompt; ``request``: whose, None if that is not shown."""
+
+    request: Who | None
+    tokens: int
+
+
+class LostPrefix(Struct):
+    """Tokens of the prompt that had been cached, from ``position`` on.
+
+    ``reason``: "evicted", "spoiled", "executor lost" or "executor reset", at ``time``. ``cached_by``: who had computed
+    them, having started at ``cached_at``. ``taker``: whose allocation evicted them, the first of ``num_takers``.
+    ``policy``: which policy chose them, ``price``: what it held them for worth.
+    """
+
+    position: int
+    tokens: int
+    reason: str
+    time: float
+    executor_id: str
+    tier: str
+    cached_by: Who | None
+    cached_at: float | None
+    taker: Who | None
+    num_takers: int
+    policy: str
+    price: float | None
+
+
+class LeftPrefix(Struct):
+    """Where the prompt leaves the cached one of ``cached_by``: at token ``position``, the first that differs. There are
+    ``beyond`` tokens behind it, of which ``compared`` were compared with the prompt's own, and ``equal`` are the same.
+    """
+
+    position: int
+    beyond: int
+    compared: int
+    equal: int
+    cached_by: Who | None
+
+
+class OtherCache(Struct):
+    """The first ``tokens`` are cached for another ``kind``: "salt" or "adapter", the one of the name ``adapter``."""
+
+    tokens: int
+    kind: str
+    adapter: str
+    cached_by: Who | None
+
+
+class RecoveredPrefix(Struct):
+    """How the KV came that was cached: see ``EventReport``. ``predicted``: seconds by method. ``seconds``: it took."""
+
+    time: float
+    resumed: bool
+    method: str
+    source: str
+    peer: str | None
+    device_tokens: int
+    loaded_tokens: int
+    predicted: dict[str, float]
+    seconds: float | None
+
+
+class Preemption(Struct):
+    """It lost its blocks to ``by`` at ``time``, and went on ``seconds`` later."""
+
+    time: float
+    reason: str
+    by: Who | None
+    blocks: int
+    freed: int
+    seconds: float | None
+
+
+class Move(Struct):
+    """It left an executor at ``time`` for ``to``, where it was placed ``seconds`` later. ``reason``: "decode" (its
+    prompt was computed), "drain" (the executor was stopped), or "lost" (it had died)."""
+
+    time: float
+    executor_id: str
+    reason: str
+    to: str | None
+    seconds: float | None
+
+
+class Phase(Struct):
+    """A part of its life: seconds, its own tokens, the steps meanwhile, and the tokens of others' prompts in them."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    others_tokens: int
+
+
+class Explanation(Struct, omit_defaults=True):
+    """All that is known of where a request's time went. Times are seconds since 1970.
+
+    ``state``: "waiting", "running" or "ended". ``waits``: seconds by cause, see ``WaitCause``. ``ahead``: whose prompts
+    were being computed when it came. ``resumed``: when it came from another scheduler. ``sentences``: all of it in
+    words.
+    """
+
+    request_id: str
+    client_request_id: str
+    key: str
+    state: str
+    arrived: float
+    total_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    cached_tokens: dict[str, int]
+    executors: list[str]
+    waits: dict[str, float] = {}
+    ahead: list[Share] = []
+    computes_prefix: Who | None = None
+    waited_for_prefix: bool = False
+    prefill: Phase | None = None
+    decode: Phase | None = None
+    lost: list[LostPrefix] = []
+    left: LeftPrefix | None = None
+    other_cache: OtherCache | None = None
+    not_asked: bool = False
+    recoveries: list[RecoveredPrefix] = []
+    preemptions: list[Preemption] = []
+    moves: list[Move] = []
+    resumed: float | None = None
+    finish_reason: str | None = None
+    sentences: list[str] = []
+
+
+def explain(request: Request, now: float, since_1970: float, *, ended: bool = False) -> Explanation:
+    """The facts about a request. ``now``: of the scheduler's clock, which ``since_1970`` seconds are added to."""
+    timeline, first = request.timeline, request.first_token_time
+    history = sorted((event for one in request.sequences for event in one.history), key=lambda event: _time(event))[
+        -_MOST_EVENTS:
+    ]
+    output = sum(len(one.output_token_ids) for one in request.sequences)
+    cached = request.num_cached_tokens
+    told = Explanation(
+        request_id=request.request_id,
+        client_request_id=request.client_request_id,
+        key=request.key,
+        state="ended" if ended else "waiting" if isnan(request.scheduled_time) else "running",
+        arrived=request.arrival_time + since_1970,
+        total_seconds=now - request.arrival_time,
+        prompt_tokens=len(request.prompt_token_ids),
+        output_tokens=output,
+        queue_seconds=_after(request.arrival_time, request.scheduled_time),
+        first_token_seconds=_after(request.arrival_time, first),
+        cached_tokens=dict.fromkeys(SOURCES, 0)
+        | {tier_name(DEVICE): cached - sum(request.loaded_tokens.values())}
+        | request.loaded_tokens,
+        executors=[executor_id for _, executor_id in request.executors],
+        waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
+        ahead=[Share(_who(one.request), one.tokens) for one in timeline.ahead if one.request is not request.ref],
+        computes_prefix=_who(timeline.computes_prefix),
+        waited_for_prefix="prefix" in timeline.waits,
+        prefill=_phase(timeline.prefill, first - request.scheduled_time, len(request.prompt_token_ids) - cached),
+        decode=_phase(timeline.decode, now - first, output, own=0) if ended else None,
+        recoveries=[_recovered(one, since_1970) for one in history if isinstance(one, Recovery)],
+        preemptions=_preemptions(history, since_1970),
+        moves=_moves(timeline.departures, request.executors, since_1970),
+        resumed=None if timeline.resumed is None else timeline.resumed + since_1970,
+        finish_reason=next((one.finish_reason for one in request.sequences if one.finish_reason), None),
+    )
+    if (missed := timeline.missed) is not None:
+        position = missed.found
+        for run, tokens in missed.lost:
+            told.lost.append(_lost(run, position, tokens, since_1970))
+            position += tokens
+        if (left := missed.divergence) is not None:
+            told.left = LeftPrefix(left.position, left.beyond, left.compared, left.equal, _who(left.cached_by))
+        if (other := missed.other_salt) is not None:
+            adapter = other.cached_by.adapter if other.cached_by is not None else ""
+            told.other_cache = OtherCache(other.tokens, other.kind, adapter, _who(other.cached_by))
+        told.not_asked = missed.not_asked
+    return told
+
+
+def seen_by(told: Explanation, key: str) -> Explanation:
+    """What the holder of an API key gets to know of its own request: other keys' requests are not named, and nothing is
+    told of what these have cached, or had."""
+
+    def mine(who: Who | None) -> Who | None:
+        return who if who is not None and who.key == key else None
+
+    others = sum(one.tokens for one in told.ahead if mine(one.request) is None)
+    ahead = [one for one in told.ahead if mine(one.request) is not None]
+    return replace(
+        told,
+        ahead=[*ahead, Share(None, others)] if others else ahead,
+        computes_prefix=mine(told.computes_prefix),
+        lost=[replace(one, taker=mine(one.taker)) for one in told.lost if mine(one.cached_by) is not None],
+        left=told.left if told.left is not None and mine(told.left.cached_by) is not None else None,
+        other_cache=told.other_cache
+        if told.other_cache is not None and mine(told.other_cache.cached_by) is not None
+        else None,
+        preemptions=[replace(one, by=mine(one.by)) for one in told.preemptions],
+    )
+
+
+def _who(request: RequestRef | None) -> Who | None:
+    return None if request is None else Who(request.request_id, request.key)
+
+
+def _after(start: float, end: float) -> float | None:
+    return None if isnan(end) else max(0.0, end - start)
+
+
+def _time(event: object) -> float:
+    return event.began if isinstance(event, Recovery) else event.time if isinstance(event, Preempted) else nan
+
+
+def _phase(steps: Steps | None, seconds: float, tokens: int, own: int | None = None) -> Phase | None:
+    if steps is None or isnan(seconds):
+        return None
+    others = steps.prefill_tokens - (tokens if own is None else own)
+    return Phase(max(0.0, seconds), tokens, steps.steps, max(0, others))
+
+
+def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> LostPrefix:
+    started = run.cached_by.started if run.cached_by is not None else nan
+    return LostPrefix(
+        position=position,
+        tokens=tokens,
+        reason=run.reason,
+        time=run.time + since_1970,
+        executor_id=run.executor_id,
+        tier=tier_name(run.tier),
+        cached_by=_who(run.cached_by),
+        cached_at=None if isnan(started) else started + since_1970,
+        taker=_who(run.taker),
+        num_takers=run.num_takers,
+        policy=run.policy,
+        price=None if isnan(run.price) else run.price,
+    )
+
+
+def _recovered(event: Recovery, since_1970: float) -> RecoveredPrefix:
+    estimate, source = event.estimate, event.plan.source
+    return RecoveredPrefix(
+        time=event.began + since_1970,
+        resumed=event.resumed,
+        method=event.method,
+        source=event.origin,
+        peer=(source.peer or None) if source is not None else None,
+        device_tokens=event.device_tokens,
+        loaded_tokens=event.loaded_tokens,
+        predicted={}
+        if estimate is None
+        else {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both},
+        seconds=_after(event.began, event.ended),
+    )
+
+
+def _preemptions(history: Iterable[object], since_1970: float) -> list[Preemption]:
+    found: list[tuple[float, Preemption]] = []
+    for event in history:
+        if isinstance(event, Preempted):
+            told = Preemption(event.time + since_1970, event.reason, _who(event.by), event.blocks, event.freed, None)
+            found.append((event.time, told))
+        elif isinstance(event, Recovery) and event.resumed and found and found[-1][1].seconds is None:
+            found[-1][1].seconds = event.began - found[-1][0]
+    return [told for _, told in found]
+
+
+def _moves(departures: Iterable[Departure], executors: Iterable[tuple[float, str]], since_1970: float) -> list[Move]:
+    moves = []
+    for left in departures:
+        then, to = next(((time, name) for time, name in executors if time >= left.time), (nan, None))
+        moves.append(Move(left.time + since_1970, left.executor_id, left.reason, to, _after(left.time, then)))
+    return moves

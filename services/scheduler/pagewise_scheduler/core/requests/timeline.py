@@ -1,0 +1,215 @@
+"""Where a request's time goes: what is noted of it at its turning points, from which an explanation is made."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
+
+WaitCause = Literal[
+    "rows", "memory", "prefill", "turn", "step", "prefix", "grammar", "adapter", "no executor", "restart", "storage"
+]
+"""What a request waits for before it runs: a row, blocks, the steps' tokens that prompts of others take, others of its
+window; a step in flight; the prefix that another one computes, its grammar, its adapter; an executor, those of before a
+restart of the scheduler, or a look into storage."""
+
+_DEPARTURES = 8
+
+SHARED_CAUSES: tuple[WaitCause, ...] = ("rows", "memory", "prefill", "turn")
+"""What all that wait in a queue wait for."""
+
+
+class PrefillShare(NamedTuple):
+    """So many tokens of a request's prompt."""
+
+    request: RequestRef
+    tokens: int
+
+
+class Sums(NamedTuple):
+    """What a scheduler has done up to a moment: steps, tokens of prompts in them, and the seconds for which its queue
+    has waited for each of ``SHARED_CAUSES``. The difference of two is what it did in between."""
+
+    steps: int
+    prefill_tokens: int
+    waited: tuple[float, ...]
+
+
+class Work(Protocol):
+    """What a scheduler tells of its work."""
+
+    def sums(self, now: float) -> Sums:
+        """Up to ``now``, in seconds."""
+        ...
+
+    def ahead(self) -> tuple[PrefillShare, ...]:
+        """Whose prompts are being computed, the largest first, a few of them."""
+        ...
+
+
+class Departure(NamedTuple):
+    """It left an executor: at ``time``, because of ``reason``."""
+
+    time: float
+    executor_id: str
+    reason: str
+
+
+class Steps(NamedTuple):
+    """Steps between two moments of a request, and the tokens of all prompts that they computed."""
+
+    steps: int
+    prefill_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class Divergence:
+    """Where a prompt leaves the cached prefix of another one.
+
+    ``position``: the first token that differs. ``beyond``: tokens that are cached behind it there. ``compared``: of
+    these, how many were compared with the prompt's own at the same positions, and ``equal``: how many are the same.
+    """
+
+    position: int
+    cached_by: RequestRef | None
+    beyond: int
+    compared: int
+    equal: int
+
+
+@dataclass(slots=True, frozen=True)
+class OtherSalt:
+    """The same first ``tokens`` are cached under another cache salt, or for another adapter."""
+
+    tokens: int
+    kind: Literal["salt", "adapter"]
+    cached_by: RequestRef | None
+
+
+@dataclass(slots=True)
+class MissedPrefix:
+    """Why nothing is cached of a prompt behind its first ``found`` tokens, when it first ran.
+
+    ``lost``: what had been cached there, as far as that is remembered, with how many tokens of the prompt it was.
+    ``not_asked``: the cache was not asked, because log-probabilities of the prompt come from computing it.
+    """
+
+    found: int
+    lost: list[tuple[LostRun, int]] = field(default_factory=list)
+    divergence: Divergence | None = None
+    other_salt: OtherSalt | None = None
+    not_asked: bool = False
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What is known of one request; times are seconds of the scheduler's clock.
+
+    Fields:
+        resumed: when it came from another scheduler, None if it did not.
+        waits: seconds by cause, before it ran. ahead: whose prompts were being computed when it came, and how much of
+            them; computes_prefix: who computed the prefix that it waited for.
+        prefill, decode: steps between its start and its first token, and from there to its end.
+        missed: why its prefix was not cached. departures: from executors, the last few.
+    """
+
+    resumed: float | None = None
+    waits: dict[WaitCause, float] = field(default_factory=dict)
+    ahead: tuple[PrefillShare, ...] = ()
+    computes_prefix: RequestRef | None = None
+    prefill: Steps | None = None
+    decode: Steps | None = None
+    missed: MissedPrefix | None = None
+    departures: tuple[Departure, ...] = ()
+    _waits_since: tuple[WaitCause, float] | None = None
+    _held: tuple[WaitCause, float] | None = None
+    _queued: tuple[Work, float, Sums] | None = None
+    _running: tuple[Work, Sums] | None = None
+    _waited_until: float = float("-inf")
+    _held_seconds: float = 0.0
+
+    def add(self, cause: WaitCause, seconds: float) -> None:
+        """It has waited so long for this."""
+        if seconds > 0.0:
+            self.waits[cause] = self.waits.get(cause, 0.0) + seconds
+
+    def begin(self, cause: WaitCause, now: float) -> None:
+        """It waits for something that only ``end`` tells the end of."""
+        self.end(now)
+        self._waits_since = cause, now
+
+    def end(self, now: float) -> None:
+        """The wait that was begun last has ended, if there was one."""
+        if self._waits_since is not None:
+            cause, since = self._waits_since
+            self.add(cause, now - since)
+            self._waits_since, self._waited_until = None, now
+
+    def queued(self, work: Work, now: float) -> None:
+        """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait."""
+        self.end(now)
+        now = max(now, self._waited_until)
+        self._queued, self._held, self._held_seconds = (work, now, work.sums(now)), None, 0.0
+        if not self.ahead:
+            self.ahead = work.ahead()
+
+    def held(self, cause: WaitCause, now: float) -> None:
+        """It could have started but for this: told in each step in which that is so."""
+        since = self._held[1] if self._held is not None and self._held[0] == cause else now
+        self.add(cause, now - since)
+        self._held_seconds += now - since
+        self._held = cause, now
+
+    def started(self, now: float) -> None:
+        """It runs, for the first time at this executor."""
+        if self._queued is None:
+            return
+        work, since, before = self._queued
+        self._queued = None
+        if self._held is not None:
+            self.held(self._held[0], now)
+            self._held = None
+        after, left = work.sums(now), now - since - self._held_seconds
+        for cause, then, until in zip(SHARED_CAUSES, before.waited, after.waited, strict=True):
+            seconds = min(until - then, left)
+            self.add(cause, seconds)
+            left -= max(0.0, seconds)
+        self.add("step", left)
+        if self.prefill is None:
+            self._running = work, after
+
+    def waits_until(self, now: float) -> dict[WaitCause, float]:
+        """Seconds by cause, with what it waits for at ``now``."""
+        waits = dict(self.waits)
+        if self._waits_since is not None:
+            cause, since = self._waits_since
+            waits[cause] = waits.get(cause, 0.0) + now - since
+        elif self._queued is not None:
+            work, _, before = self._queued
+            for shared, then, until in zip(SHARED_CAUSES, before.waited, work.sums(now).waited, strict=True):
+                if until > then:
+                    waits[shared] = waits.get(shared, 0.0) + until - then
+        return waits
+
+    def answered(self, now: float) -> None:
+        """Its first token is there."""
+        self.prefill = self._since_mark(now)
+
+    def ended(self, now: float) -> None:
+        """Nothing of it runs any more."""
+        self.end(now)
+        if self.prefill is not None and self.decode is None:
+            self.decode = self._since_mark(now)
+        self._running = self._queued = None
+
+    def left(self, executor_id: str, reason: str, now: float) -> None:
+        """It goes on elsewhere."""
+        self.departures = (*self.departures[1 - _DEPARTURES :], Departure(now, executor_id, reason))
+        self._queued = None
+
+    def _since_mark(self, now: float) -> Steps | None:
+        if self._running is None:
+            return None
+        work, before = self._running
+        after = work.sums(now)
+        self._running = work, after
+        return Steps(after.steps - before.steps, after.prefill_tokens - before.prefill_tokens)

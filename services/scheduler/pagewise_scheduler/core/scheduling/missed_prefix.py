@@ -1,0 +1,109 @@
+"""Why a prompt's prefix was not cached when it first ran: lost, left by another token, or under another salt."""
+
+from itertools import islice
+from operator import eq
+
+from pagewise_shared.block_hash import is_adapter_salt
+
+from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.memory.losses import LostRun, place_after, place_of, root_place
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
+from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
+
+_LEAST_TOKENS = 2
+_RUNS = 4
+_SALTS_TRIED = 256
+_COMPARED_BLOCKS = 16
+_BLOCKS_BEYOND = 4096
+
+
+def find_missed(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None) -> MissedPrefix | None:
+    """What became of the prefix of a sequence that starts; None: there is nothing to tell.
+
+    ``tip``: the last block of it that is cached, wherever it lies. Takes a few look-ups, and one for each block that
+    was lost or lies under another salt: less than computing these blocks by orders of magnitude.
+    """
+    size, request = kv.block_size, sequence.request
+    found = 0 if tip is None else tip.depth
+    most = (sequence.num_tokens - 1) // size
+    missed = MissedPrefix(found * size)
+    if sequence.sampling.prompt_logprobs is not None:
+        missed.not_asked = True
+        return missed
+    if found < most:
+        _look_for_lost(kv, sequence, tip, missed, range(found, most))
+    if not missed.lost:
+        missed.divergence = _divergence(kv, sequence, tip, found)
+        if found < most:
+            missed.other_salt = _other_salt(kv.pool.tree, sequence, found, most)
+    known = missed.lost or missed.divergence or missed.other_salt
+    return missed if known and request.computes_for is None else None
+
+
+def _look_for_lost(
+    kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None, missed: MissedPrefix, blocks: range
+) -> None:
+    size, lost = kv.block_size, kv.losses.lost
+    place = root_place(sequence.request.cache_salt) if tip is None else place_of(tip)
+    runs: dict[LostRun, int] = {}
+    for index in blocks:
+        place = place_after(place, sequence.tokens_between(index * size, (index + 1) * size))
+        run = lost.find(place)
+        if run is None or (run not in runs and len(runs) >= _RUNS):
+            break
+        runs[run] = runs.get(run, 0) + size
+    missed.lost = list(runs.items())
+
+
+def _divergence(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None, found: int) -> Divergence | None:
+    """Where the prompt leaves the cached prompt that it has the most in common with."""
+    tree, size = kv.pool.tree, kv.block_size
+    start = found * size
+    node = tip or tree.root_of(sequence.request.cache_salt)
+    rest = sequence.tokens_between(start, min(start + size, sequence.num_tokens - 1))
+    if node is None or not node.children or not rest:
+        return None
+    closest = tree.find_partial(node, rest)
+    child, shared = closest or (next(reversed(node.children.values())), 0)
+    position = start + shared
+    if position < _LEAST_TOKENS or shared == len(rest) // 4:
+        return None  # with nothing in common, or nothing else, there is no place where they part
+    theirs, beyond = [child.tokens], size - shared
+    while child.children and beyond < _BLOCKS_BEYOND * size:
+        child = next(reversed(child.children.values()))
+        beyond += size
+        if len(theirs) < _COMPARED_BLOCKS:
+            theirs.append(child.tokens)
+    mine = memoryview(sequence.tokens_between(position, start + len(theirs) * size)).cast("i")
+    other = memoryview(b"".join(theirs)[4 * shared :]).cast("i")
+    compared = min(len(mine), len(other))
+    return Divergence(position, child.cached_by, beyond, compared, sum(map(eq, mine, other)))
+
+
+def _other_salt(tree: PrefixTree, sequence: Sequence, found: int, most: int) -> OtherSalt | None:
+    """Whether another salt has more of the prompt cached. Only the newest salts are asked."""
+    size, salt = tree.block_size, sequence.request.cache_salt
+    first = sequence.tokens_between(0, size)
+    best: tuple[int, str | None, CachedBlock] | None = None
+    keys: list[bytes] = []
+    for other in islice(tree.newest_salts(), _SALTS_TRIED):
+        root = tree.root_of(other)
+        if root is None or other == salt or first not in root.children:
+            continue
+        keys = keys or list(block_keys(sequence.tokens_between(0, most * size), size))
+        path = tree.walk(root, keys)
+        if len(path) > max(found, best[0] if best is not None else 0):
+            best = len(path), other, path[-1]
+    if best is None:
+        return None
+    length, other, last = best
+    same_but_adapter = is_adapter_salt(other) or is_adapter_salt(salt)
+    kind = "adapter" if same_but_adapter and _without_adapter(other) == _without_adapter(salt) else "salt"
+    return OtherSalt(length * size, "adapter" if kind == "adapter" else "salt", last.cached_by)
+
+
+def _without_adapter(salt: str | None) -> str | None:
+    if salt is None or not is_adapter_salt(salt):
+        return salt
+    return salt.partition("/")[2] or None
