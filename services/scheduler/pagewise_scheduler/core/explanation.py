@@ -193,8 +193,12 @@ def explain(request: Request, now: float, since_1970: float, *, ended: bool = Fa
     if (missed := timeline.missed) is not None:
         position = missed.found
         for run, tokens in missed.lost:
-            told.lost.append(_lost(run, position, tokens, since_1970))
+            lost = _lost(run, position, tokens, since_1970)
             position += tokens
+            if told.lost and _together(told.lost[-1], lost):
+                told.lost[-1].tokens += tokens
+            else:
+                told.lost.append(lost)
         if (left := missed.divergence) is not None:
             told.left = LeftPrefix(left.position, left.beyond, left.compared, left.equal, _who(left.cached_by))
         if (other := missed.other_salt) is not None:
@@ -260,6 +264,16 @@ def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> LostPr
         num_takers=run.num_takers,
         policy=run.policy,
         price=None if isnan(run.price) else run.price,
+    )
+
+
+def _together(one: LostPrefix, other: LostPrefix) -> bool:
+    """Whether two parts of a prompt, one behind the other, were cached by one request and lost for another one."""
+    return (one.reason, one.executor_id, one.cached_by, one.taker) == (
+        other.reason,
+        other.executor_id,
+        other.cached_by,
+        other.taker,
     )
 
 

@@ -225,7 +225,7 @@ class KVCacheManager:
             return ()
         source = prefix.partial_block
         self.pool.pin([source])  # so that making room for the copy does not evict what is copied
-        (target,), copies = self._reserve(1, table)
+        (target,), copies = self._reserve(1, [table])
         self.pool.counters.copied += 1
         self.pool.release([source])
         table.blocks = [*shared, target]
@@ -274,7 +274,7 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
         """
-        added, copies = self._reserve(table.blocks_missing(num_tokens), table)
+        added, copies = self._reserve(table.blocks_missing(num_tokens), [table])
         table.blocks += added
         return added, copies
 
@@ -284,15 +284,15 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
         """
-        added, copies = self._reserve(len(tables), *tables[:1])
+        added, copies = self._reserve(len(tables), tables)
         for table, block in zip(tables, added, strict=True):
             table.blocks.append(block)
         return copies
 
-    def _reserve(self, count: int, table: BlockTable | None = None) -> tuple[list[int], Copies]:
-        """Take ``count`` blocks for ``table``, or for so many tables of which it is the first."""
+    def _reserve(self, count: int, tables: Sequence[BlockTable]) -> tuple[list[int], Copies]:
+        """Take ``count`` blocks for ``tables``."""
         losses = self.losses
-        losses.taker, losses.num_takers = None if table is None else table.owner, count
+        losses.taker, losses.num_takers = tables[0].owner if tables else None, len(tables)
         return self.pool.reserve(count)
 
     def free(self, table: BlockTable, in_flight_step: int | None, ending: int | None = None) -> None:

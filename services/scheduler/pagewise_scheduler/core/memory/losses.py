@@ -18,6 +18,8 @@ MOST_LOST = 65_536
 _MOST_AT_ONCE = 8_192
 """Blocks that are noted of those that are lost with an executor, the beginnings of prefixes first."""
 
+_ONE_RUN_SECONDS = 1.0
+
 LossReason = Literal["evicted", "spoiled", "executor lost", "executor reset"]
 
 
@@ -34,10 +36,10 @@ class RequestRef:
 
 @dataclass(slots=True, eq=False)
 class LostRun:
-    """Blocks that were lost together: at one time, for one request, of those that one request had computed.
+    """Blocks that were lost together: within a second, for one request, of those that one request had computed.
 
-    ``time``: seconds of the scheduler's clock. ``cached_by``: who computed them, as far as known. ``taker``: for whose
-    blocks they were evicted, the first of ``num_takers``. ``policy``: class of the eviction policy; ``price``: what it
+    ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: who computed them, as far
+    as known. ``taker``: for whose blocks they were evicted, the first of ``num_takers``. ``policy``: class of the eviction policy; ``price``: what it
     said that the first of them was worth. ``tier``: the last one that they lay in.
     """
 
@@ -101,7 +103,7 @@ class LossLog:
         run, taker = self._run, self.taker
         if (
             run is None
-            or run.time != self.now
+            or self.now - run.time > _ONE_RUN_SECONDS
             or run.cached_by is not node.cached_by
             or run.taker is not taker
             or run.reason != reason

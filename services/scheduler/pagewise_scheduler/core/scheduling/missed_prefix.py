@@ -12,7 +12,7 @@ from pagewise_scheduler.core.requests.request import Sequence
 from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
 
 _LEAST_TOKENS = 2
-_RUNS = 4
+_RUNS = 16
 _SALTS_TRIED = 256
 _COMPARED_BLOCKS = 16
 _BLOCKS_BEYOND = 4096

@@ -1,0 +1,356 @@
+"""Explanations name the true cause of a wait and of a lost prefix, one test for each cause."""
+
+from array import array
+from collections import deque
+from itertools import count
+
+import pytest
+from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
+from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
+from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_shared.block_hash import adapter_salt
+from pagewise_shared.protocol import HOST, Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
+from pagewise_shared.sampling import SamplingParams
+
+from tests.scheduler.core.driving import executor_for
+
+STEP = 0.1
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Player:
+    """One executor whose steps take ``STEP`` seconds each, two of them in flight."""
+
+    def __init__(self, **options: object) -> None:
+        given = {
+            "num_blocks": 64,
+            "block_size": 4,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "max_loras": 2,
+            "max_grammars": 4,
+            "eviction": "cost",
+        }
+        self.scheduler = AdapterScheduler(**(given | options))  # type: ignore[arg-type]
+        self.executor = executor_for(self.scheduler)
+        self.results: deque[StepResult] = deque()
+        self.now = 100.0
+        self.numbers = count()
+        self.loads: list[LoadAdapter] = []
+        self.started: dict[Request, float] = {}
+
+    def send(self, prompt: list[int] | int, max_tokens: int = 2, **fields: object) -> Request:
+        number = next(self.numbers)
+        tokens = array("i", prompt if isinstance(prompt, list) else [1000 * number + i for i in range(prompt)])
+        given = {"sampling": GREEDY, "arrival_time": self.now, "key": "k"} | fields
+        request = Request(f"r{number}", tokens, max_tokens, **given)  # type: ignore[arg-type]
+        request.placed("e", self.now)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> None:
+        self.loads += self.scheduler.adapter_loads(self.now)
+        while self.scheduler.num_in_flight < 2 and (plan := self.scheduler.schedule(self.now)) is not None:
+            assert isinstance(plan, StepPlan)
+            self.results.append(self.executor.execute(plan))
+        self.now += STEP
+        for message in self.executor.finish_copies():
+            self.scheduler.copied(message)
+        if self.results:
+            output = self.scheduler.update(self.results.popleft())
+            for sequence in output.begun:
+                if sequence.request.first_token_time != sequence.request.first_token_time:
+                    sequence.request.first_token_time = self.now
+                    sequence.request.timeline.answered(self.now)
+
+    def finish(self, *requests: Request) -> None:
+        for _ in range(500):
+            if all(request.finished for request in requests):
+                break
+            self.step()
+        else:
+            raise AssertionError("not done")
+        for request in requests:
+            request.timeline.ended(self.now)
+
+    def explain(self, request: Request) -> Explanation:
+        told = explain(request, self.now, 0.0, ended=request.finished)
+        told.sentences = sentences(told)
+        return told
+
+
+def text(told: Explanation) -> str:
+    return " ".join(told.sentences)
+
+
+# ---- where the time went ---------------------------------------------------------------------------------
+
+
+def test_a_queue_for_rows() -> None:
+    player = Player(max_num_seqs=2)
+    running = [player.send(4, 12) for _ in range(2)]
+    player.step()
+    waits = player.send(4)
+    player.finish(*running, waits)
+    told = player.explain(waits)
+    assert max(told.waits, key=lambda cause: told.waits[cause]) == "rows"
+    assert told.waits["rows"] > 0.8
+    assert told.queue_seconds == pytest.approx(sum(told.waits.values()))
+    assert "because other sequences had all rows" in text(told)
+
+
+def test_a_queue_for_memory() -> None:
+    player = Player(num_blocks=16)
+    holds = player.send(40, 12)
+    player.step()
+    waits = player.send(40)
+    player.finish(holds, waits)
+    told = player.explain(waits)
+    assert max(told.waits, key=lambda cause: told.waits[cause]) == "memory"
+    assert "too few blocks" in text(told)
+
+
+def test_prefill_of_others_before_it_starts_and_beside_it() -> None:
+    player = Player()
+    long = player.send(160)
+    player.step()
+    waits = player.send(8, 8)
+    player.finish(long, waits)
+    told = player.explain(waits)
+    assert max(told.waits, key=lambda cause: told.waits[cause]) == "prefill"
+    assert [one.request.request_id for one in told.ahead if one.request] == [long.request_id]
+    assert f"because the steps computed the prompts of others: request {long.request_id}" in text(told)
+    # One that runs while another one's prompt is computed has longer steps.
+    decodes = player.send(8, 8)
+    player.step()
+    player.step()
+    other = player.send(64)
+    player.finish(decodes, other)
+    told = player.explain(decodes)
+    assert told.decode is not None
+    assert told.decode.others_tokens == 64
+    assert "steps also computed 64 tokens of the prompts of others" in text(told)
+
+
+def test_a_prefix_that_another_request_computes() -> None:
+    player = Player(max_num_batched_tokens=64)
+    prefix = list(range(500, 628))
+    first = player.send([*prefix, 1])
+    player.step()
+    second = player.send([*prefix, 2])
+    player.finish(first, second)
+    told = player.explain(second)
+    assert told.waits["prefix"] > 0.05
+    assert told.computes_prefix is not None
+    assert told.computes_prefix.request_id == first.request_id
+    assert f"while request {first.request_id} computed the prefix that both have in common" in text(told)
+
+
+def test_a_grammar() -> None:
+    player = Player()
+    waits = player.send(4, sampling=SamplingParams(temperature=0.0, grammar="g"))
+    for _ in range(5):
+        player.step()
+    (question,) = player.scheduler.grammars.take_questions(player.scheduler.epoch)
+    player.scheduler.grammars.compiled(question.number)
+    player.finish(waits)
+    told = player.explain(waits)
+    assert told.waits == {"grammar": pytest.approx(0.5)}
+    assert "until the executor had compiled its grammar" in text(told)
+
+
+def test_an_adapter_that_is_loaded() -> None:
+    player = Player()
+    adapter = Adapter("poet", "/p", b"\1" * 32, 1000, 8)
+    waits = player.send(4, adapter=adapter, cache_salt=adapter_salt(adapter.content, None))
+    for _ in range(4):
+        player.step()
+    (load,) = player.loads
+    loaded = AdapterLoaded(player.scheduler.epoch, load.number)
+    assert not player.scheduler.adapter_loaded(loaded, player.now)
+    player.finish(waits)
+    told = player.explain(waits)
+    assert told.waits == {"adapter": pytest.approx(0.4)}
+    assert "until the executor had loaded its adapter" in text(told)
+
+
+def test_preemption_and_by_whom() -> None:
+    player = Player(num_blocks=12)
+    first, second = player.send(16, 24), player.send(16, 24)
+    player.finish(first, second)
+    told = player.explain(second)
+    (preempted, *_) = told.preemptions
+    assert preempted.by is not None
+    assert preempted.by.request_id == first.request_id
+    assert preempted.seconds is not None
+    assert preempted.seconds > 0
+    assert f"it was preempted for request {first.request_id} (decoding sequences need blocks)" in text(told)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("swap", "were loaded"), ("recompute", "were computed again")])
+def test_recovery(mode: RecoveryMode, said: str) -> None:
+    player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap")
+    prompt = list(range(1, 34))
+    player.finish(player.send(prompt))
+    player.finish(player.send(60))  # takes all blocks: what was cached goes to the host
+    player.scheduler.recoveries.policy.mode = mode
+    again = player.send(prompt)
+    player.finish(again)
+    told = player.explain(again)
+    (recovered,) = told.recoveries
+    assert (recovered.source, recovered.method) == ("host", "load" if mode == "swap" else "recompute")
+    assert said in text(told)
+    assert "on the host" in text(told)
+    assert not told.lost, "what lies in a lower tier is not lost"
+
+
+# ---- where the prefix was lost ---------------------------------------------------------------------------
+
+
+def test_eviction_names_who_cached_it_and_for_whom_it_went() -> None:
+    player = Player(num_blocks=16)
+    prompt = list(range(1, 42))
+    cached = player.send(prompt)
+    player.finish(cached)
+    player.now += 300
+    taker = player.send(60)
+    player.finish(taker)
+    player.now += 60
+    again = player.send(prompt)
+    player.finish(again)
+    told = player.explain(again)
+    (lost,) = told.lost
+    found = told.cached_tokens["device"]
+    assert (lost.position, lost.position + lost.tokens, lost.reason) == (found, 40, "evicted")
+    assert lost.cached_by is not None
+    assert lost.taker is not None
+    assert (lost.cached_by.request_id, lost.taker.request_id) == (cached.request_id, taker.request_id)
+    assert lost.cached_at == pytest.approx(100.0)
+    assert 400 < lost.time < 410
+    said = text(told)
+    assert f"were cached by request {cached.request_id} at " in said
+    assert f"by the allocation of request {taker.request_id}, because their expected value was the least" in said
+
+
+def test_an_executor_that_was_reset_has_lost_it() -> None:
+    player = Player()
+    prompt = list(range(1, 42))
+    player.finish(player.send(prompt))
+    player.scheduler.fail(2)
+    player.executor = executor_for(player.scheduler)
+    again = player.send(prompt)
+    player.finish(again)
+    assert [(one.reason, one.tokens) for one in player.explain(again).lost] == [("executor reset", 40)]
+
+
+def test_missed_by_one_token() -> None:
+    player = Player()
+    prompt = list(range(1, 60))
+    cached = player.send(prompt)
+    player.finish(cached)
+    other = [*prompt]
+    other[21] = 7777
+    missed = player.send(other)
+    player.finish(missed)
+    left = player.explain(missed).left
+    assert left is not None
+    assert left.cached_by is not None
+    assert (left.position, left.cached_by.request_id) == (21, cached.request_id)
+    assert left.equal == left.compared - 1
+    said = text(player.explain(missed))
+    assert (
+        f"is the same as the cached one of request {cached.request_id} up to token 21, and differs in 1 token" in said
+    )
+
+
+def test_a_prompt_that_goes_on_differently() -> None:
+    player = Player()
+    prefix = list(range(1, 41))
+    player.finish(player.send([*prefix, *range(100, 140)]))
+    other = player.send([*prefix, *range(200, 240)])
+    player.finish(other)
+    left = player.explain(other).left
+    assert left is not None
+    assert (left.position, left.equal) == (40, 0)
+    nothing = player.send(30)
+    player.finish(nothing)
+    told = player.explain(nothing)
+    assert (told.left, told.lost, told.other_cache) == (None, [], None)
+
+
+def test_another_salt() -> None:
+    player = Player()
+    prompt = list(range(1, 42))
+    cached = player.send(prompt, cache_salt="key:a")
+    player.finish(cached)
+    other = player.send(prompt, cache_salt="key:b")
+    player.finish(other)
+    told = player.explain(other)
+    assert told.other_cache is not None
+    assert (told.other_cache.tokens, told.other_cache.kind) == (40, "salt")
+    assert "cached for another cache salt or API key" in text(told)
+
+
+def test_another_adapter() -> None:
+    player = Player()
+    prompt = list(range(1, 42))
+    player.finish(player.send(prompt))
+    adapter = Adapter("poet", "/p", b"\1" * 32, 1000, 8)
+    other = player.send(prompt, adapter=adapter, cache_salt=adapter_salt(adapter.content, None))
+    player.step()
+    player.scheduler.adapter_loaded(AdapterLoaded(player.scheduler.epoch, player.loads[0].number), player.now)
+    player.finish(other)
+    told = player.explain(other)
+    assert told.other_cache is not None
+    assert (told.other_cache.tokens, told.other_cache.kind, told.other_cache.adapter) == (40, "adapter", "")
+    assert "cached for the model without an adapter" in text(told)
+
+
+def test_prompt_logprobs_do_without_the_cache() -> None:
+    player = Player()
+    prompt = list(range(1, 42))
+    player.finish(player.send(prompt))
+    asks = player.send(prompt, sampling=SamplingParams(temperature=0.0, prompt_logprobs=1))
+    player.step()
+    assert player.explain(asks).not_asked
+    assert "log-probabilities of the prompt" in text(player.explain(asks))
+
+
+# ---- who may know ----------------------------------------------------------------------------------------
+
+
+def test_a_key_is_told_nothing_of_others() -> None:
+    player = Player(num_blocks=16)
+    prompt = list(range(1, 42))
+    player.finish(player.send(prompt, key="a", cache_salt="group:g"))
+    player.finish(player.send(60, key="c"))
+    again = player.send(prompt, key="b", cache_salt="group:g")
+    player.step()
+    waits = player.send(8, key="b")
+    player.finish(again, waits)
+    whole = player.explain(again)
+    assert whole.lost
+    mine = seen_by(whole, "b")
+    assert mine.lost == []
+    assert '"a"' not in str(mine).replace("'", '"')
+    assert seen_by(whole, "a").lost[0].taker is None, "whose allocation it was stays unknown"
+    other = player.send(prompt, key="b", cache_salt="key:b")
+    player.finish(other)
+    whole = player.explain(other)
+    assert whole.other_cache is not None
+    assert seen_by(whole, "c").other_cache is None
+    assert seen_by(whole, "b").other_cache is not None
+
+
+def test_what_was_lost_is_bounded() -> None:
+    lost = LostBlocks(most=100)
+    run = LostRun(0.0, "evicted", None, None, 1, "", 0.0, 0, "e")
+    for place in range(1, 1000):
+        lost.add(place, run)
+    assert 50 <= len(lost) <= 100
+    assert lost.find(999) is run
+    assert lost.find(950) is run
+    assert lost.find(1) is None
