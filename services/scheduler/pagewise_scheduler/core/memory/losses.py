@@ -39,8 +39,8 @@ class LostRun:
     """Blocks that were lost together: within a second, for one request, of those that one request had computed.
 
     ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: who computed them, as far
-    as known. ``taker``: for whose blocks they were evicted, the first of ``num_takers``. ``policy``: class of the eviction policy; ``price``: what it
-    said that the first of them was worth. ``tier``: the last one that they lay in.
+    as known. ``taker``: for whose blocks they were evicted, the first of ``num_takers``. ``policy``: class of the
+    eviction policy; ``price``: what it said that the first of them was worth. ``tier``: the last one that they lay in.
     """
 
     time: float
