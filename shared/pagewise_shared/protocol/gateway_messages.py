@@ -214,9 +214,10 @@ class Query(Message, frozen=True):
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
     executor holds, lists cut to ``limit``), "request" (JSON: what the request called ``argument`` holds, by our id or
-    its client's) or "console" (lines of JSON: what ``view`` asks for). ``detail``: "explain" asks of a request where its
-    time went and where its cached prefix was lost, instead; a scheduler that does not know this answers with what it
-    holds.
+    its client's) or "console" (lines of JSON: what ``view`` asks for).
+
+    ``detail``: "explain" asks of a request where its time went and where its cached prefix was lost, instead; a
+    scheduler that does not know this answers with what it holds.
 
     ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and nothing else.
     Empty: everything.

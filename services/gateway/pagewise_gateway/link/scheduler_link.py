@@ -188,8 +188,7 @@ class SchedulerLink:
         """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
         of JSON for consoles (``view``).
 
-        ``key``: name of the API key whose requests the report may show; empty: those of all.
-        ``detail``: see ``Query``.
+        ``key``: name of the API key whose requests the report may show; empty: of all. ``detail``: see ``Query``.
 
         Raises:
             AdmissionError: no scheduler answers.
