@@ -48,7 +48,7 @@ def open_tracing(
     ``count``: is called, from any thread, with what became of so many spans.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed.
+        ConfigError: OpenTelemetry is not installed, or a variable of it has a value that it cannot have.
     """
     if endpoint is None:
         return None
@@ -170,12 +170,26 @@ def traceparent_of(span: "Span") -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
 
 
+def _positive(name: str, default: int) -> int:
+    """Return the value of a variable; one that is empty counts as not set, as OpenTelemetry has it.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{name}={text!r} is no number above 0")
+    return int(text)
+
+
 def _counting_processor(exporter: "SpanExporter", count: Callable[[Outcome, int], None]) -> "SpanProcessor":
     """Return a batch processor that counts what becomes of spans. It drops those for which its queue has no room."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-    most = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _MOST_QUEUED))
-    batch = min(most, int(os.environ.get("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH)))
+    most = _positive("OTEL_BSP_MAX_QUEUE_SIZE", _MOST_QUEUED)
+    batch = min(most, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH))
 
     class Exporter(SpanExporter):
         """Counts what the collector took. ``taken``: spans that have left the queue."""

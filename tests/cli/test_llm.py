@@ -121,6 +121,8 @@ def test_more_prompts_than_may_wait_all_run() -> None:
     with LLM(simulate=True, max_waiting=8, max_num_seqs=4) as llm:
         outputs = llm.generate([[token] for token in range(3, 203)], SamplingParams(max_tokens=2, n=2))
         assert [output.prompt_token_ids for output in outputs] == [[token] for token in range(3, 203)]
+        with pytest.raises(LLMError, match="n=9: at most max_waiting=8"):
+            llm.generate("x", SamplingParams(max_tokens=2, n=9))
     with pytest.raises(LLMError, match="closed"):
         llm.generate("x")
     llm.close()

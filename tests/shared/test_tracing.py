@@ -41,10 +41,22 @@ def test_without_opentelemetry_the_option_says_what_to_install(monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", [ServeConfig, GatewayConfig, SchedulerConfig])
 def test_an_endpoint_is_a_url(kind: type[ServeConfig]) -> None:
-    for wrong in ("collector:4317", "grpc://collector:4317", "http://"):
+    for wrong in ("collector:4317", "grpc://collector:4317", "http://", "http://[::1", "http://collector:port"):
         with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
             build_config(kind, {"otlp_traces_endpoint": wrong}, {})
     build_config(kind, {"otlp_traces_endpoint": "http://collector:4318"}, {})
+
+
+@pytest.mark.parametrize("name", ["OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"])
+def test_variables_that_are_no_sizes_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("many", "0", "-5"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ConfigError, match=f"{name}='{wrong}' is no number above 0"):
+            open_tracing("http://127.0.0.1:1", "a", "b", lambda outcome, spans: None)
+    monkeypatch.setenv(name, "")
+    tracing = open_tracing("http://127.0.0.1:1", "a", "b", lambda outcome, spans: None)
+    assert tracing is not None
+    tracing.close()
 
 
 def test_an_endpoint_without_a_path_gets_that_of_otlp() -> None:

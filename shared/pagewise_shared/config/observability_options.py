@@ -52,8 +52,12 @@ def check_tracing(values: dict[str, object]) -> None:
     endpoint = values.get("otlp_traces_endpoint")
     if endpoint is None:
         return
-    parts = urlsplit(str(endpoint))
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(str(endpoint))
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        usable = False
+    if not usable:
         raise ConfigError(
             f"--otlp-traces-endpoint: {endpoint!r} is no URL such as http://collector:4318 (OTLP over HTTP, not gRPC)"
         )

@@ -42,7 +42,9 @@ async def events(response: aiohttp.ClientResponse, number: int) -> list[tuple[st
     name = ""
     async with asyncio.timeout(10):
         while len(found) < number:
-            line = (await response.content.readline()).decode().rstrip()
+            read = await response.content.readline()
+            assert read, "the stream has ended"
+            line = read.decode().rstrip()
             if line.startswith("event: "):
                 name = line.removeprefix("event: ")
             elif line.startswith("data: "):
@@ -59,6 +61,15 @@ async def test_a_console_gets_every_part(scheduler: FakeScheduler) -> None:
         assert [data for name, data in seen if name == "map"] == [{"executor_id": "a"}, {"executor_id": "b"}]
         scheduler.views["requests"] = b'{"running":[1]}'
         assert await events(response, 1) == [("requests", {"running": [1]})], "only what has changed"
+
+
+async def test_a_part_of_which_nothing_is_left_does_not_end_the_stream(scheduler: FakeScheduler) -> None:
+    async with serving(scheduler) as server, watching(server, "parts=map") as response:
+        assert len(await events(response, 2)) == 2
+        scheduler.views["map"] = b""  # the last executor has gone
+        await asyncio.sleep(1.2)
+        scheduler.views["map"] = b'{"executor_id":"c"}'
+        assert await events(response, 1) == [("map", {"executor_id": "c"})]
 
 
 async def test_consoles_with_the_same_view_share_one_answer(scheduler: FakeScheduler) -> None:

@@ -107,9 +107,13 @@ def test_a_map_follows_the_blocks_and_its_counts_add_up() -> None:
     assert cached >= 5
     (first,) = pool.tree.roots[0].children.values()
     pool.lend([first.block])
+    pool.lend([first.block])
     assert counted()[3] == 1
     pool.take_back([first.block])
+    assert counted()[3] == 1, "another executor still reads it"
+    pool.take_back([first.block])
     assert counted()[3] == 0
+    assert not pool.lent
     evict(served.scheduler, 32)
     assert counted()[:3] == [32, 0, 0]
     assert served.scheduler.kv.tiers[HOST].states.count(CACHED) == cached

@@ -29,7 +29,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"pagewise: {error}", file=sys.stderr)
         return 2
-    configure_logging(config.scheduler.log_level, "serve")
+    configure_logging(config.scheduler.log_level, "serve", config.scheduler.log_format)
     warn_of_variables()
     return asyncio.run(serve(config, _tell))
 

@@ -54,7 +54,8 @@ class LLM:
         self._decoded: dict[int, str] = {}
         self._tokenizer: Any = None
         self._server = Server(given)
-        at_once = min(_PER_EXECUTOR * max(1, config.executors), config.scheduler.max_waiting)
+        self._max_waiting = config.scheduler.max_waiting
+        at_once = min(_PER_EXECUTOR * max(1, config.executors), self._max_waiting)
         try:
             self._client = Client(self._server.url, self._server.api_key, at_once)
         except BaseException:
@@ -142,6 +143,9 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = _each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling_params")
+        if (most := max((one.n for one in params), default=1)) > self._max_waiting:
+            # The server would refuse it again and again, also if nothing else waits.
+            raise LLMError(f"n={most}: at most max_waiting={self._max_waiting} sequences may wait")
         texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
         bodies: list[dict[str, Any]] = []
         for prompt, one in zip(prompts, params, strict=True):

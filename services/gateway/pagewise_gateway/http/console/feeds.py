@@ -66,9 +66,9 @@ class _Feed:
         self.task: asyncio.Task[None] | None = None
 
     def put(self, frame: bytes) -> None:
-        """Give all consoles a frame."""
+        """Give all consoles a frame; an empty one, if there is nothing to show any more, is not sent."""
         self.frame = frame
-        for watcher in self.watchers:
+        for watcher in self.watchers if frame else ():
             watcher.put(self.view, frame)
 
 

@@ -83,8 +83,11 @@ class BlockPool(Tier):
         """The counterpart of ``lend``, a sequence's last block first."""
         self.num_lent -= len(blocks)
         if blocks:
-            self.lent.subtract(blocks)
-            self.lent = +self.lent  # without those that nobody reads any more
+            lent = self.lent
+            for block in blocks:
+                lent[block] -= 1
+                if not lent[block]:
+                    del lent[block]  # nobody reads it any more
             self.release(blocks)
 
     def cache_full_block(
