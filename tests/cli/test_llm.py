@@ -1,6 +1,7 @@
 """``from pagewise import LLM``: what it returns is what HTTP returns, and its processes end with it."""
 
 import contextlib
+import gc
 import os
 import pty
 import signal
@@ -126,6 +127,18 @@ def test_more_prompts_than_may_wait_all_run() -> None:
     with pytest.raises(LLMError, match="closed"):
         llm.generate("x")
     llm.close()
+
+
+def test_its_own_thread_may_collect_it() -> None:
+    llm = LLM(simulate=True)
+    server, loop = llm._server, llm._client._loop
+    llm.itself = llm  # type: ignore[attr-defined] # a cycle: the garbage collector ends it, on whichever thread it runs
+    del llm
+    loop.call_soon_threadsafe(gc.collect)
+    until = time.monotonic() + 30
+    while server.exit_code is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert server.exit_code == 0
 
 
 def test_options_that_there_are_not_are_named() -> None:

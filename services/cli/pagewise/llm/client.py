@@ -42,6 +42,10 @@ class Client:
         """
         return self._run(self._post_all(path, bodies, done))
 
+    def owns_thread(self) -> bool:
+        """Whether the calling thread is this object's own."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Close the connections, which aborts what runs, and end the thread."""
         self._run(self._session.close())

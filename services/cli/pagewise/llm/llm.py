@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -190,9 +191,17 @@ class LLM:
 
 def _close(client: Client, server: Server, owner: int) -> None:
     """End what belongs to an ``LLM``, unless this is a fork of the process that has made it."""
-    if os.getpid() == owner:
+    if os.getpid() != owner:
+        return
+
+    def end() -> None:
         client.close()
         server.close()
+
+    if client.owns_thread() or server.owns_thread():  # the garbage collector runs anywhere, and these cannot wait
+        threading.Thread(target=end, name="pagewise-close").start()
+    else:
+        end()
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ class Server:
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._process: subprocess.Popen[str] | None = None
         self._spawned, self._told = threading.Event(), threading.Event()
+        self._log: threading.Thread | None = None
         # The kernel ends a child with the thread that has started it: this one lives as long as the child.
         self._thread = threading.Thread(target=self._run, args=(dict(options),), name="pagewise", daemon=True)
         self._thread.start()
@@ -57,6 +58,10 @@ class Server:
     def last_lines(self) -> str:
         """Return the last lines that the services have logged."""
         return "\n".join(self._lines)
+
+    def owns_thread(self) -> bool:
+        """Whether the calling thread is one of this object's own."""
+        return threading.current_thread() in (self._thread, self._log)
 
     def close(self) -> None:
         """Stop the services, and wait for their end. It does nothing if they have ended, or in a forked process."""
@@ -90,7 +95,9 @@ class Server:
                 assert process.stdin is not None
                 assert process.stdout is not None
                 assert process.stderr is not None
-                log = threading.Thread(target=self._relay, args=(process.stderr,), name="pagewise-log", daemon=True)
+                self._log = log = threading.Thread(
+                    target=self._relay, args=(process.stderr,), name="pagewise-log", daemon=True
+                )
                 log.start()
                 with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
                     stdin.write(json.dumps({"parent": os.getpid(), "options": options}) + "\n")
