@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from pagewise_scheduler.actors.explanations import Explanations
 
-from tests.scheduler.actors.stack import Stack, executor, running, until
+from tests.scheduler.actors.stack import Stack, executor, joined, running, until
 
 
 async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
@@ -31,19 +31,19 @@ async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
         assert told["state"] == "waiting"
         assert told["waits"]["no executor"] >= 0.1
         assert "because there was no executor that could take it" in text(told)
-        async with executor(tmp_path, "first", step_seconds=0.02) as task:
-            await waits.until_tokens(5)
-            task.cancel()
-            await stack.ready(0)
+        first, _ = await joined(tmp_path, executor_id="first")
+        await stack.ready(1)
+        await until(lambda: stack.engines[0].scheduler.num_in_flight)
+        first.close()
+        await stack.ready(0)
         async with executor(tmp_path, "second"):
             await waits.result()
             await until(lambda: len(stack.coordinator.explanations))
             told = await explained(stack, "waits")
     assert told["state"] == "ended"
     (move,) = told["moves"]
-    assert (move["executor_id"], move["to"]) == ("first", "second")
-    assert move["reason"] in ("lost", "drain"), "it was cancelled: whether it has said goodbye is up to chance"
-    assert f"it was placed on {move['to']} after" in text(told)
+    assert (move["executor_id"], move["to"], move["reason"]) == ("first", "second", "lost")
+    assert "because the executor first died: it was placed on second after" in text(told)
     assert told["finish_reason"] == "length"
     assert told["output_tokens"] == 60
 
