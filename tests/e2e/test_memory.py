@@ -143,3 +143,25 @@ def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Served) -> Non
     assert done.returncode == 1
     assert "does not answer" in done.stderr
     assert command(server, "pmap", "nobody").returncode == 1
+
+
+def test_explain_says_where_a_prefix_was_lost_and_for_whom(server: Served) -> None:
+    prompt = "# explained\n" + PROMPTS[3]
+    cached = post(server, prompt)["id"].removeprefix("cmpl-")
+    for number in range(12):  # until neither the device nor the host has room for the first one
+        taker = post(server, f"# {number} {'pushes it out ' * 3}\n" + PROMPTS[4])["id"].removeprefix("cmpl-")
+    assert taker
+    again = post(server, prompt)["id"]
+    told = get(server, f"/debug/explain/{again}")
+    shown = command(server, "explain", again)
+    assert shown.returncode == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
+    assert all(" ".join(sentence.split()) in text for sentence in told["sentences"])
+    # It was in the host, or it was lost: either is named, with the request that it belongs to.
+    lost, recovered = told.get("lost", []), told.get("recoveries", [])
+    assert lost or any(one["source"] == "host" for one in recovered)
+    if lost:
+        assert f"were cached by request {cached}" in text
+    assert told["client"]["known"]
+    assert command(server, "explain", "nobody").returncode == 1
+    assert json.loads(command(server, "explain", again, "--json").stdout)["request_id"] == told["request_id"]

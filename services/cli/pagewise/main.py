@@ -14,6 +14,7 @@ from pagewise_shared.version import package_version
 from pagewise.cluster import commands as cluster
 from pagewise.completion import completion
 from pagewise.doctor.command import doctor
+from pagewise.explain import explain
 from pagewise.gateways import gateways
 from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
@@ -31,6 +32,7 @@ commands:
   vmstat [S]        print statistics of KV memory every S seconds
   top               show executors, memory and requests full-screen
   pmap REQUEST      print the blocks of a request and their history
+  explain REQUEST   say where the time of a request went, and where its cached prefix was lost
   doctor [URL]      check this machine, and print what to paste into a bug report
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
@@ -134,6 +136,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "down": cluster.down,
     "vmstat": vmstat,
     "pmap": pmap,
+    "explain": explain,
     "doctor": doctor,
     "keys": keys,
     "replay": _replay,

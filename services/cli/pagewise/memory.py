@@ -182,6 +182,11 @@ def _event(event: dict[str, Any]) -> str:
 
 
 def get(url: str, path: str) -> dict[str, Any]:
+    """The JSON that a gateway answers, with the key in PAGEWISE_API_KEY if there is one.
+
+    Raises:
+        UnreachableError: it does not answer, or with an error.
+    """
     """Return what a gateway answers under a path.
 
     Raises:
@@ -198,15 +203,19 @@ def get(url: str, path: str) -> dict[str, Any]:
             message = json.loads(error.read())["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = f"{error.code} {error.reason}"
+        if error.code in (401, 403):
+            kind = "an operator's key" if error.code == 403 else "a key"
+            message = f"{message.rstrip('.')}; put {kind} into the variable PAGEWISE_API_KEY"
         raise UnreachableError(message) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UnreachableError(f"{url} does not answer: {error}") from error
-    if not isinstance(result, dict) or not result.keys() & {"executors", "sequences"}:
+    if not isinstance(result, dict) or not result.keys() & {"executors", "sequences", "sentences"}:
         raise UnreachableError(f"{url} answers, but it is no Pagewise gateway")
     return result
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
+    """Let a command be told which gateway to ask."""
     """Add the option that says where a gateway is."""
     default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
     parser.add_argument(

@@ -35,6 +35,7 @@ from pagewise_gateway.http.errors import (
     from_http_exception,
     shortened,
 )
+from pagewise_gateway.http.explain import Deliveries, debug_explain
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.messages_api.errors import error_response
@@ -118,6 +119,7 @@ def create_app(
     )
     app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits, config.max_body_bytes, memory, answers))
     app[_REFUSED] = RefusedRequests()
+    app[Deliveries.KEY] = Deliveries()
     app.on_cleanup.append(_close)
     app.add_routes(
         [
@@ -139,6 +141,7 @@ def create_app(
             web.get("/metrics", render_metrics),
             web.get("/debug/memory", debug_memory),
             web.get("/debug/requests/{request_id:.+}", debug_request),
+            web.get("/debug/explain/{request_id:.+}", debug_explain),
             web.get("/openapi.json", openapi),
         ]
     )

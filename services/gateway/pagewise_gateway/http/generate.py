@@ -8,6 +8,7 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import GenerationRequest, PackedLogprobs, Prompt, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service, client_request_id
+from pagewise_gateway.http.explain import waited_for_client
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
 from pagewise_gateway.http.responses import PromptTokensDetails, Usage
@@ -69,6 +70,7 @@ class Generation:
             traceparent=self._trace.traceparent if self._trace is not None else "",
         )
         self._live: LiveRequest
+        waited_for_client(request, 0.0)  # so far
 
     def __enter__(self) -> "Generation":
         if self._trace is not None:

@@ -73,6 +73,7 @@ _GETS: dict[str, tuple[str, type | None]] = {
     "/version": ("The version of this service.", Version),
     "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
     "/debug/requests/{request_id}": ("A request's blocks and their history, by our id or your X-Request-Id.", None),
+    "/debug/explain/{request_id}": ("Where a request's time went and its cached prefix was lost, in sentences.", None),
 }
 _ERRORS = {
     400: "The request is wrong; param names the field. An answer that is not a stream may take {answer} bytes: "
@@ -170,13 +171,15 @@ def _get(path: str) -> dict[str, Any]:
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
     if path.startswith("/debug/"):
-        responses["400"] = _error("limit is not a number, or out of range.")
+        if not path.startswith("/debug/explain/"):
+            responses["400"] = _error("limit is not a number, or out of range.")
         responses["503"] = _error("No scheduler answers.")
         responses["401"] = _error(_ERRORS[401])
         if path == "/debug/memory":
             responses["403"] = _error(_OPERATORS)
-        schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
-        parameters.append({"name": "limit", "in": "query", "schema": schema})
+        if not path.startswith("/debug/explain/"):
+            schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
+            parameters.append({"name": "limit", "in": "query", "schema": schema})
     if parameters:
         operation["parameters"] = parameters
     return operation

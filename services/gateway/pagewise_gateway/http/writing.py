@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable
+from time import monotonic
 
 from aiohttp import hdrs, web
 
 from pagewise_gateway.http.client_connection import LINGER_SECONDS, ClientConnection
 from pagewise_gateway.http.context import REQUEST_ID, Service
+from pagewise_gateway.http.explain import waited_for_client
 from pagewise_gateway.http.tracing import about_request
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ async def in_time(request: web.Request, writing: Awaitable[None]) -> None:
     Raises:
         ConnectionError: the client is gone, or has read nothing for ``--write-timeout``.
     """
-    service = request.app[Service.KEY]
+    service, began = request.app[Service.KEY], monotonic()
     try:
         async with asyncio.timeout(service.write_timeout):
             await writing
@@ -37,6 +39,8 @@ async def in_time(request: web.Request, writing: Awaitable[None]) -> None:
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError("the client stopped reading") from None
+    finally:
+        waited_for_client(request, monotonic() - began)
 
 
 async def write_if_large(request: web.Request, response: web.StreamResponse) -> None:

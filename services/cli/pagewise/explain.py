@@ -1,0 +1,40 @@
+"""``pagewise explain``: where a request's time went, and where its cached prefix was lost, in sentences."""
+
+import argparse
+import json
+import sys
+import textwrap
+import urllib.parse
+from collections.abc import Sequence
+
+from pagewise.memory import UnreachableError, add_url, get
+
+_WIDTH = 100
+
+
+def explain(arguments: Sequence[str]) -> int:
+    """Print the explanation of one request; returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="pagewise explain",
+        description="Say where the time of a request went, and where its cached prefix was lost. The last "
+        "requests that have ended are known too.",
+    )
+    parser.add_argument(
+        "request",
+        help="id of the request: that of the response (cmpl-... or chatcmpl-...), or the X-Request-Id it was sent with",
+    )
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    add_url(parser)
+    options = parser.parse_args(arguments)
+    try:
+        told = get(options.url, f"/debug/explain/{urllib.parse.quote(options.request, safe='')}")
+    except UnreachableError as error:
+        print(f"pagewise explain: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    print(f"request {told['request_id']}")
+    for sentence in told["sentences"]:
+        print(textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    "))
+    return 0

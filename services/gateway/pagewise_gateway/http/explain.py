@@ -1,0 +1,79 @@
+"""``/debug/explain``: where a request's time went, in sentences.
+
+The scheduler tells most of it. Whether the client read slowly is known by the gateway that served the request, and by
+no other.
+"""
+
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import msgspec
+from aiohttp import web
+
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.errors import NotFoundError
+
+MOST_DELIVERIES = 4096
+"""Requests of which is remembered how long their clients let them wait."""
+_LONGEST_NAME = 256
+_LEAST_SECONDS = 1e-3
+
+
+class Deliveries:
+    """How long the last requests waited for their clients to read, in seconds, by our id: at most ``most`` of them."""
+
+    KEY: ClassVar[web.AppKey["Deliveries"]] = web.AppKey("deliveries")
+
+    def __init__(self, most: int = MOST_DELIVERIES) -> None:
+        self._most = most
+        self._blocked: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, request_id: str, seconds: float) -> None:
+        """A request was served here, or one that is being served has waited so much longer."""
+        self._blocked[request_id] = self._blocked.pop(request_id, 0.0) + seconds
+        if len(self._blocked) > self._most:
+            self._blocked.popitem(last=False)
+
+    def blocked(self, request_id: str) -> float | None:
+        """How long that request has waited; None: it was not served here, or too long ago."""
+        return self._blocked.get(request_id)
+
+
+def waited_for_client(request: web.Request, seconds: float) -> None:
+    """Note that the answer of a request waited so long for its client to read."""
+    request.app[Deliveries.KEY].add(request[REQUEST_ID], seconds)
+
+
+async def debug_explain(request: web.Request) -> web.Response:
+    """Where a request's time went and where its cached prefix was lost, by our id or the client's own (the newest).
+
+    The last requests that have ended are known too. A request of somebody else is answered like an unknown one.
+    """
+    name = request.match_info["request_id"]
+    link, view = request.app[Service.KEY].link, request[CLIENT].view
+    for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
+        if len(known_as) > _LONGEST_NAME:
+            continue
+        with suppress(LookupError):
+            told: dict[str, Any] = msgspec.json.decode(
+                await link.query("request", known_as, key=view, detail="explain")
+            )
+            if "total_seconds" not in told:
+                raise NotFoundError("this scheduler is of a version that explains no requests", "request_id")
+            _add_client(told, request.app[Deliveries.KEY])
+            return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+    raise NotFoundError(f"no request {name[:_LONGEST_NAME]} is known", "request_id")
+
+
+def _add_client(told: dict[str, Any], deliveries: Deliveries) -> None:
+    """Tell whether the client read slowly, if that is known here."""
+    seconds = deliveries.blocked(told["request_id"])
+    told["client"] = {"known": seconds is not None, "blocked_seconds": seconds}
+    sentences = told.setdefault("sentences", [])
+    if seconds is None:
+        sentences.append("How fast its client read is not known to this gateway, which has not served it lately.")
+    elif seconds >= _LEAST_SECONDS:
+        sentences.append(
+            f"Its answer waited {seconds:.3g} s for its client, which read more slowly than the tokens came."
+        )
