@@ -4,10 +4,7 @@ import asyncio
 import json
 import logging
 import shutil
-import socket
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -22,10 +19,9 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_shared.protocol import KeyLimits
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes
 from tests.gateway.server import MODEL, Server, serving
 
-COMPLETION = "/v1/completions"
-LONG = 1_000_000
 METRICS = """
 prompt_tokens_total request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_count
 e2e_request_latency_seconds_sum request_queue_time_seconds_sum request_prefill_time_seconds_sum
@@ -34,25 +30,6 @@ http_unauthorized_total http_slow_readers_total key_reloads_total certificate_re
 gateway_frames_dropped_total gateway_rejoins_total gateway_cpu_seconds_total gateway_resident_memory_bytes
 gateway_tasks
 """
-
-
-def http_bytes(path: str, body: bytes, extra: str = "", length: int | None = None) -> bytes:
-    """A POST as it goes over the wire."""
-    size = len(body) if length is None else length
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{extra}\r\n"
-    return head.encode() + body
-
-
-@asynccontextmanager
-async def connection(server: Server, sent: bytes) -> AsyncIterator[socket.socket]:
-    """A raw connection with a small receive buffer; nothing is read unless the test does."""
-    loop = asyncio.get_running_loop()
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setblocking(False)
-        await loop.sock_connect(sock, ("127.0.0.1", server.port))
-        await loop.sock_sendall(sock, sent)
-        yield sock
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ from pagewise.main import main
 from pagewise_gateway.http.explain import Deliveries
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.http.test_connections import COMPLETION, LONG, connection, http_bytes
+from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes
 from tests.gateway.server import serving
 
 

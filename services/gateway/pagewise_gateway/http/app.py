@@ -121,33 +121,36 @@ def create_app(
     app[_REFUSED] = RefusedRequests()
     app[Deliveries.KEY] = Deliveries()
     app.on_cleanup.append(_close)
-    app.add_routes(
-        [
-            web.post("/v1/completions", create_completion),
-            web.post("/v1/chat/completions", create_chat_completion),
-            web.post("/v1/chat/completions/render", render),
-            web.post("/v1/responses", create_response),
-            web.post("/v1/messages", create_message),
-            web.post("/v1/messages/count_tokens", count_tokens),
-            web.post("/v1/embeddings", refuse_embeddings),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{model:.+}", get_model),
-            web.post("/v1/load_lora_adapter", load_lora_adapter),
-            web.post("/v1/unload_lora_adapter", unload_lora_adapter),
-            web.post("/tokenize", tokenize),
-            web.post("/detokenize", detokenize),
-            web.get("/health", health),
-            web.get("/version", version),
-            web.get("/metrics", render_metrics),
-            web.get("/debug/memory", debug_memory),
-            web.get("/debug/requests/{request_id:.+}", debug_request),
-            web.get("/debug/explain/{request_id:.+}", debug_explain),
-            web.get("/openapi.json", openapi),
-        ]
-    )
+    app.add_routes(_routes())
     if config.console:
         add_console(app, Feeds(link, metrics, tokenizer), shows_text=config.console_shows_text)
     return app
+
+
+def _routes() -> list[web.RouteDef]:
+    """Return the endpoints but those of the console."""
+    return [
+        web.post("/v1/completions", create_completion),
+        web.post("/v1/chat/completions", create_chat_completion),
+        web.post("/v1/chat/completions/render", render),
+        web.post("/v1/responses", create_response),
+        web.post("/v1/messages", create_message),
+        web.post("/v1/messages/count_tokens", count_tokens),
+        web.post("/v1/embeddings", refuse_embeddings),
+        web.get("/v1/models", list_models),
+        web.get("/v1/models/{model:.+}", get_model),
+        web.post("/v1/load_lora_adapter", load_lora_adapter),
+        web.post("/v1/unload_lora_adapter", unload_lora_adapter),
+        web.post("/tokenize", tokenize),
+        web.post("/detokenize", detokenize),
+        web.get("/health", health),
+        web.get("/version", version),
+        web.get("/metrics", render_metrics),
+        web.get("/debug/memory", debug_memory),
+        web.get("/debug/requests/{request_id:.+}", debug_request),
+        web.get("/debug/explain/{request_id:.+}", debug_explain),
+        web.get("/openapi.json", openapi),
+    ]
 
 
 def _middlewares(

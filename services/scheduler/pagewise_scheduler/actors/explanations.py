@@ -1,12 +1,15 @@
 """Explains requests: where their time went, and where their prefixes were lost. Keeps the last that have ended."""
 
+import logging
 import time
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
+from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Query
 
 from pagewise_scheduler.actors.clock import clock
@@ -15,6 +18,8 @@ from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.recent_requests import is_called, newest_called
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
+
+log = logging.getLogger(__name__)
 
 MOST_EXPLANATIONS = 2048
 """Explanations of requests that have ended, over all API keys."""
@@ -45,6 +50,7 @@ class Explanations:
         engines: Callable[[], Iterable[Engine]],
         most: int = MOST_EXPLANATIONS,
     ) -> None:
+        self._complaints = BoundedLog(log)
         self._engines = engines
         self._live = live
         self._most = most
@@ -55,7 +61,18 @@ class Explanations:
         return self._sizes.total()
 
     def ended(self, live: LiveRequest) -> None:
-        """Keep the explanation of a request of which nothing runs any more, and which still has its sequences."""
+        """Keep the explanation of a request of which nothing runs any more, and which still has its sequences.
+
+        The request ends whatever happens here: an error is logged, and there is no explanation of it then.
+        """
+        try:
+            self._keep(live)
+        except Exception:
+            self._complaints.warning(
+                "request %s cannot be explained: %s", live.request.request_id, traceback.format_exc()
+            )
+
+    def _keep(self, live: LiveRequest) -> None:
         request, now = live.request, clock()
         told = explain(request, now, time.time() - now, ended=True)
         kept = self._of_keys.setdefault(request.key, OrderedDict())
