@@ -22,7 +22,7 @@ from benchmarks.gpu_smoke.plan import CARRIED
 THERE = {
     "accelerate", "aiohttp", "httpx", "huggingface-hub", "hypothesis", "jinja2", "matplotlib", "numpy",
     "packaging", "peft", "prometheus-client", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "safetensors",
-    "tokenizers", "torch", "transformers", "triton", "uvloop", "xxhash",
+    "tokenizers", "torch", "tqdm", "transformers", "triton", "uvloop", "xxhash",
 }  # fmt: skip
 """What such a machine has of the packages that ``make setup`` installs by name."""
 
