@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,15 @@ def run(document: Path, folder: Path, logs: Path) -> str:
     if os.geteuid() == 0:  # in a network of its own
         command = ["unshare", "--net", "bash", "-c", 'ip link set lo up; exec "$@"', "-", *command]
     done = subprocess.run(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+        command,
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        # Who started the tests may ignore interrupts, which a shell could not change.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
