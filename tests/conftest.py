@@ -4,8 +4,10 @@ With a GPU the kernels run there, so tests that take the ``device`` count as ``g
 interpreter, marked ``interpreted``, are skipped.
 """
 
+import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -64,3 +66,16 @@ def interleave(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where kernels run: a GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands that a test runs in this process set up logging, to a stream that is the test's own: later ones would
+    write to it after it was closed."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in list(root.handlers):
+        if handler not in before and type(handler).__module__ != "_pytest.logging":
+            root.removeHandler(handler)
+    root.setLevel(level)
