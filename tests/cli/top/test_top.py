@@ -80,7 +80,7 @@ async def test_it_shows_finds_sorts_explains_and_aborts(server: Served, streams:
         assert STATES[0][2] in memory, "blocks are in use"
         await until(pilot, lambda: {"client-0", "client-1", "client-2"} <= set(first_column(app)))
         await pilot.press("s", "r")
-        # By their first column, ascending; the table follows the key when the screen is drawn again.
+        # By their first column, ascending.
         await until(pilot, lambda: first_column(app)[:3] == sorted(first_column(app)[:3]))
         await pilot.press("slash", *"client-1", "enter")
         await until(pilot, lambda: first_column(app) == ["client-1"])

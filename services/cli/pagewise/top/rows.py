@@ -139,5 +139,8 @@ def chosen(requests: dict[str, Any], wanted: str, column: Column | None, descend
     if column is None:
         return found
     known = [one for one in found if one.get(column.field) is not None]
-    known.sort(key=lambda one: one[column.field], reverse=descending)
+    if column.field == "request_id":  # what is shown in this column is the client's own id, if there is one
+        known.sort(key=lambda one: one.get("client_request_id") or one["request_id"], reverse=descending)
+    else:
+        known.sort(key=lambda one: one[column.field], reverse=descending)
     return known + [one for one in found if one.get(column.field) is None]
