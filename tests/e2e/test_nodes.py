@@ -113,6 +113,7 @@ def network() -> Iterator[Namespace]:
         yield made
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(300)
 async def test_a_network_between_nodes_is_cut_under_load_and_no_stream_notices(
     tmp_path: Path, network: Namespace
