@@ -12,7 +12,7 @@ ARGS ?=
 .PHONY: help setup serve test fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Make the virtual environment and install everything into it
 	@ls $(CPU_OPERATIONS)/*.so >/dev/null 2>&1 || { \
@@ -20,7 +20,7 @@ setup: $(VENV)/.installed ## Make the virtual environment and install everything
 	  echo "*** To try again (on Linux with glibc, with network): rm $(VENV)/.installed && make setup"; } >&2
 
 CPU_OPERATIONS := kernels/pagewise_kernels/cpu
-# uv installs in seconds what pip needs minutes for. `make UV=` keeps to pip, which also does what uv cannot: uv reads
+# uv installs in less time than pip (docs/performance.md#start). `make UV=` keeps to pip, which also does what uv cannot: uv reads
 # neither pip's files nor its variables, of which those that name sources are passed on.
 UV ?= $(shell command -v uv 2>/dev/null)
 PIP_CALL := $(PY) -m pip install --quiet
@@ -50,7 +50,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt hatch_build.py $(CPU_OPERATIO
 serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 	@exec $(VENV)/bin/pagewise serve $(ARGS)
 
-test: setup ## The whole suite (no GPU, no Docker)
+test: setup ## All tests that take seconds and need no GPU, Docker, browser or Prometheus
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability and not browser" $(ARGS)
 
