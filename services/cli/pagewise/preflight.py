@@ -1,4 +1,4 @@
-"""What ``pagewise serve`` looks for before it starts a process: packages, and the files of a model."""
+"""Checks that ``pagewise serve`` makes before it starts a process: packages, and the files of a model."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

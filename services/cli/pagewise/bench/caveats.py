@@ -1,4 +1,4 @@
-"""What has to be known of numbers before they are believed; the same rules for every server."""
+"""Finds what limits the numbers of a benchmark. The same rules apply to every server."""
 
 from argparse import Namespace
 from collections.abc import Sequence

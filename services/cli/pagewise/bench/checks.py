@@ -1,4 +1,4 @@
-"""What is found out about a server before it is measured: its model, its limits, and what it supports."""
+"""Finds out about a server before it is measured: its model, its limits, and what it supports."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ _SECONDS = 60.0
 
 
 async def check(http: aiohttp.ClientSession, server: Server, fields: dict[str, Any], wait_seconds: float) -> None:
-    """Look at a server, and note what it is and supports. ``wait_seconds``: for one that is not there yet.
+    """Look at a server, and note what it is and supports. ``wait_seconds``: how long to wait until it answers.
 
     Raises:
-        BenchError: it is not there, has no such model, wants a key, or does not answer requests like these.
+        BenchError: it does not answer, has no such model, wants a key, or refuses requests like those of the load.
     """
     models = await _models(http, server, wait_seconds)
     _choose_model(server, models)

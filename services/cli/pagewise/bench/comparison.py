@@ -1,4 +1,4 @@
-"""Rounds of several servers in turns, and what they say together."""
+"""Compares several servers that were measured in turns, over all rounds."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 def flat(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return rates and latencies by name (``ttft_ms.median``), without what is not known."""
+    """Return rates and latencies by name (``ttft_ms.median``), without those that are not known."""
     values = {name: metrics[name] for name in (*_RATES, "cached_share") if metrics.get(name) is not None}
     for name in _LATENCIES:
         values |= {f"{name}.{which}": value for which, value in (metrics.get(name) or {}).items()}
@@ -31,8 +31,8 @@ def paired_ratios(
 ) -> dict[str, dict[str, float | bool]]:
     """Return the ratios of two servers' metrics in the same rounds: their median, the lowest and the highest.
 
-    ``differs``: whether all ratios lie on the same side of 1, in so many rounds (``NEEDED_ROUNDS``) that this is no
-    chance. If not, noise may be all there is.
+    ``differs``: whether all ratios lie on the same side of 1, in at least ``NEEDED_ROUNDS`` rounds, so that
+    chance hardly explains it. If not, the difference may be noise.
     """
     pairs = [(flat(one), flat(other)) for one, other in zip(ours, theirs, strict=True)]
     ratios: dict[str, list[float]] = {}

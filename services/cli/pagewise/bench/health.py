@@ -1,4 +1,4 @@
-"""Whether the load generator itself was the bottleneck."""
+"""Measures whether the load generator itself was the bottleneck."""
 
 import asyncio
 import contextlib

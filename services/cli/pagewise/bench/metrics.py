@@ -1,4 +1,4 @@
-"""What a load came to: latencies, throughput, goodput and errors, from when the events of each request came.
+"""Computes latencies, throughput, goodput and errors from the times at which the events of each request came.
 
 The definitions are those of ``vllm bench serve``:
 
@@ -24,7 +24,7 @@ _SHOWN_ERRORS = 3
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request; times are seconds of one clock.
+    """The result of one request; times are seconds of one clock.
 
     Fields:
         due, sent, end: when it should have been sent, when it was, and when its stream had ended.
@@ -147,7 +147,7 @@ def summarise(outcomes: Sequence[Outcome], *, slos: Mapping[str, float], percent
 
 
 def most_in_flight(outcomes: Sequence[Outcome]) -> int:
-    """Return how many requests there were at most at one time."""
+    """Return the largest number of requests that were in flight at one time."""
     # At one time, ends come before beginnings.
     changes = sorted([(one.sent, 1) for one in outcomes] + [(one.end, -1) for one in outcomes])
     return max(itertools.accumulate(change for _, change in changes), default=0)

@@ -1,4 +1,4 @@
-"""How far a load is: a bar in a terminal, lines elsewhere."""
+"""Shows how much of a load is done: a bar in a terminal, lines elsewhere."""
 
 import sys
 import time

@@ -63,7 +63,7 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what is said of the machine on which the load generator runs."""
+    """Return a description of the machine on which the load generator runs."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""Measures servers in turns, and puts together what comes out."""
+"""Measures servers in turns, and makes one result of all rounds."""
 
 import contextlib
 import secrets
@@ -28,7 +28,7 @@ _WARM_UP_TOKENS = 16
 
 @dataclass(slots=True)
 class Measured:
-    """A server, and its rounds: what became of each request, and the metrics."""
+    """A server and its rounds: the outcome of each request, and the metrics."""
 
     server: Server
     http: aiohttp.ClientSession

@@ -1,4 +1,4 @@
-"""What is asked for: sessions of turns, planned before the clock starts and the same for every server."""
+"""Plans workloads: sessions of turns, planned before the clock starts and the same for every server."""
 
 import gzip
 import itertools

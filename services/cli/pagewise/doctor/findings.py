@@ -1,4 +1,4 @@
-"""What a check of ``pagewise doctor`` finds."""
+"""The result of a check of ``pagewise doctor``."""
 
 from typing import Literal, NamedTuple
 
@@ -15,5 +15,5 @@ class Finding(NamedTuple):
 
 
 def gib(size: float) -> str:
-    """Return bytes for people."""
+    """Return a number of bytes as a text in GiB."""
     return f"{size / 2**30:.1f} GiB"

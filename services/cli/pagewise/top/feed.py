@@ -1,4 +1,4 @@
-"""Reads what the console's stream tells, and goes on when the server has gone and come back."""
+"""Reads the console's stream, and reads on when the server has gone and come back."""
 
 import http.client
 import json
@@ -23,7 +23,7 @@ class Feed:
     """A thread that hands over each event of a server's stream, until it is closed.
 
     ``on_event`` is called with the name of an event and its data; ``on_lost`` with the reason when the stream ends or
-    cannot be had. Then it is tried again every second.
+    cannot be opened. The thread then tries again every second.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ def events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the data of each event of the console's stream.
 
     Raises:
-        UnreachableError: it cannot be had, or broke.
+        UnreachableError: it cannot be opened, or broke.
     """
     try:
         with urllib.request.urlopen(_request(url + _PATH), timeout=_TIMEOUT) as answer:  # noqa: S310  # nosec B310 # the user's own --url

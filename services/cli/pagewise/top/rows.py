@@ -1,4 +1,4 @@
-"""What is shown of executors and requests, as text."""
+"""Formats executors and requests as text."""
 
 from typing import Any, NamedTuple
 

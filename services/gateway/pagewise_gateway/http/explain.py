@@ -46,9 +46,9 @@ def waited_for_client(request: web.Request, seconds: float) -> None:
 
 
 async def debug_explain(request: web.Request) -> web.Response:
-    """Where a request's time went and where its cached prefix was lost, by our id or the client's own (the newest).
+    """Answer where a request's time went and where its cached prefix was lost, by our id or the client's (the newest).
 
-    The last requests that have ended are known too. A request of somebody else is answered like an unknown one.
+    The last requests that have ended are known too. A request of another key is answered like an unknown one.
     """
     name = request.match_info["request_id"]
     link, view = request.app[Service.KEY].link, request[CLIENT].view

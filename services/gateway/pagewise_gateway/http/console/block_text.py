@@ -1,4 +1,4 @@
-"""Puts the text of blocks in the place of their tokens, where operators may see it."""
+"""Replaces the tokens of blocks by their text, where operators may see it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What consoles watch: each view is asked of the scheduler once for all consoles that show it, while one does."""
+"""Asks the scheduler for the views that consoles show: each view once for all consoles, while at least one shows it."""
 
 import asyncio
 import logging
@@ -35,19 +35,19 @@ class Watcher:
         self._closed = False
 
     def put(self, view: ConsoleView, frame: bytes) -> None:
-        """There is a newer frame of a view; one that was not sent yet is dropped for it."""
+        """Keep a newer frame of a view, and drop the previous one if it was not sent yet."""
         if view in self._frames:
             self._metrics.console_frames_dropped.inc()
         self._frames[view] = frame
         self._news.set()
 
     def close(self) -> None:
-        """There will be no more."""
+        """End the stream: there are no more frames."""
         self._closed = True
         self._news.set()
 
     async def take(self) -> bytes:
-        """Wait for what is new, and take all of it; nothing: there will be no more."""
+        """Wait for new frames and take all of them; an empty result means that the stream has ended."""
         await self._news.wait()
         if self._closed:
             return b""
@@ -91,7 +91,7 @@ class Feeds:
 
     @contextmanager
     def watching(self, views: Iterable[ConsoleView]) -> Iterator[Watcher]:
-        """Watch views until the context is left."""
+        """Return a context in which a console watches views."""
         watcher = Watcher(self._metrics)
         self._watchers[watcher] = None
         self._metrics.consoles_open.set(len(self))
@@ -113,12 +113,12 @@ class Feeds:
                         feed.task.cancel()
 
     async def close(self, _: web.Application) -> None:
-        """End the streams of all consoles: the gateway stops."""
+        """End the streams of all consoles, because the gateway stops."""
         for watcher in self._watchers:
             watcher.close()
 
     async def wait(self, _: web.Application) -> None:
-        """Wait until nothing is asked for any more."""
+        """Wait until no view is asked for any more."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -69,22 +69,22 @@ _SHOWS_TEXT = web.AppKey("console_shows_text", bool)
 
 
 async def redirect(_: web.Request) -> web.Response:
-    """Whoever opens the server's address in a browser wants to see something."""
+    """Redirect from ``/`` to the console, for people who open the server's address in a browser."""
     return web.Response(status=302, headers={"Location": _PAGE})
 
 
 async def page(request: web.Request) -> web.Response:
-    """The page."""
+    """Answer with the console's page."""
     return request.app[Assets.KEY].page(request)
 
 
 async def asset(request: web.Request) -> web.Response:
-    """A script or a style of the page."""
+    """Answer with a script or a style sheet of the page."""
     return request.app[Assets.KEY].file(request, request.match_info["name"])
 
 
 async def stream(request: web.Request) -> web.StreamResponse:
-    """Server-sent events of what the query asks for, until the client goes or the gateway stops."""
+    """Send server-sent events with the parts that the query asks for, until the client leaves or the gateway stops."""
     check_operator(request, "the console shows")
     query, feeds = _parsed(request, _StreamQuery), request.app[Feeds.KEY]
     parts = query.parts.split(",") if query.parts else get_args(_Part)
@@ -110,7 +110,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
 
 
 async def block(request: web.Request) -> web.Response:
-    """What one block holds."""
+    """Answer with the details of one block."""
     check_operator(request, "the console shows")
     query = _parsed(request, _BlockQuery)
     view = ConsoleView("block", query.executor, query.tier, block=query.block, tokens=request.app[_SHOWS_TEXT])
@@ -124,7 +124,7 @@ async def block(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """End a request, by our id or its client's; its client is told that its outputs were aborted."""
+    """Abort a request, by our id or its client's. Its client gets the finish reason ``abort``."""
     check_operator(request, "aborting a request touches")
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
         raise ForbiddenError("requests are aborted from the console's own page only")

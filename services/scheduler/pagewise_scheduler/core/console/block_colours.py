@@ -1,6 +1,6 @@
-"""Maps of one executor whose colours tell something else than states: request, prefix, age, or tier.
+"""Maps of one executor that are coloured by request, prefix, age or tier instead of by state.
 
-What these tell has to be looked up block by block. So at most ``MOST_SAMPLES`` blocks are looked at for a map, evenly
+These properties have to be looked up block by block. So at most ``MOST_SAMPLES`` blocks are looked at for a map, evenly
 spread: with more blocks than that, a cell's colour is that of most of its samples.
 """
 
@@ -27,7 +27,7 @@ Label = Callable[[int], str]
 def coloured_cells(
     scheduler: Scheduler, tier: Tier, colour: str, first: int, count: int, size: int
 ) -> tuple[bytearray, list[tuple[int, str]]]:
-    """Two bytes for each cell of ``size`` blocks, as ``MapFrame`` has them, and the legend."""
+    """Return two bytes for each cell of ``size`` blocks, as ``MapFrame`` has them, and the legend."""
     label = _LABELS[colour](scheduler, tier)
     num_cells = -(-count // size)
     samples = max(1, min(size, MOST_SAMPLES // max(1, num_cells)))

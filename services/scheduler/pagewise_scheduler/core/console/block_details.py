@@ -1,4 +1,4 @@
-"""Everything about one block."""
+"""The details of one block, for consoles."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -17,7 +17,7 @@ _MOST_REQUESTS = 32
 
 
 class BlockPlaceElsewhere(Struct):
-    """Where another executor has the same content."""
+    """The place of the same content at another executor."""
 
     executor_id: str
     tier: str
@@ -62,7 +62,8 @@ def block_details(
     *,
     tokens: bool,
 ) -> BlockDetails:
-    """One block of ``tier``. ``others``: the other executors. ``tokens``: whether its tokens are shown."""
+    """Return the details of a block of ``tier``. ``others``: the other executors. ``tokens``: whether its tokens are
+    shown."""
     pool, node = scheduler.kv.pool, tier.node(block)
     state = {FREE: "free", CACHED: "cached"}.get(tier.states[block], "in use")
     details = BlockDetails(executor_id, tier_name(tier.number), block, state, tier.references(block), [])

@@ -1,7 +1,8 @@
 """The map of a tier's blocks: cells of so many blocks each, with the state that most of them are in.
 
-A map of 100,000 blocks is made a few times a second, so nothing here walks them in Python. ``Tier.states`` is kept
-where states change; what is done here takes time for each cell that has changed, and for each lent or copied block.
+A map of 100,000 blocks is made a few times a second, so no code here iterates over all blocks in Python.
+``Tier.states`` is kept where states change. What is done here takes time for each cell that has changed, and for each
+lent or copied block.
 """
 
 from base64 import b64encode

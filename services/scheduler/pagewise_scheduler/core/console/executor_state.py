@@ -1,4 +1,4 @@
-"""What consoles tell of one executor."""
+"""The state of one executor, as consoles show it."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
 def tier_states(scheduler: Scheduler) -> dict[str, TierState]:
-    """Its tiers below the device, by their names."""
+    """Return the tiers of an executor below the device, by their names."""
     return {
         tier_name(tier.number): TierState(
             tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading
@@ -20,7 +20,8 @@ def tier_states(scheduler: Scheduler) -> dict[str, TierState]:
 
 
 def link_states(scheduler: Scheduler, names: Mapping[str, str]) -> list[LinkState]:
-    """Its ways to get blocks. ``names``: of executors, by their block endpoints; links to others are left out."""
+    """Return the links from which an executor gets blocks. ``names``: the executors by their block endpoints; links to
+    others are left out."""
     costs = scheduler.costs
     tiers = [_link(link.load, tier=tier_name(number)) for number, link in costs.tiers.items()]
     return tiers + [_link(link, peer=names[peer]) for peer, link in costs.peers.items() if peer in names]

@@ -66,7 +66,7 @@ class ExecutorState(Struct):
 
 
 class GatewayState(Struct):
-    """A gateway that is in. ``requests``: those of its clients that have not ended."""
+    """A gateway that has joined. ``requests``: those of its clients that have not ended."""
 
     gateway_id: str
     state: str
@@ -133,7 +133,7 @@ class RequestsFrame(Struct):
 
 
 class EndedReport(Struct):
-    """What is kept of a request that has ended, and how long ago it did, in seconds."""
+    """The record of a request that has ended. It says how long ago that was, in seconds."""
 
     report: RequestReport
     seconds_ago: float

@@ -1,4 +1,4 @@
-"""What consoles tell of requests, one line each."""
+"""Requests as consoles show them, one line each."""
 
 from itertools import islice
 from math import isnan
@@ -29,7 +29,7 @@ def request_lines(
 
 
 def waits(request: Request) -> bool:
-    """Whether nothing of a request runs."""
+    """Return whether no sequence of a request runs."""
     return all(
         sequence.status in (SequenceStatus.WAITING, SequenceStatus.FINISHED)
         for sequence in islice(request.sequences, _MOST_OUTPUTS)
@@ -37,7 +37,8 @@ def waits(request: Request) -> bool:
 
 
 def request_line(executor_id: str, request: Request, pool: BlockPool | None, now: float) -> RequestLine:
-    """A request that has not ended; ``pool``: where its blocks are, None: it is nowhere. ``now``: seconds."""
+    """Return the line of a request that has not ended. ``pool``: where its blocks are; None if it is on no executor.
+    ``now``: seconds."""
     outputs = request.sequences[:_MOST_OUTPUTS]
     status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING)
     return RequestLine(
@@ -60,7 +61,7 @@ def request_line(executor_id: str, request: Request, pool: BlockPool | None, now
 
 
 def ended_line(ended: EndedReport) -> RequestLine:
-    """A request that has ended, from what is kept of it."""
+    """Return the line of a request that has ended, from the record that is kept of it."""
     report = ended.report
     outputs = report.sequences
     return RequestLine(
