@@ -74,6 +74,7 @@ def test_urls(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["--goodput", "tft:5"], "'tft' is none of ttft, tpot, e2el"),
+        (["--duration", "5"], "needs --request-rate, --max-concurrency or --num-prompts"),
         (["--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
         (["--plot", "x.txt"], "figures are .svg, .png, .pdf"),
         (["--plot", "/no/where/x.svg"], "there is no directory /no/where"),

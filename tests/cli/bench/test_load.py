@@ -223,3 +223,47 @@ def test_details_of_requests_are_kept_if_asked_for(tmp_path: Path) -> None:
     assert first["sent"] == 0.0 <= second["sent"]
     assert len(first["events"]) == first["output_tokens"] == 3
     assert first["events"] == sorted(first["events"])
+
+
+def test_a_duration_bounds_a_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_server(first=0.05) as stub:
+        arguments = ("--duration", 1, "--max-concurrency", 2, "--random-output-len", 1)
+        result = measured(tmp_path, *arguments, urls=(f"stub={stub.url}",))
+    got = one_round(result)
+    assert 2 < got["completed"] <= 2 * 20
+    assert (got["failed"], got["most_in_flight"]) == (0, 2)
+    assert 0.9 < got["duration_seconds"] < 1.05 + 4 * LATE, "those that ran were waited for, and no others started"
+    assert got["input_tokens"] == got["input_tokens_asked_for"] == 20 * got["completed"]
+    assert f"stub: {got['completed']} requests, 1 of 1 s" in capsys.readouterr().err
+
+
+def test_a_duration_bounds_arrivals_and_says_what_it_left_out(tmp_path: Path) -> None:
+    with stub_server(first=0.6) as stub:
+        arguments = ("--duration", 1, "--request-rate", 20, "--num-prompts", 100, "--random-output-len", 1)
+        result = measured(tmp_path, *arguments, urls=(f"stub={stub.url}",))
+    got = one_round(result)
+    assert 5 < got["completed"] < 40
+    assert stub.times[-1] - stub.times[-got["completed"]] < 1 + LATE
+    assert f"{100 - got['completed']} of 100 requests to stub did not start within 1 s" in result["caveats"]
+    assert any("after the 1 s of --duration" in caveat for caveat in result["caveats"])
+
+
+def test_a_duration_ends_sessions_between_their_turns(tmp_path: Path) -> None:
+    options = "--dataset-name multi-turn --multi-turn-num-turns 9 --think-time 0.2 --multi-turn-output-len 1"
+    with stub_server() as stub:
+        arguments = (*options.split(), "--duration", 1, "--max-concurrency", 3, "--backend", "openai-chat")
+        got = one_round(measured(tmp_path, *arguments, urls=(stub.url,)))
+    assert (got["failed"], got["errors"]) == (0, {}), "what did not start is no failure"
+    assert 3 < got["completed"] < 60
+    assert got["duration_seconds"] < 1 + LATE
+
+
+def test_a_duration_cuts_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"2023-11-16 18:15:0{second}.0000000,30,2\n" for second in range(9))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    with stub_server() as stub:
+        arguments = ("--dataset-name", "trace", "--dataset-path", path, "--trace-speed", 4, "--duration", 1)
+        result = measured(tmp_path, *arguments, urls=(f"stub={stub.url}",))
+    assert one_round(result)["completed"] == 4
+    assert "5 of 9 requests to stub did not start within 1 s" in result["caveats"]

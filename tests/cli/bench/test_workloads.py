@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from pagewise.bench.options import parse
 from pagewise.bench.texts import Texts, Words, calibrate
-from pagewise.bench.workloads import Turn, WorkloadError, arrivals, longest_tokens, plan, turns
+from pagewise.bench.workloads import Workload, WorkloadError, arrivals, longest_tokens, plan, turns
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 
 
-def planned(*arguments: object) -> list[Turn]:
+def planned(*arguments: object) -> Workload:
     return plan(parse([str(argument) for argument in arguments]))
 
 
-def texts(sessions: list[Turn], salt: str = "salt") -> list[str]:
+def texts(sessions: Workload, salt: str = "salt") -> list[str]:
     made = Texts(salt, tokens_per_word=1.0)
     return [made.text(turn.parts, first=not turn.continues) for turn in turns(sessions)]
 
@@ -62,7 +62,7 @@ def test_sessions_have_turns_that_follow_each_other() -> None:
     sessions = planned(
         "--dataset-name", "multi-turn", "--num-prompts", 200, "--think-time", 2, "--multi-turn-prefix-len", 9
     )
-    assert len(sessions) == 40
+    assert len(list(sessions)) == 40
     for session in sessions:
         chain = list(turns([session]))
         assert [turn.continues for turn in chain] == [False, True, True, True, True]
@@ -74,13 +74,29 @@ def test_sessions_have_turns_that_follow_each_other() -> None:
 
 def test_arrivals_have_the_rate_and_the_burstiness_that_were_asked_for() -> None:
     for burstiness in (0.5, 1.0, 4.0):
-        times = arrivals(20_000, 10.0, burstiness, random.Random(3))
+        times = list(itertools.islice(arrivals(10.0, burstiness, random.Random(3)), 20_000))
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         assert times[0] == 0.0
         assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.05)
         # Of a gamma distribution the standard deviation over the mean is 1 / sqrt(shape).
         assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.1)
-    assert arrivals(3, float("inf"), 1.0, random.Random(0)) == [0.0] * 3
+    assert list(itertools.islice(arrivals(float("inf"), 1.0, random.Random(0)), 3)) == [0.0] * 3
+
+
+@pytest.mark.parametrize("name", ["random", "sharegpt", "prefix_repetition", "multi-turn"])
+def test_with_a_duration_there_are_sessions_without_end_and_always_the_same(name: str) -> None:
+    options = ("--dataset-name", name, "--duration", 60, "--request-rate", 2)
+    endless, finite = planned(*options), planned(*options, "--num-prompts", 500)
+    assert (endless.total, finite.total) == (None, 500)
+    many = endless.first(300)
+    assert endless.first(300) == many, "each round and each server gets the same ones"
+    assert [session.delay for session in many] == sorted(session.delay for session in many)
+    if name != "prefix_repetition":
+        assert many[:100] == finite.first(100)
+        return
+    prefixes = [session.parts[0] for session in many]
+    assert {prefixes.count(prefix) for prefix in prefixes} == {30}
+    assert len({session.parts[1] for session in many}) == 300
 
 
 def test_lengths_like_sharegpt_s_ship_with_the_package() -> None:
@@ -121,7 +137,7 @@ def test_a_trace_keeps_its_times_and_its_shared_blocks(tmp_path: Path) -> None:
 def test_sessions_of_an_agentic_trace_wait_for_each_other() -> None:
     path = TRACES / "cc_agentic_max64k_min10req.rle.jsonl.gz"
     sessions = planned("--dataset-name", "trace", "--dataset-path", path, "--num-prompts", 60)
-    assert len(sessions) < 60 == sum(1 for _ in turns(sessions))
+    assert len(list(sessions)) < 60 == sessions.total
     assert not any(turn.continues for turn in turns(sessions)), "the trace's blocks are the whole prompt"
 
 

@@ -6,31 +6,34 @@ from typing import Any
 
 from pagewise.bench.comparison import NEEDED_ROUNDS
 from pagewise.bench.servers import Server
-from pagewise.bench.workloads import Turn, turns
 
 _PROMPT_ERROR = 0.05
 _OUTPUT_ERROR = 0.01
 _TOKENS_PER_EVENT = 1.05
 _FOUND_IN_CACHES = 0.02
+_OVERTIME = 0.1
 
 
 def caveats(
-    servers: Sequence[Server], rounds: dict[str, list[dict[str, Any]]], sessions: Sequence[Turn], options: Namespace
+    servers: Sequence[Server], rounds: dict[str, list[dict[str, Any]]], options: Namespace, total: int | None
 ) -> list[str]:
     """Return sentences about what limits the numbers, or makes them differ between servers.
 
     ``rounds``: the metrics of each server's rounds, by its name, each with the ``client`` part of the load generator.
+    ``total``: how many requests the workload has; None: it has no end.
     """
     said: list[str] = []
     for server in servers:
         said += server.notes
-        said += _of_server(server, rounds[server.name], sessions, options)
+        said += _of_server(server, rounds[server.name], options)
+        if options.duration is not None:
+            said += _of_duration(server.name, rounds[server.name], options.duration, total)
     if len(servers) > 1:
         said += _between(servers, rounds)
     return said
 
 
-def _of_server(server: Server, rounds: list[dict[str, Any]], sessions: Sequence[Turn], options: Namespace) -> list[str]:
+def _of_server(server: Server, rounds: list[dict[str, Any]], options: Namespace) -> list[str]:
     name = server.name
     reasons = dict.fromkeys(reason for one in rounds for reason in one["client"]["reasons"])
     said = [f"the load generator was the bottleneck while it measured {name}: {reason}" for reason in reasons]
@@ -45,20 +48,33 @@ def _of_server(server: Server, rounds: list[dict[str, Any]], sessions: Sequence[
     if done and counted and any((one["tokens_per_event"] or 1) > _TOKENS_PER_EVENT for one in rounds):
         most = max(one["tokens_per_event"] or 1 for one in rounds)
         said.append(f"an event of {name} carries {most:.2f} tokens: its ITL is between events, TPOT is between tokens")
-    said += _of_prompts(name, rounds, sessions, options)
+    said += _of_prompts(name, rounds, options)
     if server.is_local:
         said.append(f"{name} shares this machine's cores with the load generator")
     return said
 
 
-def _of_prompts(name: str, rounds: list[dict[str, Any]], sessions: Sequence[Turn], options: Namespace) -> list[str]:
+def _of_duration(name: str, rounds: list[dict[str, Any]], duration: float, total: int | None) -> list[str]:
+    """Say what a bound on the time has left out, and how much of the time was spent on the last requests."""
+    said = []
+    started = [one["completed"] + one["failed"] for one in rounds]
+    if total is not None and (left := sum(total - count for count in started)):
+        said.append(f"{left} of {total * len(rounds)} requests to {name} did not start within {duration:g} s")
+    longest = max((one["duration_seconds"] for one in rounds), default=0.0)
+    if longest > (1 + _OVERTIME) * duration:
+        said.append(
+            f"the last requests to {name} ended {longest - duration:.1f} s after the {duration:g} s of --duration: "
+            "its rates are over this time as well, in which fewer requests ran. A longer duration makes it matter less"
+        )
+    return said
+
+
+def _of_prompts(name: str, rounds: list[dict[str, Any]], options: Namespace) -> list[str]:
     """Say where prompts have other lengths than asked for, or were in a cache that should not know them."""
     said = []
-    every = list(turns(list(sessions)))
-    whole = not any(turn.continues for turn in every) and all(one["failed"] == 0 for one in rounds)
-    planned, counted = sum(turn.prompt_tokens for turn in every), [one["input_tokens"] for one in rounds]
-    if whole and planned and None not in counted:
-        ratio = sum(counted) / (planned * len(rounds))
+    planned = [one["input_tokens_asked_for"] for one in rounds]
+    if planned and None not in planned:
+        ratio = sum(one["input_tokens"] for one in rounds) / sum(planned)
         if abs(ratio - 1) > _PROMPT_ERROR:
             said.append(f"prompts have {ratio:.2f} times the tokens asked for, as {name} counts them")
     alone = options.dataset_name in ("random", "sharegpt", "custom") and not options.random_prefix_len

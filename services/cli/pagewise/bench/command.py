@@ -26,10 +26,10 @@ def bench(arguments: Sequence[str]) -> int:
 
     _allow_connections()
     try:
-        sessions = plan(options)
+        workload = plan(options)
         gc.freeze()  # what is planned stays; collecting it again and again would stop the clock
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            result, outcomes = runner.run(run(options, sessions, arguments))
+            result, outcomes = runner.run(run(options, workload, arguments))
     except (BenchError, WorkloadError) as error:
         return _fail(str(error))
     print(report.tables(result))

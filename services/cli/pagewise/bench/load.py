@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -40,6 +41,7 @@ class Load:
     """One run of a workload on a server.
 
     ``max_concurrency``: sessions that run at once at most (of single requests, requests); None: no limit.
+    ``duration``: seconds after which no request starts any more; those that run then are waited for. None: all start.
     ``on_end`` is called with each outcome.
     """
 
@@ -49,39 +51,53 @@ class Load:
         texts: Texts,
         *,
         max_concurrency: int | None,
+        duration: float | None = None,
         on_end: Callable[[Outcome], None] = lambda _: None,
     ) -> None:
         self._client = client
         self._texts = texts
         self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._duration = math.inf if duration is None else duration
         self._on_end = on_end
         self._outcomes: list[Outcome] = []
-        self._began = 0.0
+        self._ends = math.inf
 
-    async def run(self, sessions: Sequence[Turn]) -> tuple[list[Outcome], dict[str, Any]]:
-        """Return the outcomes in the order in which requests ended, and how the load generator was meanwhile."""
+    async def run(self, sessions: Iterable[Turn]) -> tuple[list[Outcome], dict[str, Any]]:
+        """Return the outcomes in the order in which requests ended, and how the load generator was meanwhile.
+
+        ``sessions``: by the time at which they begin.
+        """
         async with Health() as health, asyncio.TaskGroup() as tasks:
-            self._began = time.perf_counter()
+            began = time.perf_counter()
+            self._ends = began + self._duration
             for session in sessions:
-                tasks.create_task(self._session(session))
+                due = began + session.delay
+                if due >= self._ends:
+                    break
+                if due > time.perf_counter():
+                    await asyncio.sleep(due - time.perf_counter())
+                if self._slots is not None:
+                    waits = self._slots.locked()
+                    await self._slots.acquire()
+                    # One that waited for a slot is due when it has got one: that it is late is asked for.
+                    due = time.perf_counter() if waits else due
+                    if due >= self._ends:
+                        break
+                tasks.create_task(self._session(session, due))
         return self._outcomes, health.report(self._outcomes)
 
-    async def _session(self, first: Turn) -> None:
-        due = self._began + first.delay
-        await asyncio.sleep(due - time.perf_counter())
-        if self._slots is None:
-            await self._turn(first, due, [])
-            return
-        waits = self._slots.locked()
-        async with self._slots:
-            # One that waited for a slot is due when it has got one: that it is late is asked for.
-            await self._turn(first, time.perf_counter() if waits else due, [])
+    async def _session(self, first: Turn, due: float) -> None:
+        await self._turn(first, due, [])
+        if self._slots is not None:
+            self._slots.release()
 
     async def _turn(self, turn: Turn, due: float, history: History) -> None:
         text = self._texts.text(turn.parts, first=not history)
         messages = [*history, {"role": "user", "content": text}]
         prompt = messages if self._client.server.is_chat else "\n".join(one["content"] for one in messages)
         outcome = await self._client.send(prompt, turn.output_tokens, due)
+        # What a later turn continues has answers in it, whose lengths nobody has asked for.
+        outcome.asked_prompt_tokens = None if history else turn.prompt_tokens or None
         self._outcomes.append(outcome)
         self._on_end(outcome)
         said = [*messages, {"role": "assistant", "content": outcome.text}]
@@ -97,8 +113,10 @@ class Load:
             self._skip(turn)
             return
         due = before.end + turn.delay
-        await asyncio.sleep(due - time.perf_counter())
-        await self._turn(turn, due, history)
+        # A session whose next turn comes too late keeps its slot to the end: another one would be more load.
+        await asyncio.sleep(min(due, self._ends) - time.perf_counter())
+        if due < self._ends:
+            await self._turn(turn, due, history)
 
     def _skip(self, turn: Turn) -> None:
         """Count what cannot be asked, because the answer that it follows has failed."""

@@ -30,6 +30,7 @@ class Outcome:
         due, sent, end: when it should have been sent, when it was, and when its stream had ended.
         events: when each event with output came.
         asked_tokens: how many tokens it was to generate.
+        asked_prompt_tokens: about how many its prompt was to have; None: that is not known.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them, None where it does not say.
         error: the kind of error, empty if there was none; ``detail`` says more.
         text: what was generated.
@@ -39,6 +40,7 @@ class Outcome:
     sent: float
     asked_tokens: int
     end: float = 0.0
+    asked_prompt_tokens: int | None = None
     events: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -127,6 +129,7 @@ def summarise(outcomes: Sequence[Outcome], *, slos: Mapping[str, float], percent
         "errors": _errors(outcomes),
         "duration_seconds": round(seconds, 3),
         "input_tokens": prompt if told else None,
+        "input_tokens_asked_for": _asked_for(told),
         "output_tokens": output,
         "output_tokens_asked_for": sum(one.asked_tokens for one in good),
         "output_tokens_counted_by": "usage" if all(one.output_tokens is not None for one in good) else "events",
@@ -144,6 +147,12 @@ def summarise(outcomes: Sequence[Outcome], *, slos: Mapping[str, float], percent
         result["good_share"] = round(meeting / len(outcomes), 4) if outcomes else None
     values = latencies(outcomes)
     return result | {f"{name}_ms": distribution(values[name], percents) for name in LATENCIES}
+
+
+def _asked_for(told: Sequence[Outcome]) -> int | None:
+    """Return about how many tokens the prompts of requests were to have; None if that is not known of all."""
+    asked = [one.asked_prompt_tokens for one in told]
+    return sum(known) if asked and len(known := [one for one in asked if one is not None]) == len(asked) else None
 
 
 def most_in_flight(outcomes: Sequence[Outcome]) -> int:

@@ -11,6 +11,7 @@ from pagewise.bench.metrics import SLO_METRICS
 from pagewise.bench.workloads import DATASETS
 
 _ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_NUM_PROMPTS = 100
 _PLOTS = (".svg", ".png", ".pdf")
 
 
@@ -33,6 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--endpoint {options.endpoint}: it is a path, such as /v1/completions")
     if options.dataset_name in ("custom", "trace") and options.dataset_path is None:
         parser.error(f"--dataset-name {options.dataset_name} needs --dataset-path FILE")
+    _check_duration(options, parser)
     for header in options.header or []:
         if "=" not in header:
             parser.error(f"--header {header}: write NAME=VALUE")
@@ -42,6 +44,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.plot is not None and options.plot.suffix.lower() not in _PLOTS:
         parser.error(f"--plot {options.plot}: figures are {', '.join(_PLOTS)}")
     return options
+
+
+def _check_duration(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Fill in how many requests there are; ends the process if they would have no end, and all start at once."""
+    if options.num_prompts is not None:
+        return
+    if options.duration is None:
+        options.num_prompts = _NUM_PROMPTS
+    elif math.isinf(options.request_rate) and options.max_concurrency is None and options.dataset_name != "trace":
+        parser.error("--duration needs --request-rate, --max-concurrency or --num-prompts, else all starts at once")
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:
@@ -82,32 +94,15 @@ def _add_workloads(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dataset-name", choices=DATASETS, default="random", help="what is asked (default: random)")
     add("--dataset-path", type=Path, metavar="FILE", help="of custom, sharegpt and trace; .gz too")
-    add("--num-prompts", type=_count, default=100, metavar="N", help="requests (default: 100)")
+    add(
+        "--num-prompts",
+        type=_count,
+        metavar="N",
+        help="requests (default: 100; with --duration, as many as it takes, or all of a file)",
+    )
     add("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
     add("--salt", help="of the words of prompts (default: another one in each run, so that no cache knows them)")
-    for name, default, text in (
-        ("random-input-len", 1024, "tokens of each prompt"),
-        ("random-output-len", 128, "tokens of each output"),
-        ("prefix-repetition-prefix-len", 256, "tokens of each shared prefix"),
-        ("prefix-repetition-suffix-len", 256, "tokens of each question behind it"),
-        ("prefix-repetition-num-prefixes", 10, "prefixes"),
-        ("prefix-repetition-output-len", 128, "tokens of each output"),
-        ("multi-turn-num-turns", 5, "turns of each session"),
-        ("multi-turn-input-len", 128, "tokens of what a user says in a turn"),
-        ("multi-turn-output-len", 128, "tokens of each answer"),
-        ("custom-output-len", 256, "tokens of an output for which the file says nothing"),
-    ):
-        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{text} (default: {default})")
-    add("--random-prefix-len", type=_natural, default=0, metavar="N", help="tokens that all prompts share (default: 0)")
-    add("--multi-turn-prefix-len", type=_natural, default=0, metavar="N", help="the same of all sessions (default: 0)")
-    add(
-        "--random-range-ratio",
-        type=_share,
-        default=0.0,
-        metavar="R",
-        help="lengths are uniform from (1-R) to (1+R) times those given (default: 0)",
-    )
-    add("--sharegpt-output-len", type=_count, metavar="N", help="tokens of each output, instead of ShareGPT's")
+    _add_lengths(group)
     add(
         "--think-time",
         type=_not_negative,
@@ -139,6 +134,33 @@ def _add_workloads(parser: argparse.ArgumentParser) -> None:
     add("--extra-body", type=_object, default={}, metavar="JSON", help="further fields of every request")
 
 
+def _add_lengths(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    for name, default, text in (
+        ("random-input-len", 1024, "tokens of each prompt"),
+        ("random-output-len", 128, "tokens of each output"),
+        ("prefix-repetition-prefix-len", 256, "tokens of each shared prefix"),
+        ("prefix-repetition-suffix-len", 256, "tokens of each question behind it"),
+        ("prefix-repetition-num-prefixes", 10, "prefixes"),
+        ("prefix-repetition-output-len", 128, "tokens of each output"),
+        ("multi-turn-num-turns", 5, "turns of each session"),
+        ("multi-turn-input-len", 128, "tokens of what a user says in a turn"),
+        ("multi-turn-output-len", 128, "tokens of each answer"),
+        ("custom-output-len", 256, "tokens of an output for which the file says nothing"),
+    ):
+        add(f"--{name}", type=_count, default=default, metavar="N", help=f"{text} (default: {default})")
+    add("--random-prefix-len", type=_natural, default=0, metavar="N", help="tokens that all prompts share (default: 0)")
+    add("--multi-turn-prefix-len", type=_natural, default=0, metavar="N", help="the same of all sessions (default: 0)")
+    add(
+        "--random-range-ratio",
+        type=_share,
+        default=0.0,
+        metavar="R",
+        help="lengths are uniform from (1-R) to (1+R) times those given (default: 0)",
+    )
+    add("--sharegpt-output-len", type=_count, metavar="N", help="tokens of each output, instead of ShareGPT's")
+
+
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     add = group.add_argument
@@ -158,6 +180,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-concurrency", type=_count, metavar="N", help="requests, or sessions, at once at most (default: no limit)"
+    )
+    add(
+        "--duration",
+        type=_positive,
+        metavar="S",
+        help="start no request after S seconds; those that run are waited for (default: no limit)",
     )
     add("--num-warmups", type=_natural, default=3, metavar="N", help="requests before each load (default: 3)")
     add("--rounds", type=_count, default=1, metavar="N", help="how often each server is measured (default: 1)")

@@ -21,9 +21,11 @@ from pagewise.bench.progress import Progress
 from pagewise.bench.report import command, machine, settings
 from pagewise.bench.servers import BenchError, Server, servers_of
 from pagewise.bench.texts import Texts
-from pagewise.bench.workloads import Turn, longest_tokens, turns
+from pagewise.bench.workloads import Turn, Workload, longest_tokens
 
 _WARM_UP_TOKENS = 16
+_LOOKED_AT = 10_000
+"""Sessions of a workload whose lengths are compared with what servers allow."""
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class Lengths:
 
 
 async def run(
-    options: Namespace, sessions: list[Turn], arguments: Sequence[str]
+    options: Namespace, workload: Workload, arguments: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, list[list[Outcome]]]]:
     """Run everything; returns the result and, by the servers' names, the outcomes of each round.
 
@@ -68,12 +70,12 @@ async def run(
                     f"{one.server.name} refuses ignore_eos: its outputs end where the model ends them"
                 )
         lengths = await _lengths(every[0], options, fields)
-        _check_lengths(every, sessions)
+        _check_lengths(every, workload)
         for number in range(options.rounds):
             turn = number % len(every)
             for one in every[turn:] + every[:turn]:  # each is the first one in its turn
                 place = f"{salt} {number} {every.index(one)}"
-                await _round(one, sessions, options, fields, lengths, place)
+                await _round(one, workload, options, fields, lengths, place)
     result: dict[str, Any] = {
         "command": command(arguments),
         "began": began.isoformat(timespec="seconds"),
@@ -82,7 +84,7 @@ async def run(
         "tokens_per_word": round(lengths.tokens_per_word, 4),
         "servers": [_result(one, every[0]) for one in every],
         "caveats": caveats(
-            [one.server for one in every], {one.server.name: one.metrics for one in every}, sessions, options
+            [one.server for one in every], {one.server.name: one.metrics for one in every}, options, workload.total
         ),
     }
     if options.save_detailed:
@@ -97,8 +99,10 @@ async def _lengths(first: Measured, options: Namespace, fields: dict[str, Any]) 
     return Lengths(*await calibration(first.http, first.server, fields))
 
 
-def _check_lengths(every: Sequence[Measured], sessions: list[Turn]) -> None:
-    longest = longest_tokens(sessions)
+def _check_lengths(every: Sequence[Measured], workload: Workload) -> None:
+    if all(one.server.max_model_len is None for one in every):
+        return
+    longest = longest_tokens(workload.first(_LOOKED_AT))
     for one in every:
         limit = one.server.max_model_len
         if limit is not None and longest > limit:
@@ -109,25 +113,32 @@ def _check_lengths(every: Sequence[Measured], sessions: list[Turn]) -> None:
 
 
 async def _round(
-    one: Measured, sessions: list[Turn], options: Namespace, fields: dict[str, Any], lengths: Lengths, salt: str
+    one: Measured, workload: Workload, options: Namespace, fields: dict[str, Any], lengths: Lengths, salt: str
 ) -> None:
     client = Client(one.http, one.server, fields)
 
     def texts(salt: str) -> Texts:
         return Texts(salt, tokens_per_word=lengths.tokens_per_word, overhead=lengths.overhead)
 
-    warm_up = [Turn(turn.parts, min(turn.output_tokens, _WARM_UP_TOKENS)) for turn in sessions[: options.num_warmups]]
+    warm_up = [
+        Turn(turn.parts, min(turn.output_tokens, _WARM_UP_TOKENS)) for turn in workload.first(options.num_warmups)
+    ]
     if warm_up:
         await Load(client, texts(f"{salt} warm-up"), max_concurrency=options.max_concurrency).run(warm_up)
-    total = sum(1 for _ in turns(sessions))
     title = (
         one.server.name
         if options.rounds == 1
         else f"{one.server.name}, round {len(one.metrics) + 1} of {options.rounds}"
     )
-    with Progress(total, title, quiet=options.disable_tqdm) as progress:
-        load = Load(client, texts(salt), max_concurrency=options.max_concurrency, on_end=progress.ended)
-        outcomes, health = await load.run(sessions)
+    with Progress(workload.total, title, quiet=options.disable_tqdm, seconds=options.duration) as progress:
+        load = Load(
+            client,
+            texts(salt),
+            max_concurrency=options.max_concurrency,
+            duration=options.duration,
+            on_end=progress.ended,
+        )
+        outcomes, health = await load.run(workload)
     metrics = summarise(outcomes, slos=dict(options.goodput), percents=options.metric_percentiles)
     one.outcomes.append(outcomes)
     one.metrics.append(metrics | {"client": health})

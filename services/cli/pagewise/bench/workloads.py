@@ -1,4 +1,8 @@
-"""Plans workloads: sessions of turns, planned before the clock starts and the same for every server."""
+"""Plans workloads: sessions of turns, which are the same for every server.
+
+They are planned before the clock starts. A workload of a ``--duration`` has no last session, so it is planned as far
+as it is asked for.
+"""
 
 import gzip
 import itertools
@@ -7,7 +11,7 @@ import math
 import random
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -16,6 +20,9 @@ from typing import Any
 from pagewise_shared.traces import TraceError, TraceRequest, read_trace
 
 from pagewise.bench.texts import Part, Words
+
+_QUESTIONS_SHUFFLED = 10
+"""Of each prefix, where there are questions without end."""
 
 _GIVEN_TOKENS_PER_CHARACTER = 0.25
 """Of an answer in ShareGPT's file, whose tokens nobody has counted."""
@@ -49,16 +56,42 @@ class Turn:
         return sum(part.tokens for part in self.parts if isinstance(part, Words))
 
 
-def turns(sessions: list[Turn]) -> Iterator[Turn]:
+class Workload:
+    """Sessions, given by their first turns, in the order in which they begin. They can be read more than once.
+
+    ``total``: how many turns they have; None: there is always another one.
+    """
+
+    def __init__(self, sessions: Iterable[Turn], *, endless: bool = False) -> None:
+        self._planned: list[Turn] = [] if endless else list(sessions)
+        self._further = iter(sessions) if endless else iter(())
+        self.total = None if endless else sum(1 for _ in turns(self._planned))
+
+    def __iter__(self) -> Iterator[Turn]:
+        """Yield the sessions; those of an endless workload are planned when they are reached first."""
+        for number in itertools.count():
+            if number == len(self._planned):
+                following = next(self._further, None)
+                if following is None:
+                    return
+                self._planned.append(following)
+            yield self._planned[number]
+
+    def first(self, count: int) -> list[Turn]:
+        """Return the first sessions, ``count`` at most."""
+        return list(itertools.islice(self, count))
+
+
+def turns(sessions: Iterable[Turn]) -> Iterator[Turn]:
     """Yield all turns of sessions, which are given by their first turns."""
-    waiting = list(reversed(sessions))
+    waiting = list(sessions)[::-1]
     while waiting:
         turn = waiting.pop()
         yield turn
         waiting.extend(reversed(turn.following))
 
 
-def longest_tokens(sessions: list[Turn]) -> int:
+def longest_tokens(sessions: Iterable[Turn]) -> int:
     """Return about how many tokens the longest context has, at its end."""
     longest = 0
     waiting = [(turn, 0) for turn in sessions]
@@ -70,74 +103,90 @@ def longest_tokens(sessions: list[Turn]) -> int:
     return longest
 
 
-def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Return ``count`` times from 0 on, in seconds, ``rate`` per second on average; infinite: all at once.
+def arrivals(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
+    """Yield times from 0 on without end, in seconds, ``rate`` per second on average; infinite: all at once.
 
     Gaps are gamma-distributed with shape ``burstiness``: 1 is a Poisson process, less is burstier, more is steadier.
     """
-    if math.isinf(rate):
-        return [0.0] * count
-    times, now = [], 0.0
-    for _ in range(count):
-        times.append(now)
-        now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
-    return times
+    now = 0.0
+    while True:
+        yield now
+        if not math.isinf(rate):
+            now += rng.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
-def plan(options: Namespace) -> list[Turn]:
+def plan(options: Namespace) -> Workload:
     """Return the sessions of a workload. They depend on the options alone.
+
+    Without ``num_prompts``, which a ``--duration`` need not have, there are all of a file, else sessions without end.
 
     Raises:
         WorkloadError: a file cannot be read, or holds nothing to ask for.
     """
     lengths = random.Random(f"lengths {options.seed}")  # noqa: S311  # nosec B311 # no secret
     sessions = _PLANS[options.dataset_name](options, lengths)
-    if not sessions:
-        raise WorkloadError(f"{options.dataset_path}: it holds no requests")
     if options.dataset_name != "trace":
-        rng = random.Random(f"arrivals {options.seed}")  # noqa: S311  # nosec B311 # no secret
-        times = arrivals(len(sessions), options.request_rate, options.burstiness, rng)
-        for session, time in zip(sessions, times, strict=True):
-            session.delay = time
-    return sessions
+        sessions = _arriving(sessions, options)
+    of_file = options.dataset_name in ("custom", "trace") or (
+        options.dataset_name == "sharegpt" and options.dataset_path is not None
+    )
+    workload = Workload(sessions, endless=options.num_prompts is None and not of_file)
+    if not workload.first(1):
+        raise WorkloadError(f"{options.dataset_path}: it holds no requests")
+    return workload
 
 
-def _random(options: Namespace, rng: random.Random) -> list[Turn]:
+def _arriving(sessions: Iterable[Turn], options: Namespace) -> Iterator[Turn]:
+    """Yield the sessions with the times at which they begin."""
+    rng = random.Random(f"arrivals {options.seed}")  # noqa: S311  # nosec B311 # no secret
+    times = arrivals(options.request_rate, options.burstiness, rng)
+    for session, time in zip(sessions, times, strict=False):
+        session.delay = time
+        yield session
+
+
+def _numbers(count: int | None) -> Iterable[int]:
+    """Return the numbers below ``count``; None: all of them."""
+    return itertools.count() if count is None else range(count)
+
+
+def _random(options: Namespace, rng: random.Random) -> Iterator[Turn]:
     def around(length: int) -> int:
         spread = options.random_range_ratio
         return max(1, rng.randint(math.floor(length * (1 - spread)), math.ceil(length * (1 + spread))))
 
     shared: list[Part] = [Words("prefix", options.random_prefix_len)] if options.random_prefix_len else []
-    return [
-        Turn([*shared, Words(f"prompt {number}", around(options.random_input_len))], around(options.random_output_len))
-        for number in range(options.num_prompts)
-    ]
+    for number in _numbers(options.num_prompts):
+        prompt = Words(f"prompt {number}", around(options.random_input_len))
+        yield Turn([*shared, prompt], around(options.random_output_len))
 
 
-def _prefixes(options: Namespace, rng: random.Random) -> list[Turn]:
+def _prefixes(options: Namespace, rng: random.Random) -> Iterator[Turn]:
     """Every prefix is asked the same number of questions, in random order."""
+    for number, group in enumerate(_groups(options, rng)):
+        prefix = Words(f"prefix {group}", options.prefix_repetition_prefix_len)
+        question = Words(f"question {number}", options.prefix_repetition_suffix_len)
+        yield Turn([prefix, question], options.prefix_repetition_output_len)
+
+
+def _groups(options: Namespace, rng: random.Random) -> Iterator[int]:
+    """Yield the numbers of the prefixes; without an end, each has been asked as often after some questions of each."""
     groups = options.prefix_repetition_num_prefixes
-    order = [number % groups for number in range(options.num_prompts)]
-    rng.shuffle(order)
-    return [
-        Turn(
-            [
-                Words(f"prefix {group}", options.prefix_repetition_prefix_len),
-                Words(f"question {number}", options.prefix_repetition_suffix_len),
-            ],
-            options.prefix_repetition_output_len,
-        )
-        for number, group in enumerate(order)
-    ]
+    count = _QUESTIONS_SHUFFLED * groups if options.num_prompts is None else options.num_prompts
+    while True:
+        order = [number % groups for number in range(count)]
+        rng.shuffle(order)
+        yield from order
+        if options.num_prompts is not None:
+            return
 
 
-def _multi_turn(options: Namespace, rng: random.Random) -> list[Turn]:
+def _multi_turn(options: Namespace, rng: random.Random) -> Iterator[Turn]:
     """Sessions that share a beginning; each has as many turns as the others, and users think between them."""
     count = options.multi_turn_num_turns
     shared: list[Part] = [Words("prefix", options.multi_turn_prefix_len)] if options.multi_turn_prefix_len else []
-    sessions = []
-    for session in range(math.ceil(options.num_prompts / count)):
-        chain = []
+    for session in _numbers(None if options.num_prompts is None else math.ceil(options.num_prompts / count)):
+        chain: list[Turn] = []
         for number in range(count):
             own = Words(f"session {session} turn {number}", options.multi_turn_input_len)
             thinking = rng.expovariate(1 / options.think_time) if options.think_time and number else 0.0
@@ -145,24 +194,22 @@ def _multi_turn(options: Namespace, rng: random.Random) -> list[Turn]:
             chain.append(Turn(parts, options.multi_turn_output_len, thinking, continues=number > 0))
         for turn, following in itertools.pairwise(chain):
             turn.following.append(following)
-        sessions.append(chain[0])
-    return sessions
+        yield chain[0]
 
 
-def _sharegpt(options: Namespace, rng: random.Random) -> list[Turn]:
+def _sharegpt(options: Namespace, rng: random.Random) -> Iterator[Turn]:
     """Lengths that were drawn from ShareGPT, or conversations of a file in its format."""
     if options.dataset_path is not None:
-        return _given(options, rng)
+        yield from _given(options, rng)
+        return
     text = resources.files("pagewise.bench").joinpath("sharegpt_lengths.csv").read_text()
     pairs = [tuple(map(int, line.split(","))) for line in text.splitlines()[1:]]
-    chosen = [pairs[rng.randrange(len(pairs))] for _ in range(options.num_prompts)]
-    return [
-        Turn(
+    for number in _numbers(options.num_prompts):
+        prompt, output = pairs[rng.randrange(len(pairs))]
+        yield Turn(
             [Words(f"prompt {number}", _scaled(prompt, options))],
             options.sharegpt_output_len or _scaled(output, options),
         )
-        for number, (prompt, output) in enumerate(chosen)
-    ]
 
 
 def _given(options: Namespace, rng: random.Random) -> list[Turn]:
