@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,9 @@ class Cluster:
     def wait_ready(self, count: int, seconds: float = 240.0) -> float:
         """Wait for that many executors; returns how long it took, in seconds."""
         began = time.monotonic()
-        wait_until(lambda: self.executors_ready() >= count, seconds, f"{count} executors", self.scheduler)
+        wait_until(
+            lambda: self.executors_ready() >= count, seconds, f"{count} executors", self.scheduler, self.executors
+        )
         return time.monotonic() - began
 
     def close(self) -> None:
@@ -282,12 +284,19 @@ def running(cluster: Cluster, executors: int) -> Iterator[Cluster]:
         cluster.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str, process: Process) -> None:
-    """Wait for something that ``process`` is to bring about; fails if it does not in time, or ends."""
+def wait_until(
+    condition: Callable[[], bool], seconds: float, what: str, process: Process, others: Sequence[Process] = ()
+) -> None:
+    """Wait for something that ``process`` is to bring about; fails if it does not in time, or ends.
+
+    ``others``: processes that may end, and whose logs belong to the failure too.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.exit_code is None, f"{process.name} ended with {process.exit_code}:\n{process.tail()}"
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}\n{process.tail()}"
+        if time.monotonic() > deadline:
+            logs = (f"---- {one.name}, exit code {one.exit_code}:\n{one.tail()}" for one in (process, *others))
+            raise AssertionError("\n".join([f"not within {seconds:g} s: {what}", *logs]))
         time.sleep(0.05)
 
 

@@ -5,13 +5,17 @@ several, which ``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every
 same order.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one call: loading weights, or compiling kernels, may keep one that long."""
@@ -26,6 +30,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, on_host: int | None = None) -> None:
         self.rank, self.size = rank, size
         self.on_host = size if on_host is None else on_host
+        self._interface = contextlib.ExitStack()
 
     @classmethod
     def join(cls, rank: int, size: int, folder: Path, *, cuda: bool) -> "Ranks":
@@ -36,9 +41,9 @@ class Ranks:
         import torch.distributed as dist
 
         # All ranks are on this host. What else the interfaces of a host lead to has no way to these connections.
-        _use_interface("lo" if sys.platform == "linux" else "lo0")
-        _meet(dist.FileStore(str(folder / "ranks"), size), rank, size, cuda)  # type: ignore[attr-defined]
-        return cls(rank, size)
+        interface = "lo" if sys.platform == "linux" else "lo0"
+        store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
+        return cls(rank, size)._meet(store, interface, cuda)
 
     @classmethod
     def join_nodes(
@@ -51,8 +56,6 @@ class Ranks:
         """
         import torch.distributed as dist
 
-        if interface is not None:
-            _use_interface(interface)
         host, _, port = store.rpartition(":")
         where = dist.TCPStore(  # type: ignore[attr-defined]
             host.strip("[]"),
@@ -63,8 +66,22 @@ class Ranks:
             wait_for_workers=False,
             master_listen_fd=listener,
         )
-        _meet(where, rank, size, cuda)
-        return cls(rank, size, on_host)
+        return cls(rank, size, on_host)._meet(where, interface, cuda)
+
+    def _meet(self, store: Any, interface: str | None, cuda: bool) -> Self:
+        """Connect with the other ranks, through a network interface."""
+        with contextlib.ExitStack() as using:
+            if interface is not None:
+                using.enter_context(_interface(interface))
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=_TIMEOUT,
+            )
+            self._interface = using.pop_all()  # NCCL connects at the first call
+        return self
 
     @property
     def alone(self) -> bool:
@@ -137,20 +154,25 @@ class Ranks:
 
     def leave(self) -> None:
         """End the connections between the ranks."""
-        if self.size > 1:
-            torch.distributed.destroy_process_group()
+        with self._interface:
+            if self.size > 1:
+                torch.distributed.destroy_process_group()
 
 
-def _use_interface(name: str) -> None:
-    """Let gloo and NCCL use a network interface, unless the environment says another one."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, name)
+@contextlib.contextmanager
+def _interface(name: str) -> Iterator[None]:
+    """Let gloo and NCCL use a network interface, unless the environment says another one.
 
-
-def _meet(store: Any, rank: int, size: int, cuda: bool) -> None:
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT
-    )
+    They take it from the environment, which is as before afterwards: executors that this process starts may need
+    another interface.
+    """
+    added = [variable for variable in _INTERFACE_VARIABLES if variable not in os.environ]
+    os.environ.update(dict.fromkeys(added, name))
+    try:
+        yield
+    finally:
+        for variable in added:
+            os.environ.pop(variable, None)
 
 
 ALONE = Ranks()

@@ -222,7 +222,10 @@ def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks"
     if not seat.store:
         return Ranks.join(seat.rank, seat.size, Path(seat.folder), cuda=cuda)
     interface = interface_of(address_towards(f"tcp://{seat.store}"))
-    log.info("meeting the other ranks at %s, through the interface %s", seat.store, interface or "of this host's name")
+    variable = "NCCL_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME"
+    named = os.environ.get(variable)
+    used = f"{named}, which {variable} names" if named else interface or "of this host's name"
+    log.info("meeting the other ranks at %s, through the interface %s", seat.store, used)
     return Ranks.join_nodes(seat.rank, seat.size, seat.store, listener, seat.on_host, interface, cuda=cuda)
 
 

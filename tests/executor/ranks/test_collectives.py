@@ -1,5 +1,6 @@
 """What ranks compute together, by processes that gloo joins."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,11 @@ def test_sums_are_added_in_the_order_of_ranks_wherever_an_element_lies(tmp_path:
         subprocess.Popen([sys.executable, "-c", SUM, rank, str(tmp_path), part])
         for rank, part in (("1", "-1e8"), ("2", "1"))
     ]
+    before = dict(os.environ)
     ranks = Ranks.join(0, 3, tmp_path, cuda=False)
     found = ranks.reduce_in_order(torch.full((64, 32), 1e8))
     ranks.leave()
+    assert os.environ == before, "processes that are started later would use the interface of these ranks"
     assert found.eq(1.0).all(), "added in another order, this is 0"
     assert [other.wait(60) for other in others] == [0, 0]
 
