@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 """Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
 
+HANDSHAKE_MS = 3000
+"""Milliseconds after which a handshake is broken off and begun again. It needs three round trips, with encryption."""
+
 _RETRY_SECONDS = 2.0
 _GREETING_SECONDS = 2.0
 _OWN_SECONDS = 0.5
@@ -83,6 +86,9 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
+    # Heartbeats begin after the handshake. If the network fails during it, only this ends the attempt: by default after
+    # 30 s, or when TCP tries again, which it does ever more slowly.
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if keys is not None:
         keys.secure_client(socket)
     return socket
@@ -134,7 +140,13 @@ async def watch_connection(
                 endpoint,
                 keys.scheduler.decode(),
             )
-        if not failure.hung_up:
+        if failure.hung_up:
+            # ZeroMQ tries again by itself, but under the same identity, and for the scheduler the handshake may have
+            # succeeded: its last message was lost.
+            if monotonic() > renewed + _OWN_SECONDS:
+                _reconnect(socket, endpoint)
+                renewed = monotonic()
+        else:
             # ZeroMQ does not try again after a handshake in which it saw a fault itself; only a new connection does.
             await asyncio.sleep(_RETRY_SECONDS)
             with contextlib.suppress(zmq.ZMQError):
@@ -185,8 +197,8 @@ async def asks_for_key(endpoint: str) -> bool:
 def _reconnect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
     """Connect again, under another identity.
 
-    The scheduler may not have noticed yet that the old connection is gone, and its socket refuses an identity that is
-    still in use.
+    The scheduler may not have noticed yet that the old connection is gone, and its socket never reads from a second
+    connection of an identity that is still in use.
     """
     with contextlib.suppress(zmq.ZMQError):
         socket.disconnect(endpoint)

@@ -14,7 +14,7 @@ import zmq
 from pagewise.keys import keys as make_keys
 from pagewise_executor.ranks import node as node_module
 from pagewise_executor.ranks.host import host_identity, interface_of
-from pagewise_executor.ranks.messages import Admitted, Ended, Join, TurnedAway, decode_to_node
+from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, TurnedAway, decode_to_node
 from pagewise_executor.ranks.node import Node, _Link
 from pagewise_executor.ranks.nodes import Nodes
 from pagewise_shared.config import ExecutorConfig
@@ -214,6 +214,27 @@ def test_a_second_node_of_a_number_waits_for_the_end_of_the_first(
     assert "there is a node 1 already" in caplog.text
     for link in joined:
         link.close()
+
+
+def test_a_node_that_has_given_up_before_it_was_heard_is_waited_for_again(made: Callable[..., Group]) -> None:
+    """Node 0 is slow: what it reads first is from an attempt that is over."""
+    group = made()
+    settings = group.nodes._settings
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.IDENTITY, b"first attempt")
+        socket.connect(group.nodes.endpoint)
+        socket.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
+        assert group.nodes._socket.poll(5000)
+    while group.nodes._answer(b"first attempt", Noted()):
+        time.sleep(0.01)
+    joining = group.join()
+    group.gather()
+    links = group.admit()
+    link, _ = joining.result()
+    link.send(b"\x02", b"a result")
+    assert links[2].recv_bytes() == b"a result"
+    assert not group.lost
+    link.close()
 
 
 def _join_late(group: Group, number: int) -> Any:

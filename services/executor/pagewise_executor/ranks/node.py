@@ -179,6 +179,7 @@ class Node:
             if ready.get(link.socket, 0) & zmq.POLLOUT:
                 poller.modify(link.socket, zmq.POLLIN)
                 link.send(OWN, join)
+                answer_until = now + _ANSWER_SECONDS  # not sooner: node 0 would wait for one that has gone
             if ready.get(link.socket, 0) & zmq.POLLIN:
                 match link.own():
                     case Admitted() as admitted:

@@ -110,18 +110,25 @@ class Nodes:
         log.info("waiting for %d more nodes at %s", self.count - 1, self.endpoint)
         deadline = time.monotonic() + seconds
         look_at = 0.0
-        while len(self._joined) < self.count - 1:
-            if (now := time.monotonic()) > deadline:
+        while True:
+            now = time.monotonic()
+            if len(self._joined) == self.count - 1 or now >= look_at:
+                look_at = now + NOTED_MS / 1000
+                self._forget_lost()
+                if len(self._joined) == self.count - 1:
+                    return
+            if now > deadline:
                 missing = ", ".join(str(number) for number in range(1, self.count) if number not in self._joined)
                 raise TimeoutError(f"nodes have not joined within {seconds:g} s: {missing}")
-            if now >= look_at:
-                look_at = now + NOTED_MS / 1000
-                for node in list(self._joined.values()):
-                    if not self._reaches(node):
-                        log.warning("node %d has gone before all were there", node.number)
-                        del self._joined[node.number]
             if self._socket.poll(NOTED_MS):
                 self._receive(self._let_in)
+
+    def _forget_lost(self) -> None:
+        """Forget nodes whose connections have ended, so that they can join again."""
+        for node in list(self._joined.values()):
+            if not self._reaches(node):
+                log.warning("node %d has gone before all were there", node.number)
+                del self._joined[node.number]
 
     def admit(self, lost: Callable[[str, int], None]) -> dict[int, Connection]:
         """Have the other nodes start their ranks; return the connection with each of these ranks.
@@ -177,9 +184,10 @@ class Nodes:
         if before is not None and before.identity != identity and self._reaches(before):
             self._answer(identity, TurnedAway(f"there is a node {join.node} already", False))
             return
+        if not self._answer(identity, Noted()):
+            return  # it has given up this attempt, and joins by another connection
         self._joined[join.node] = _Node(join.node, identity, join.host)
         log.info("node %d of %d has joined", join.node, self.count)
-        self._answer(identity, Noted())
 
     def _flaw(self, join: Join, frame: zmq.Frame) -> str | None:
         """Return why a node may not join; None if it may."""
