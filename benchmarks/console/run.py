@@ -2,7 +2,8 @@
 
 First the core alone: 16 schedulers whose pools are in use, cached and free by thirds, of which a part changes between
 two updates. Then real processes with simulated executors: the scheduler's and the gateway's CPU time per second while
-nothing else happens, and per token while streams run. The consoles show different things, so that they share little.
+nothing else happens, and per token while streams run without an end. The consoles show different things, so that they
+share little.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 from pagewise_scheduler.core.console.block_colours import coloured_cells
 from pagewise_scheduler.core.console.block_map import MarkedBlocks, StateCells, cell_size
 from pagewise_scheduler.core.console.prefixes import executor_prefixes
@@ -24,7 +27,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 from benchmarks.processes import Cluster
 from benchmarks.record import record_file, write_record
-from benchmarks.streams.run import Load, measure, services
+from benchmarks.streams.run import Load, Measured, Stream, measure, services
 
 EXECUTORS = 16
 VIEWS = ("", "executor=e0&cells=4096&colour=prefix", "executor=e1&first=100&count=1000&colour=request", "cells=4096")
@@ -136,13 +139,103 @@ async def idle_row(cluster: Cluster, number: int, seconds: float) -> dict[str, A
         }
 
 
-async def loaded_row(cluster: Cluster, number: int, streams: int, tokens: int) -> dict[str, Any]:
-    """What a token costs while streams run."""
-    async with consoles(cluster, number):
-        row = await measure(cluster, streams, tokens)
-    assert not row["errors"], row["first_error"]
-    names = ("tokens_per_second", "scheduler_cpu_us_per_token", "gateway_cpu_us_per_token")
-    return {"consoles": number} | {name: row[name] for name in names}
+class Streams:
+    """A load that does not end: whenever a stream has ended, the next one begins."""
+
+    def __init__(self, cluster: Cluster, number: int, tokens: int) -> None:
+        self._port = int(cluster.url.rsplit(":", 1)[1])
+        self._tokens = tokens
+        self._measured = Measured()
+        self._tasks = [asyncio.create_task(self._run(index, number)) for index in range(number)]
+
+    async def _run(self, index: int, step: int) -> None:
+        while True:
+            make = partial(Stream, index, self._tokens, self._measured)
+            transport, stream = await asyncio.get_running_loop().create_connection(make, "127.0.0.1", self._port)
+            try:
+                stream.send()
+                await stream.done
+            finally:
+                transport.close()
+            assert not self._measured.errors, self._measured.errors[0]
+            self._measured.first.clear()
+            self._measured.gaps.clear()
+            index += step
+
+    async def close(self) -> None:
+        """End all streams.
+
+        Raises:
+            AssertionError: one had failed.
+        """
+        failed = [task for task in self._tasks if task.done()]
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for task in failed:
+            task.result()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What the threads of a process have run so far, to the nanosecond: the times of psutil are multiples of 10 ms."""
+    return 1e-9 * sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+
+
+async def window(cluster: Cluster, seconds: float) -> dict[str, float]:
+    """What tokens cost the processes during so many seconds of a load that goes on."""
+    pids = {"scheduler": cluster.scheduler.pid, "gateway": cluster.gateways["gateway-0"].pid}
+
+    async def counted() -> tuple[float, float]:
+        return await asyncio.to_thread(cluster.metric, "generation_tokens_total"), time.perf_counter()
+
+    (tokens_before, began), before = await counted(), {kind: cpu_seconds(pid) for kind, pid in pids.items()}
+    await asyncio.sleep(seconds)
+    used = {kind: cpu_seconds(pid) - before[kind] for kind, pid in pids.items()}
+    tokens, now = await counted()
+    tokens -= tokens_before
+    return {"tokens_per_second": tokens / (now - began)} | {
+        f"{kind}_cpu_us_per_token": 1e6 * one / tokens for kind, one in used.items()
+    }
+
+
+async def pairs(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Serve one load without an end, and open and close four consoles while it goes on.
+
+    A machine that others use too becomes faster and slower, for longer than a window takes. So each window with
+    consoles is compared with the one without them beside it, and what counts is the median of these ratios, with the
+    interval in which it lies with 95% (of 2,000 resamples of the pairs).
+    """
+    rows: list[dict[int, dict[str, float]]] = []
+    streams = Streams(cluster, arguments.streams, arguments.tokens)
+    try:
+        await asyncio.sleep(2 * arguments.settle)
+        for turn in range(arguments.pairs):
+            rows.append({})
+            for number in (0, 4) if turn % 2 else (4, 0):
+                async with consoles(cluster, number):
+                    await asyncio.sleep(arguments.settle)
+                    rows[-1][number] = await window(cluster, arguments.window)
+    finally:
+        await streams.close()
+    names = rows[0][0]
+    return {
+        "streams": arguments.streams,
+        "pairs": arguments.pairs,
+        "window_seconds": arguments.window,
+        "medians": [{"consoles": number} | median([row[number] for row in rows]) for number in (0, 4)],
+        "ratio_of_4_to_0": {name: interval([row[4][name] / row[0][name] for row in rows]) for name in names},
+    }
+
+
+def interval(ratios: list[float]) -> dict[str, float]:
+    """The median, and between what it lies with 95%."""
+    chance = random.Random(1)
+    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "from": round(medians[50], 4),
+        "to": round(medians[-51], 4),
+    }
 
 
 def median(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,18 +247,17 @@ async def served(arguments: argparse.Namespace) -> dict[str, Any]:
     """The rows that need processes, in turns without and with consoles."""
     load = Load([arguments.streams], 1, arguments.executors, arguments.tokens)
     idle: dict[int, list[dict[str, Any]]] = {0: [], 4: []}
-    loaded: dict[int, list[dict[str, Any]]] = {0: [], 4: []}
     with services(load) as cluster:
         await measure(cluster, arguments.streams, arguments.tokens)  # warms everything up
         for turn in range(arguments.rounds):
             for number in (0, 4) if turn % 2 else (4, 0):
                 idle[number].append(await idle_row(cluster, number, arguments.seconds))
-                loaded[number].append(await loaded_row(cluster, number, arguments.streams, arguments.tokens))
+        loaded = await pairs(cluster, arguments)
     return {
         "executors": arguments.executors,
         "idle": [median(rows) for rows in idle.values()],
-        "loaded": [median(rows) for rows in loaded.values()],
-        "rounds": {"idle": idle, "loaded": loaded},
+        "loaded": loaded,
+        "rounds": {"idle": idle},
     }
 
 
@@ -174,19 +266,22 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 10_000, 100_000])
     parser.add_argument("--executors", type=int, default=EXECUTORS, help="simulated executors that serve")
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each stream")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement without load")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements without load")
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of measurements under load")
+    parser.add_argument("--window", type=float, default=2.5, help="seconds of each of these measurements")
+    parser.add_argument("--settle", type=float, default=0.5, help="seconds before each of them")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
     parser.add_argument("--json", type=record_file, help="file for the numbers")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.blocks, arguments.executors, arguments.streams, arguments.tokens = [300], 2, 8, 20
-        arguments.seconds, arguments.rounds = 1.2, 1
+        arguments.seconds, arguments.rounds, arguments.pairs, arguments.window = 1.2, 1, 2, 0.5
     core = [core_row(blocks, churn, 4 * arguments.rounds) for blocks in arguments.blocks for churn in (0.0, 0.01, 0.1)]
     for row in core:
         print(row, flush=True)
-    numbers = {"core": core, "served": asyncio.run(served(arguments))}
+    numbers = {"core": core, "served": uvloop.run(served(arguments))}
     print(json.dumps(numbers["served"], indent=1))
     if arguments.json:
         write_record(arguments.json, numbers)

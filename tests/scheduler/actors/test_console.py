@@ -3,12 +3,15 @@
 import asyncio
 import time
 from base64 import b64decode
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from pagewise_scheduler.actors.console import Console
+from hypothesis import given
+from hypothesis import strategies as st
+from pagewise_scheduler.actors.console import Console, fair_share
 from pagewise_shared.protocol import ConsoleView
 
 from tests.scheduler.actors.stack import Stack, executor, gateway, running, until
@@ -189,5 +192,25 @@ async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatc
             for part in ("map", "fleet"):
                 assert (await stack.gateway.ask("console", view=ConsoleView(part))).found  # type: ignore[arg-type]
             await asyncio.sleep(0.05)
-    assert len(made["map"]) <= 2, "20 milliseconds each, and a quarter of a percent of a core for it"
+    assert len(made["map"]) <= 2, "20 milliseconds each, and half a percent of a core for it"
     assert len(made["fleet"]) >= 4, "what is cheap goes on as before"
+
+
+@pytest.mark.parametrize(
+    ("loads", "share"),
+    [
+        ([], inf),
+        ([1.0, 2.0], inf),
+        ([1.0, 5.0], 3.0),
+        ([5.0, 1.0, 5.0], 1.5),
+        ([9.0, 9.0], 2.0),
+    ],
+)
+def test_what_cheap_views_leave_is_shared_by_the_others(loads: list[float], share: float) -> None:
+    assert fair_share(loads, 4.0) == share
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=20))
+def test_views_together_take_no_more_than_they_may(loads: list[float]) -> None:
+    share = fair_share(loads, 0.5)
+    assert sum(min(load, share) for load in loads) == pytest.approx(min(0.5, sum(loads)), abs=1e-9)

@@ -4,6 +4,7 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -65,12 +66,28 @@ class _Answer(NamedTuple):
     time: float
 
 
+def _load(view: ConsoleView, answer: _Answer) -> float:
+    """The share of a core that a view would take if it were made as often as gateways ask for it."""
+    return answer.seconds / UPDATE_SECONDS[view.part]
+
+
+def fair_share(loads: Iterable[float], most: float) -> float:
+    """What each load may be at most, so that all of them together are not more than ``most``: max-min fairness."""
+    ordered, left = sorted(loads), most
+    for position, load in enumerate(ordered):
+        share = left / (len(ordered) - position)
+        if load > share:
+            return share
+        left -= load
+    return inf
+
+
 class Console:
     """Answers what gateways ask for their consoles.
 
     Gateways ask a few times a second. All that ask for the same view within a time get the same answer. If all answers
-    together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, each view gets an equal share
-    of that: one that takes more is made as much less often, and the others go on as before.
+    together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, the views that take the most
+    share equally what the others leave of it, and are made as much less often. The others go on as before.
     """
 
     def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways) -> None:
@@ -80,6 +97,7 @@ class Console:
         self._gateways = gateways
         self._started = clock()
         self._answers: dict[ConsoleView, _Answer] = {}
+        self._share = inf
         self._rates: dict[Engine, EngineRates] = {}
         self._cells: dict[ConsoleView, dict[Engine, StateCells]] = {}
         self._ended: dict[tuple[str, float], RequestLine] = {}
@@ -95,15 +113,16 @@ class Console:
         self._forget(now)
         self._answers.pop(view, None)  # so that the one made last comes last
         self._answers[view] = _Answer(body, time.thread_time() - began, now)
+        self._share = fair_share([_load(one, made) for one, made in self._answers.items()], _MOST_OF_CORE)
         return body
 
     def _pause(self, view: ConsoleView) -> float:
         """Seconds for which the answer for a view serves."""
-        shared, answers = _SHARED * UPDATE_SECONDS[view.part], self._answers
-        load = sum(answer.seconds / UPDATE_SECONDS[one.part] for one, answer in answers.items())
-        if load <= _MOST_OF_CORE or view not in answers:
+        shared = _SHARED * UPDATE_SECONDS[view.part]
+        answer = self._answers.get(view)
+        if answer is None or _load(view, answer) <= self._share:
             return shared
-        return max(shared, answers[view].seconds * len(answers) / _MOST_OF_CORE)
+        return max(shared, answer.seconds / self._share)
 
     def _forget(self, now: float) -> None:
         """Forget what nobody has asked for lately."""
