@@ -80,7 +80,7 @@ fuzz: setup ## Fuzz the wire, plans and HTTP for minutes; longer with FUZZ_EFFOR
 	@$(PY) -c 'import atheris' 2>/dev/null || { echo "Not guided by coverage: $(VENV)/bin/pip install atheris"; exit 0; }; \
 	  $(PY) -m tests.fuzz.guided -max_total_time=$$((3 * $(or $(FUZZ_EFFORT),20)))
 
-test-chaos: setup ## Five minutes of executors, gateways and a scheduler that are killed, frozen and cut off
+test-chaos: setup ## Ten minutes of executors, gateways and a scheduler that are killed, frozen and cut off
 	$(PY) -m pytest -m chaos -s $(ARGS)
 
 soak: setup ## An hour of honest and abusive clients while processes come and go: does anything grow? SOAK_MINUTES=5

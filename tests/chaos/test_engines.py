@@ -27,6 +27,7 @@ TOKENS = 960
 
 @pytest.mark.skipif(len(ENGINES) == 1, reason="neither the CPU operations nor OpenVINO are installed")
 @pytest.mark.timeout(900)
+@pytest.mark.chaos
 async def test_requests_move_between_engines_and_blocks_do_where_they_are_alike(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, as_shipped=True, scheduler_options=("--executor-timeout=3",))
     cases = make_cases(30, 60)

@@ -15,6 +15,7 @@ ROLES = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.chaos
 async def test_executors_of_either_role_are_killed_under_load(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, scheduler_options=("--executor-timeout=3",), executor_options=("--num-blocks=400",))
     cases = make_cases(16, 60)

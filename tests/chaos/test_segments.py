@@ -37,6 +37,7 @@ async def ask(client: openai.AsyncOpenAI, order: list[int], boundary: int) -> tu
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.chaos
 async def test_executors_die_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
     asked = [(order, boundary) for order in orders(12) for boundary in (0, 8)]
     with running(Cluster(tmp_path / "alone", executor_options=FEW), 1) as cluster:

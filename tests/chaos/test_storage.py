@@ -79,7 +79,7 @@ def make_unusable(folder: Path) -> None:
         path.write_text("")
 
 
-@pytest.mark.parametrize("harm", [damage, make_unusable])
+@pytest.mark.parametrize("harm", [damage, pytest.param(make_unusable, marks=pytest.mark.chaos)])
 async def test_a_disk_that_is_damaged_costs_time_only(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     options = (*BLOCKS, f"--disk-cache={tmp_path / 'cache'}")
     with running(Cluster(tmp_path / "one", scheduler_options=SWAP, executor_options=options), 1) as cluster:

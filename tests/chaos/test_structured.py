@@ -99,6 +99,7 @@ def blanks() -> list[int]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.chaos
 async def test_answers_match_and_stay_the_same_while_executors_die(tmp_path: Path) -> None:
     with running(Cluster(tmp_path / "fleet", executor_options=FEW), 2) as cluster:
         async with client_of(cluster.url) as client:

@@ -19,6 +19,7 @@ def complete(server: Served, prompt: str, **fields: object) -> str:
         return str(json.loads(answer.read())["choices"][0]["text"])
 
 
+@pytest.mark.long
 def test_the_interpreted_kernels_serve_what_pytorch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     answers = []

@@ -156,7 +156,7 @@ def test_tokens_stay_the_same_with_page_tables(model_path: Path) -> None:
     check(runner, load(model_path), rag_requests(random.Random(2), 8), max_num_batched_tokens=40, arrive_every=2)
 
 
-@pytest.mark.parametrize("kernels", ["openvino", "triton"])
+@pytest.mark.parametrize("kernels", ["openvino", pytest.param("triton", marks=pytest.mark.long)])
 def test_other_engines_give_the_same_tokens(model_path: Path, kernels: str, device: torch.device) -> None:
     if kernels == "openvino" and not openvino_choice.is_installed():
         pytest.skip("OpenVINO is not installed: pip install 'pagewise[openvino]'")

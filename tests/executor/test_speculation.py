@@ -86,6 +86,7 @@ def test_sliding_windows_end_where_they_do_without_drafts(tmp_path: Path, kernel
     check(tmp_path, kernels, family="mistral")
 
 
+@pytest.mark.long
 def test_the_triton_kernels_verify_drafts(tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=5)
     runner = build_runner(tmp_path, kernels="triton")
