@@ -19,7 +19,9 @@ class Script:
     ``first``, ``gap``: seconds to the first event, and between events. ``per_event``: tokens of each. ``usage``:
     whether it tells token counts. ``refuses``: fields of bodies that it refuses by name. ``key``: the API key it wants.
     ``cached``: what it says of its cache. ``most``: tokens after which it ends an output. ``fails``: which requests
-    fail how: a status, ``cut`` (the connection), ``error`` (an event), ``silent`` (no token).
+    fail how: a status, ``cut`` (the connection), ``error`` (an event), ``error object`` (an event of vLLM's),
+    ``silent`` (no token). ``done``: whether a stream ends with ``[DONE]``. ``last_chunk_usage``: whether the last chunk
+    of the text has the usage, asked for or not, and other chunks have fields without a value.
     """
 
     first: float = 0.0
@@ -31,7 +33,11 @@ class Script:
     cached: int | None = None
     most: int = 10**9
     fails: Callable[[int], int | str | None] = lambda number: None
+    done: bool = True
+    last_chunk_usage: bool = False
     models: tuple[str, ...] = ("stub",)
+    lists: int = 200
+    """The status of /v1/models."""
     max_model_len: int | None = None
 
 
@@ -109,6 +115,8 @@ def _refused(stub: Stub, request: web.Request) -> web.Response | None:
 
 def _models(stub: Stub, request: web.Request) -> web.Response:
     models = [{"id": name, "max_model_len": stub.script.max_model_len} for name in stub.script.models]
+    if stub.script.lists != 200:
+        return web.Response(status=stub.script.lists, text="Internal Server Error")
     return _refused(stub, request) or web.json_response({"data": models})
 
 
@@ -118,6 +126,8 @@ async def _generate(stub: Stub, request: web.Request) -> web.StreamResponse:
         return refused
     body = await request.json()
     script = stub.script
+    if body["model"] not in script.models:
+        return web.json_response({"error": {"message": f"The model {body['model']!r} does not exist"}}, status=404)
     for name in script.refuses:
         if name in body:
             return web.json_response({"error": {"message": f"Unknown field {name!r}"}}, status=400)
@@ -157,11 +167,17 @@ async def _stream(
         if fails == "error" and start:
             await send({"error": {"message": "the model fell over"}})
             return
-    await send(
-        {"choices": [{"delta": {}, "finish_reason": "length"} if chat else {"text": "", "finish_reason": "length"}]}
-    )
+        if fails == "error object" and start:
+            await send({"object": "error", "message": "the model fell over", "code": 500})
+            return
+    last = {"choices": [{"delta": {}, "finish_reason": "length"} if chat else {"text": "", "finish_reason": "length"}]}
+    if script.last_chunk_usage:
+        await send({"choices": None, "usage": None})
+        last |= {"usage": {"prompt_tokens": len(words(body)), "completion_tokens": tokens}}
+    await send(last)
     if script.usage and body.get("stream_options", {}).get("include_usage"):
         details = {} if script.cached is None else {"prompt_tokens_details": {"cached_tokens": script.cached}}
         usage = {"prompt_tokens": len(words(body)), "completion_tokens": tokens} | details
         await send({"choices": [], "usage": usage})
-    await response.write(b"data: [DONE]\n\n")
+    if script.done:
+        await response.write(b"data: [DONE]\n\n")

@@ -38,6 +38,17 @@ def test_a_model_that_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
         assert "no model 'other'. /v1/models lists: this, that" in fails(
             capsys, f"--base-url={stub.url}", "--model=other"
         )
+    with stub_server(lists=500) as stub:
+        assert "/v1/models answers 500: Internal Server Error. Name a model with --model" in fails(
+            capsys, f"--base-url={stub.url}"
+        )
+        assert "no /v1/completions for 'other': " in fails(capsys, f"--base-url={stub.url}", "--model=other")
+
+
+def test_options_for_each_server(capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ("--base-url=http://a", "--base-url=http://b", "--base-url=http://c")
+    assert "--model is given 2 times for 3 servers" in fails(capsys, *urls, "--model=x", "--model=y")
+    assert "--api-key-env is given 2 times for 3 servers" in fails(capsys, *urls, "--api-key-env=X", "--api-key-env=Y")
 
 
 def test_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

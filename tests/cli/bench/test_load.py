@@ -123,16 +123,16 @@ def test_a_closed_loop_never_exceeds_its_concurrency(tmp_path: Path) -> None:
 def test_errors_are_counted_by_kind_and_left_out_of_latencies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failing = {3: 503, 4: "cut", 5: "error", 6: "silent", 7: 503}
+    failing = {3: 503, 4: "cut", 5: "error", 6: "silent", 7: 503, 8: "error object"}
     with stub_server(gap=0.001, fails=failing.get) as stub:
-        arguments = ("--num-prompts", 8, "--random-output-len", 4, "--max-concurrency", 1)
+        arguments = ("--num-prompts", 9, "--random-output-len", 4, "--max-concurrency", 1)
         result = measured(tmp_path, *arguments, urls=(stub.url,))
     got = one_round(result)
     counted = {kind: of["count"] for kind, of in got["errors"].items()}
-    assert counted == {"HTTP 503": 2, "connection broke": 1, "error in the stream": 1, "no output": 1}
-    assert (got["completed"], got["failed"]) == (3, 5)
-    assert "the model fell over" in got["errors"]["error in the stream"]["examples"][0]
-    assert any(caveat.startswith("5 of 8 requests") for caveat in result["caveats"])
+    assert counted == {"HTTP 503": 2, "connection broke": 1, "error in the stream": 2, "no output": 1}
+    assert (got["completed"], got["failed"]) == (3, 6)
+    assert all("the model fell over" in said for said in got["errors"]["error in the stream"]["examples"])
+    assert any(caveat.startswith("6 of 9 requests") for caveat in result["caveats"])
     assert "2 times HTTP 503, for instance: " in capsys.readouterr().out
 
 
@@ -267,3 +267,24 @@ def test_a_duration_cuts_a_trace(tmp_path: Path) -> None:
         result = measured(tmp_path, *arguments, urls=(f"stub={stub.url}",))
     assert one_round(result)["completed"] == 4
     assert "5 of 9 requests to stub did not start within 1 s" in result["caveats"]
+
+
+def test_servers_that_call_their_models_differently_and_list_others_or_none(tmp_path: Path) -> None:
+    with stub_server(models=("this",)) as one, stub_server(models=("that",), lists=500) as other:
+        arguments = ("--num-prompts", 1, "--random-output-len", 2, "--model", "this", "--model", "that")
+        result = measured(tmp_path, *arguments, urls=(one.url, other.url))
+    assert [server["model"] for server in result["servers"]] == ["this", "that"]
+    assert all(server["rounds"][0]["completed"] == 1 for server in result["servers"])
+
+
+def test_streams_of_other_shapes_are_read(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"done": False, "usage": False, "last_chunk_usage": True, "refuses": ("ignore_eos",)}
+    with stub_server() as usual, stub_server(**shape) as other:
+        arguments = ("--num-prompts", 2, "--random-output-len", 3, "--backend", "openai-chat")
+        result = measured(tmp_path, *arguments, urls=(usual.url, other.url))
+    first, second = (server["rounds"][0] for server in result["servers"])
+    names = ("completed", "input_tokens", "output_tokens", "output_tokens_counted_by")
+    assert [first[name] for name in names] == [second[name] for name in names] == [2, 40, 6, "usage"]
+    said = " ".join(result["caveats"])
+    assert "refuses ignore_eos" in said
+    assert "outputs may differ in length" not in said, "they did not"

@@ -41,10 +41,9 @@ def _of_server(server: Server, rounds: list[dict[str, Any]], options: Namespace)
         total = failed + sum(one["completed"] for one in rounds)
         said.append(f"{failed} of {total} requests to {name} failed: latencies are those of the others")
     done = sum(one["completed"] for one in rounds)
-    asked, got = (sum(one[key] for one in rounds) for key in ("output_tokens_asked_for", "output_tokens"))
     counted = all(one["output_tokens_counted_by"] == "usage" for one in rounds)
-    if asked and counted and abs(got / asked - 1) > _OUTPUT_ERROR:
-        said.append(f"{name} generated {got / asked:.0%} of the tokens asked for: outputs end early there")
+    if counted and abs((share := _share_of_output(rounds)) - 1) > _OUTPUT_ERROR:
+        said.append(f"{name} generated {share:.0%} of the tokens asked for: outputs end early there")
     if done and counted and any((one["tokens_per_event"] or 1) > _TOKENS_PER_EVENT for one in rounds):
         most = max(one["tokens_per_event"] or 1 for one in rounds)
         said.append(f"an event of {name} carries {most:.2f} tokens: its ITL is between events, TPOT is between tokens")
@@ -52,6 +51,12 @@ def _of_server(server: Server, rounds: list[dict[str, Any]], options: Namespace)
     if server.is_local:
         said.append(f"{name} shares this machine's cores with the load generator")
     return said
+
+
+def _share_of_output(rounds: list[dict[str, Any]]) -> float:
+    """Return the generated tokens over those that were asked for; 1 if none were."""
+    asked, got = (sum(one[key] for one in rounds) for key in ("output_tokens_asked_for", "output_tokens"))
+    return float(got / asked) if asked else 1.0
 
 
 def _of_duration(name: str, rounds: list[dict[str, Any]], duration: float, total: int | None) -> list[str]:
@@ -96,6 +101,7 @@ def _between(servers: Sequence[Server], rounds: dict[str, list[dict[str, Any]]])
     if len(completed) == 1 and len(known) > 1 and max(known) > (1 + _PROMPT_ERROR) * min(known):
         counts = ", ".join(f"{name} {count:,}" for name, count in tokens.items())
         said.append(f"servers count the same prompts differently ({counts} tokens): compare requests, not tokens")
-    if len({server.ignores_eos for server in servers}) > 1:
+    whole = [_share_of_output(rounds[server.name]) for server in servers]
+    if len({server.ignores_eos for server in servers}) > 1 and any(abs(share - 1) > _OUTPUT_ERROR for share in whole):
         said.append("not all servers support ignore_eos, so outputs may differ in length: compare TPOT, not E2E")
     return said

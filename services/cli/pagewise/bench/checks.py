@@ -25,7 +25,7 @@ async def check(http: aiohttp.ClientSession, server: Server, fields: dict[str, A
     models = await _models(http, server, wait_seconds)
     _choose_model(server, models)
     server.version = await _version(http, server)
-    outcome = await _probe(Client(http, server, fields))
+    outcome = await _probe(Client(http, server, fields), [model["id"] for model in models])
     if outcome.output_tokens is None:
         server.streams_usage = False
         server.notes.append(
@@ -57,7 +57,7 @@ def prompt_of(server: Server, text: str) -> str | list[dict[str, str]]:
 
 
 async def _models(http: aiohttp.ClientSession, server: Server, wait_seconds: float) -> list[dict[str, Any]]:
-    """Return what /v1/models lists; nothing if the server has no such path."""
+    """Return what /v1/models lists; nothing if the server has no such path, or fails there and its model is named."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -73,10 +73,13 @@ async def _models(http: aiohttp.ClientSession, server: Server, wait_seconds: flo
                 break
         await asyncio.sleep(0.5)
     _check_key(server, status)
-    if status == 404:
+    if status == 404 or (server.model and status != 200):
         return []
     if status != 200:
-        raise BenchError(f"{server.name}: {server.url}/v1/models answers {status}: {text[:200]}")
+        raise BenchError(
+            f"{server.name}: {server.url}/v1/models answers {status}: {text[:200]}. Name a model with --model to go on "
+            "without that list"
+        )
     try:
         listed = json.loads(text)["data"]
         return [model for model in listed if isinstance(model["id"], str)]
@@ -92,14 +95,15 @@ def _choose_model(server: Server, models: list[dict[str, Any]]) -> None:
         if not names:
             raise BenchError(f"{server.name} has no list of models (/v1/models): name one with --model")
         server.model = names[0]
-    elif names and server.model not in names:
-        raise BenchError(f"{server.name} has no model {server.model!r}. /v1/models lists: {', '.join(names)}")
     limit = next((model.get("max_model_len") for model in models if model["id"] == server.model), None)
     server.max_model_len = limit if isinstance(limit, int) else None
 
 
-async def _probe(client: Client) -> Outcome:
-    """Send a short request; what the server refuses by name is left out from then on."""
+async def _probe(client: Client, models: list[str]) -> Outcome:
+    """Send a short request; what the server refuses by name is left out from then on.
+
+    ``models``: what the server lists. It may serve others: some servers list what they have downloaded.
+    """
     server = client.server
     prompt = prompt_of(server, "Count: one two three four five six seven eight nine")
     while True:
@@ -114,6 +118,11 @@ async def _probe(client: Client) -> Outcome:
             server.streams_usage = False
         elif refused and server.length_field == "max_tokens" and "max_completion_tokens" in outcome.detail:
             server.length_field = "max_completion_tokens"
+        elif models and server.model not in models and outcome.error in ("HTTP 400", "HTTP 404"):
+            listed = ", ".join(models)
+            raise BenchError(
+                f"{server.name} has no model {server.model!r}. /v1/models lists: {listed}. It says: {said}"
+            )
         elif outcome.error == "HTTP 404":
             raise BenchError(f"{server.name} has no {server.endpoint} for {server.model!r}: {outcome.detail}")
         else:

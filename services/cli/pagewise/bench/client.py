@@ -36,9 +36,11 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
+    object: Any = None
+    message: Any = None
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -117,11 +119,12 @@ async def _read(answer: aiohttp.ClientResponse, outcome: Outcome) -> None:
             raise _StreamError(
                 "unreadable event", f"{error}: {data[:_SHOWN_DETAIL].decode(errors='replace')}"
             ) from error
-        if event.error is not None:
-            raise _StreamError("error in the stream", str(event.error)[:_SHOWN_DETAIL])
+        failed = event.message if event.object == "error" else event.error
+        if failed is not None:
+            raise _StreamError("error in the stream", str(failed)[:_SHOWN_DETAIL])
         if event.usage is not None:
             _note_usage(outcome, event.usage)
-        for choice in event.choices:
+        for choice in event.choices or ():
             complete = complete or choice.finish_reason is not None
             if (said := _said(choice)) is not None:
                 outcome.events.append(now)

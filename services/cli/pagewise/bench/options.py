@@ -73,7 +73,11 @@ def _add_servers(parser: argparse.ArgumentParser) -> None:
         help="completions, or openai-chat for chats (default: openai)",
     )
     group.add_argument("--endpoint", metavar="PATH", help="where requests go (default: that of the backend)")
-    group.add_argument("--model", help="name of the model (default: the first that /v1/models lists)")
+    group.add_argument(
+        "--model",
+        action="append",
+        help="name of the model, one for all servers or one for each (default: the first that /v1/models lists)",
+    )
     group.add_argument(
         "--api-key-env",
         action="append",

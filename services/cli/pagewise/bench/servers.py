@@ -4,6 +4,7 @@ import os
 import re
 import urllib.parse
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 KEY_VARIABLES = ("PAGEWISE_API_KEY", "OPENAI_API_KEY")
@@ -58,23 +59,29 @@ def servers_of(options: Namespace) -> list[Server]:
     """Return the servers that the options name, in their order.
 
     Raises:
-        BenchError: a URL is none, two servers have one name, or a variable for a key is not set.
+        BenchError: a URL is none, two servers have one name, a variable for a key is not set, or an option that may be
+            given once for each server is not given as often.
     """
     urls = options.base_url or [f"http://{options.host}:{options.port}"]
-    variables = options.api_key_env or []
-    if len(variables) > 1 and len(variables) != len(urls):
-        raise BenchError(
-            f"--api-key-env names {len(variables)} variables for {len(urls)} servers: name one, or one for each"
-        )
+    variables = _for_each("--api-key-env", options.api_key_env, len(urls))
+    models = _for_each("--model", options.model, len(urls))
     servers = []
-    for number, given in enumerate(urls):
+    for number, (given, asked_variable, model) in enumerate(zip(urls, variables, models, strict=True)):
         name, url = _named(given)
-        variable, key = _key(variables[min(number, len(variables) - 1)] if variables else None)
+        variable, key = _key(asked_variable)
         name = name or (urllib.parse.urlsplit(url).netloc if len(urls) == len(set(urls)) else f"server {number + 1}")
-        servers.append(Server(name, url, options.endpoint, options.model or "", key, variable))
+        servers.append(Server(name, url, options.endpoint, model or "", key, variable))
     if len({server.name for server in servers}) < len(servers):
         raise BenchError("two servers have one name: write --base-url NAME=URL")
     return servers
+
+
+def _for_each(option: str, given: list[str] | None, count: int) -> Sequence[str | None]:
+    """Return the value of an option for each server: that one which is for all, or its own."""
+    values: Sequence[str | None] = given or [None]
+    if len(values) not in (1, count):
+        raise BenchError(f"{option} is given {len(values)} times for {count} servers: give one, or one for each")
+    return values if len(values) == count else [*values] * count
 
 
 def _named(given: str) -> tuple[str, str]:
