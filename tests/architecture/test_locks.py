@@ -84,17 +84,28 @@ def test_locks_have_everything_that_is_needed_and_nothing_else(name: str) -> Non
 
 
 def test_images_install_from_locks_only() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.M | re.S))
+    installs = {name: re.findall(r"pip install[^\n]*", body) for name, body in stages.items()}
+    locked_install = "pip install --no-cache-dir --require-hashes -r"
+    assert installs["source"] == [f"{locked_install} build.lock"]
     for image in IMAGES:
-        text = (ROOT / "services" / image / "Dockerfile").read_text()
-        installs = re.findall(r"pip install[^\n]*", text)
-        assert f"pip install --no-cache-dir --require-hashes -r {image}.lock" in installs
-        assert "pip install --no-cache-dir --require-hashes -r build.lock" in installs
-        rest = [one for one in installs if "--require-hashes" not in one and "--no-deps /wheels" not in one]
-        assert ["torch==" in one for one in rest] == ([True] if image == "executor" else [])
-        extras = 'pip install --no-cache-dir --require-hashes -r "$extra.lock" || exit 1; done'
-        assert (extras in installs) == (image == "executor")
+        copied = re.findall(r"COPY --from=(\S+)", stages[image])
+        assert copied == [f"{image}-packages", "executor-ours" if image == "executor" else "ours"]
+        assert installs[image] == []
+        first, *rest = installs[f"{image}-packages"]
+        assert first == f"{locked_install} {image}.lock"
+        if image == "executor":
+            extras, torch = rest
+            assert extras == f'{locked_install} "$extra.lock" || exit 1; done'
+            assert "torch==" in torch
+        else:
+            assert rest == []
         for name in ADDITIONS:
-            assert (f"requirements/{name}.lock" in text) == (image == "executor")
+            assert (f"requirements/{name}.lock" in stages[f"{image}-packages"]) == (image == "executor")
+    for name in ("ours", "executor-ours"):
+        (ours,) = installs[name]
+        assert "--no-deps /wheels/*.whl" in ours
 
 
 def test_bills_list_what_is_locked_and_are_the_same_every_time(tmp_path: Path) -> None:

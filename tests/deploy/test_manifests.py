@@ -229,7 +229,7 @@ def test_pods_have_no_more_rights_than_they_need(overlay: Path, service: str) ->
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    user = re.search(r"--uid (\d+)", (ROOT / "services" / service / "Dockerfile").read_text())
+    user = re.search(r"--uid (\d+)", (ROOT / "Dockerfile").read_text())
     assert user is not None
     assert spec["securityContext"]["runAsUser"] == int(user[1])
     container = spec["containers"][0]

@@ -63,7 +63,7 @@ class Pods:
         docker("network", "create", self.name)
         for service in SERVICES:
             arguments = [argument for name in PIP for argument in ("--build-arg", name)]
-            docker("build", *arguments, "-f", f"services/{service}/Dockerfile", "-t", self.image(service), ".")
+            docker("build", *arguments, "--target", service, "-t", self.image(service), ".")
 
     def image(self, service: str) -> str:
         return f"{self.name}-{service}"
