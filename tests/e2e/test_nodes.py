@@ -65,7 +65,7 @@ def test_ranks_of_two_nodes_serve_what_one_rank_does_end_together_and_come_back(
     with running(cluster, 0):
         nodes = Nodes(cluster)
         one = nodes.start(1)
-        wait_for_line(one, "does not answer yet; trying again")
+        wait_for_line(one, "does not answer yet; trying again for up to")
         zero = nodes.start(0)
         cluster.wait_ready(1, 90.0)
         assert [ask(cluster.url, ids) for ids in prompts] == expected

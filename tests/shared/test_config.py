@@ -117,6 +117,18 @@ def test_errors_name_their_source(
         (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2 is not below --nnodes 2"),
         (["--node-rank", "1"], "--node-rank 1 is not below --nnodes 1"),
         (["--nnodes", "2", "--node-rank", "1", "--master-port", "0"], "--master-port 0 is for node 0"),
+        (
+            ["--nnodes=2", "--master-addr="],
+            "--master-addr '' is empty, and should be the name or the address of node 0",
+        ),
+        (["--nnodes=2", "--master-addr=a b"], "--master-addr 'a b' is neither the name nor the address of a host"),
+        (["--nnodes=2", "--master-addr=tcp://a"], "--master-addr 'tcp://a' is neither the name nor the address"),
+        (["--nnodes=2", "--master-addr=-a"], "--master-addr '-a' is neither the name nor the address of a host"),
+        (["--nnodes=2", f"--master-addr={'a' * 64}.b"], "is neither the name nor the address of a host"),
+        (["--nnodes=2", "--master-addr=[::1]"], "'[::1]' has brackets: an address of IPv6 is given without them"),
+        (["--nnodes=2", "--master-addr=host-a:29501"], "'host-a:29501' has a port, which is given by --master-port"),
+        (["--nnodes=2", "--master-addr=10.0.0.256"], "--master-addr '10.0.0.256' is no address of IPv4"),
+        (["--nnodes=2", "--master-addr=0.0.0.0"], "'0.0.0.0' is no address of a host: others cannot reach it"),
     ],
 )
 def test_nodes_of_an_executor_have_numbers_and_equal_parts(
@@ -127,6 +139,16 @@ def test_nodes_of_an_executor_have_numbers_and_equal_parts(
             ExecutorConfig, ["--tensor-parallel=4", *argv], prog="pagewise-executor", description="", environ={}
         )
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["host-a", "pagewise-0.pagewise.default.svc.cluster.local.", "node_1", "10.0.0.25", "::1", "fe80::1%eth0"],
+)
+def test_names_and_addresses_of_node_0(address: str) -> None:
+    argv = ["--tensor-parallel=4", "--nnodes=2", f"--master-addr={address}"]
+    config = parse_config(ExecutorConfig, argv, prog="pagewise-executor", description="", environ={})
+    assert config.master_addr == address
 
 
 def test_ranks_are_asked_for_by_either_name() -> None:

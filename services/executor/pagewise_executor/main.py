@@ -123,10 +123,11 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" =
     from pagewise_executor.ranks.leader import Leader, end_process
     from pagewise_executor.ranks.nodes import Nodes
 
-    nodes = Nodes(config, keys) if config.nnodes > 1 else None
-    if nodes is not None:
-        print(f"ranks {nodes.endpoint}", flush=True)  # for whoever starts the other nodes, as ``listening``
+    nodes = None
+    if config.nnodes > 1:
         try:
+            nodes = Nodes(config, keys)
+            print(f"ranks {nodes.endpoint}", flush=True)  # for whoever starts the other nodes, as ``listening``
             nodes.gather()
         except TimeoutError as error:
             (lost or end_process)(str(error), 1)

@@ -1,5 +1,7 @@
 """The options of executors that are several processes, by vLLM's names; ``docs/operations.md`` tells of them."""
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -7,6 +9,7 @@ from msgspec import Meta
 
 from pagewise_shared.config.kinds import Port, Positive, described
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol.limits import MAX_RANKS
 
 TensorParallel = Annotated[
@@ -33,7 +36,12 @@ NodeRank = Annotated[
 ]
 MasterAddr = Annotated[
     str,
-    described("address of node 0, by which the other nodes reach it", "HOST"),
+    described(
+        "name or address of node 0, by which the other nodes reach it; without brackets and port",
+        "HOST",
+        "A name may not resolve yet, such as that of a pod that is about to start: every node tries again for ten "
+        "minutes, and says so in its log at once and every 30 s, with the number of attempts.",
+    ),
 ]
 MasterPort = Annotated[
     Port,
@@ -63,6 +71,8 @@ def check_parallel(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"--nnodes {nodes} does not divide --tensor-parallel {ranks}: each node has as many ranks")
     if node >= nodes:
         raise ConfigError(f"--node-rank {node} is not below --nnodes {nodes}: nodes are numbered from 0")
+    if (flaw := _flaw_of_host(host := values.get("master_addr", "127.0.0.1"))) is not None:
+        raise ConfigError(f"--master-addr {printable(repr(host))} {flaw}")
     if node and values.get("master_port") == 0:
         raise ConfigError("--master-port 0 is for node 0, which takes a free port; others need the port that it took")
     if ranks == 1:
@@ -72,3 +82,26 @@ def check_parallel(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"--tensor-parallel {values['tensor_parallel']} cannot be used with {text}")
     if values.get("kv_mapping") == "mmu":
         raise ConfigError(f"--tensor-parallel {values['tensor_parallel']} cannot be used with --kv-mapping mmu")
+
+
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
+_LONGEST_NAME = 253
+
+
+def _flaw_of_host(host: str) -> str | None:
+    """Return why this is neither the name nor the address of a host; None if it is one of them."""
+    try:
+        return "is no address of a host: others cannot reach it" if ipaddress.ip_address(host).is_unspecified else None
+    except ValueError:
+        pass
+    if not host:
+        return "is empty, and should be the name or the address of node 0"
+    if host.startswith("["):
+        return "has brackets: an address of IPv6 is given without them"
+    if re.fullmatch(r"[^:/]+:\d+", host):
+        return "has a port, which is given by --master-port"
+    if re.fullmatch(r"[\d.]+", host):
+        return "is no address of IPv4"
+    if len(host) > _LONGEST_NAME or not all(_LABEL.fullmatch(label) for label in host.removesuffix(".").split(".")):
+        return "is neither the name nor the address of a host"
+    return None

@@ -1,6 +1,8 @@
 """Nodes of one executor find each other, pass frames on, and notice each other's end; without models."""
 
 import logging
+import re
+import socket
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import zmq
 from pagewise.keys import keys as make_keys
+from pagewise_executor.ranks import master_address
 from pagewise_executor.ranks import node as node_module
 from pagewise_executor.ranks.host import host_identity, interface_of
 from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, TurnedAway, decode_to_node
@@ -137,7 +140,6 @@ def test_a_node_ends_soon_after_node_0(
     command = [sys.executable, "-c", "import sys, os; os.read(int(sys.argv[1]), 10**6); os.read(int(sys.argv[1]), 1)"]
 
     def start_rank() -> Any:
-        import socket
         import subprocess
         from multiprocessing.connection import Connection
 
@@ -220,10 +222,10 @@ def test_a_node_that_has_given_up_before_it_was_heard_is_waited_for_again(made: 
     """Node 0 is slow: what it reads first is from an attempt that is over."""
     group = made()
     settings = group.nodes._settings
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.IDENTITY, b"first attempt")
-        socket.connect(group.nodes.endpoint)
-        socket.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.IDENTITY, b"first attempt")
+        dealer.connect(group.nodes.endpoint)
+        dealer.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
         assert group.nodes._socket.poll(5000)
     while group.nodes._answer(b"first attempt", Noted()):
         time.sleep(0.01)
@@ -264,14 +266,14 @@ def test_the_key_of_another_executor_is_not_that_of_this_one(made: Callable[...,
     group = made(keys_of(tmp_path / "keys"))
     other = keys_of(tmp_path / "keys", "gpu-7")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context, context.socket(zmq.DEALER) as socket:
-        other.secure_client(socket, keys_of(tmp_path / "keys").public)
-        socket.connect(group.nodes.endpoint)
+    with context, context.socket(zmq.DEALER) as dealer:
+        other.secure_client(dealer, keys_of(tmp_path / "keys").public)
+        dealer.connect(group.nodes.endpoint)
         settings = group.nodes._settings
-        socket.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
+        dealer.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
         with pytest.raises(TimeoutError):
             group.gather(1.5)
-        said = decode_to_node.decode(socket.recv_multipart()[1])
+        said = decode_to_node.decode(dealer.recv_multipart()[1])
     assert isinstance(said, TurnedAway)
     assert "its key is another one than that of node 0" in said.reason
 
@@ -282,15 +284,15 @@ def test_who_speaks_nonsense_where_nodes_join_is_not_listened_to(
     caplog.set_level(logging.WARNING)
     group = made()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with context, context.socket(zmq.DEALER) as socket:
-        socket.connect(group.nodes.endpoint)
+    with context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(group.nodes.endpoint)
         for parts in ([b"x"], [b"", b"\xff"], [b"\x02", b"a result"], [b"", b"", b""], [b"", encode(Ended(2))]):
-            socket.send_multipart(parts)
+            dealer.send_multipart(parts)
         joining = group.join()
         group.gather()
         links = group.admit()
-        socket.send_multipart([b"\x02", b"a result"])
-        socket.send_multipart([b"", encode(Ended(2))])
+        dealer.send_multipart([b"\x02", b"a result"])
+        dealer.send_multipart([b"", encode(Ended(2))])
         link = joining.result()[0]
         link.send(b"\x02", b"its own result")
         assert links[2].recv_bytes() == b"its own result"
@@ -302,6 +304,53 @@ def test_a_port_that_is_taken_is_named(made: Callable[..., Group]) -> None:
     group = made()
     with pytest.raises(ConfigError, match=f"--master-port {group.port}: node 0 cannot listen on 127.0.0.1"):
         Nodes(config_of(group.port, 0))
+
+
+class Names:
+    """What names resolve to: those that nobody has published yet to nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.published: set[str] = set()
+        self._resolve = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+
+    def __call__(self, host: str, *arguments: Any, **options: Any) -> Any:
+        if host.startswith("node-0."):
+            if host not in self.published:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            host = "127.0.0.1"
+        return self._resolve(host, *arguments, **options)
+
+
+UNRESOLVED = "--master-addr node-0.svc does not resolve: Name or service not known"
+
+
+def test_a_name_that_resolves_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = Names(monkeypatch)
+    monkeypatch.setattr(master_address, "_PAUSE_SECONDS", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(master_address.own_address, "node-0.svc", 20.0)
+        while not caplog.records:
+            time.sleep(0.01)
+        names.published.add("node-0.svc")
+        assert waiting.result(20) == "127.0.0.1"
+    (said,) = (record.getMessage() for record in caplog.records if record.name.endswith("master_address"))
+    assert re.fullmatch(rf"{UNRESOLVED}; trying again for up to \d+ s \(attempt 1\)", said), "at once, and once"
+
+
+def test_a_name_that_never_resolves_is_named_in_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Names(monkeypatch)
+    monkeypatch.setattr(master_address, "_PAUSE_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match=rf"{UNRESOLVED} \(after \d attempts in 0.3 s\)"):
+        master_address.own_address("node-0.svc", 0.3)
+    assert Node(config_of(free_port(), 1, master_addr="node-0.svc"), None, 0.3)._join() is None
+    first, last = (record.getMessage() for record in caplog.records if record.name.endswith("ranks.node"))
+    assert first == f"{UNRESOLVED}; trying again for up to 0 s (attempt 1)"
+    assert re.fullmatch(rf"not all nodes have come together within 0.3 s \(\d attempts\): {UNRESOLVED}", last)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the name of the loopback interface")

@@ -16,6 +16,8 @@ NOTED_MS = 500
 """How often node 0 says that it is there, and so looks whether the others are."""
 JOIN_SECONDS = 600.0
 """How long nodes wait for each other at the start."""
+SAY_SECONDS = 30.0
+"""How often the log of a node says that it still waits."""
 _PING_MS = 1000
 _SILENT_MS = 5000
 """After so long a silence ZeroMQ, whose threads do not depend on what Python does, closes a connection."""

@@ -23,7 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from pagewise_executor.kv.block_endpoint import in_brackets
 from pagewise_executor.ranks.agreement import settings_of
 from pagewise_executor.ranks.host import host_identity
-from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
+from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket
+from pagewise_executor.ranks.master_address import unresolved
 from pagewise_executor.ranks.messages import (
     Admitted,
     Ended,
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 5.0
 """How long an attempt to join takes, if nobody answers."""
 _PAUSE_SECONDS = 1.0
-_SAY_SECONDS = 30.0
-"""How often the log says that this node still waits."""
 _END_SECONDS = 10.0
 
 _EVENTS = (
@@ -123,7 +122,6 @@ class Node:
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
         joined = self._join()
         if joined is None:
-            log.error("not all nodes have come together within %g s", self._join_seconds)
             return 1
         link, admitted = joined
         try:
@@ -144,21 +142,36 @@ class Node:
     def _join(self) -> tuple[_Link, Admitted] | None:
         """Try until all nodes are there; None if that takes too long."""
         deadline = time.monotonic() + self._join_seconds
-        complaints = BoundedLog(log, burst=1, seconds=_SAY_SECONDS)
+        complaints = BoundedLog(log, burst=1, seconds=SAY_SECONDS)
         log.info("joining node 0 at %s", self._endpoint)
+        attempts, reason = 0, ""
         while time.monotonic() < deadline:
-            link = _Link(self._endpoint, self._keys)
-            try:
-                answer = self._ask(link, deadline)
-            except BaseException:
-                link.close()
-                raise
-            if isinstance(answer, Admitted):
-                return link, answer
-            link.close()
-            complaints.warning("%s; trying again for up to %d s", answer, max(0, deadline - time.monotonic()))
+            attempts += 1
+            answer = self._attempt(deadline)
+            if not isinstance(answer, str):
+                return answer
+            reason, left = answer, max(0, deadline - time.monotonic())
+            complaints.warning("%s; trying again for up to %d s (attempt %d)", reason, left, attempts)
             time.sleep(_PAUSE_SECONDS)
+        log.error(
+            "not all nodes have come together within %g s (%d attempts): %s", self._join_seconds, attempts, reason
+        )
         return None
+
+    def _attempt(self, deadline: float) -> tuple[_Link, Admitted] | str:
+        """Connect and ask to join; returns why that has not worked, if so."""
+        if (reason := unresolved(self._config.master_addr)) is not None:
+            return reason
+        link = _Link(self._endpoint, self._keys)
+        try:
+            answer = self._ask(link, deadline)
+        except BaseException:
+            link.close()
+            raise
+        if isinstance(answer, Admitted):
+            return link, answer
+        link.close()
+        return answer
 
     def _ask(self, link: _Link, deadline: float) -> Admitted | str:
         """Ask to join, and wait until all nodes are there; returns why that is not so, if so.

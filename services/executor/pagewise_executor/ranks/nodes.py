@@ -5,7 +5,6 @@ rank's process on this node, or, of ranks on other nodes, the thread here, which
 link with that node. A connection that breaks, or that nothing comes through, ends the executor, as a rank's end does.
 """
 
-import contextlib
 import logging
 import socket
 import threading
@@ -24,10 +23,11 @@ from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import encode
 from pagewise_shared.version import package_version
 
-from pagewise_executor.kv.block_endpoint import address_towards, in_brackets
+from pagewise_executor.kv.block_endpoint import in_brackets
 from pagewise_executor.ranks.agreement import difference, settings_of
 from pagewise_executor.ranks.host import host_identity
 from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
+from pagewise_executor.ranks.master_address import own_address
 from pagewise_executor.ranks.messages import (
     Admitted,
     Ended,
@@ -57,9 +57,11 @@ class Nodes:
 
     Raises:
         ConfigError: the port cannot be bound.
+        TimeoutError: ``--master-addr`` is a name that has not resolved.
     """
 
     def __init__(self, config: ExecutorConfig, keys: Keys | None = None) -> None:
+        address = own_address(config.master_addr)
         self.size, self.count = config.tensor_parallel, config.nnodes
         self.per_node = self.size // self.count
         self._settings, self._keys = settings_of(config), keys
@@ -72,7 +74,7 @@ class Nodes:
         prepare_socket(self._socket)
         if self._gate is not None:
             self._gate.secure_server(self._socket)
-        self._address = _own_address(config.master_addr)
+        self._address = address
         try:
             self._socket.bind(f"tcp://{in_brackets(self._address)}:{config.master_port or '*'}")
         except zmq.ZMQError as error:
@@ -288,17 +290,6 @@ class Nodes:
 
 def _lost(node: int) -> str:
     return f"node {node} has ended, or cannot be reached"
-
-
-def _own_address(master: str) -> str:
-    """Return the address on which node 0 listens: that of ``--master-addr``, if it is one of this host, or else the one
-    from which that is reached, as behind a translation of addresses."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, (address, *_) = socket.getaddrinfo(master, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind((address, 0))
-            return str(address)
-    return address_towards(f"tcp://{in_brackets(master)}:1")
 
 
 def _user(frame: Any) -> str:
