@@ -1,11 +1,11 @@
-"""When something is done that every rank of an executor does for itself, and with what result; and what they have to
-have in common.
+"""Joins the reports of all ranks of an executor for the scheduler, and checks what the ranks must have in common.
 
-Copies between tiers, with peers and with storage take different times on each rank, and may fail on one alone. The
-scheduler knows blocks of the executor only, so a list of copies is confirmed when every rank has done its part: a block
-is bad if it is on any rank, and the list has failed if it has on any rank. Until then the scheduler pins all blocks of
-the list. So no rank's block is given to others while another rank still copies, and all ranks hold the same blocks.
-Loads of adapters, of which each rank has a part in the same slot, are confirmed likewise.
+Every rank copies its own part of a block. Copies between tiers, with peers and with storage take different times on
+each rank, and may fail on one rank alone. The scheduler knows blocks of the executor, not of ranks. So a list of copies
+is confirmed when every rank has done its part: a block is bad if it is bad on any rank, and the list has failed if it
+has failed on any rank. Until then the scheduler pins all blocks of the list, so no block is given to another sequence
+while a rank still copies it, and all ranks hold the same blocks. Loads of adapters are confirmed in the same way: each
+rank has a part of an adapter in the same slot.
 """
 
 import logging
@@ -33,13 +33,14 @@ from pagewise_executor.runner import RunnerInfo
 log = logging.getLogger(__name__)
 
 Answer = Copied | Found | AdapterLoaded
-"""What every rank says of what it has been asked to do."""
+"""The reports of which every rank sends one."""
 
 _Key = tuple[object, ...]
 
 
 class Agreement:
-    """Passes on one message where every one of ``size`` ranks has sent one. May be called on any thread."""
+    """Waits until each of ``size`` ranks has sent a report of the same thing, and then calls ``report`` with one that
+    joins them. May be called on any thread."""
 
     def __init__(self, size: int, report: Callable[[Answer], None]) -> None:
         self._report = report
@@ -47,7 +48,7 @@ class Agreement:
         self._waiting: dict[_Key, list[deque[Answer]]] = defaultdict(lambda: [deque() for _ in range(size)])
 
     def add(self, rank: int, message: Answer) -> None:
-        """Take what a rank has to say; report what all have said if this was the last one."""
+        """Take the report of a rank, and report the joined result if this was the last rank."""
         key = _key(message)
         with self._lock:
             said = self._waiting[key]
@@ -60,7 +61,7 @@ class Agreement:
         self._report(_joined(messages))
 
     def reset(self, epoch: int) -> None:
-        """Forget what ranks have said of other epochs: it is void, and not every rank says something."""
+        """Forget the reports of all epochs but ``epoch``: they are void, and not every rank sends its own."""
         with self._lock:
             for key in [key for key in self._waiting if key[1] != epoch]:
                 del self._waiting[key]
@@ -75,10 +76,10 @@ def _key(message: Answer) -> _Key:
 def _joined(messages: Sequence[Answer]) -> Answer:
     first = messages[0]
     if isinstance(first, Found):
-        # A prefix is there as far as all ranks have it.
+        # A prefix is found as far as all ranks have found it.
         return Found(first.epoch, first.number, min(each.num_blocks for each in messages if isinstance(each, Found)))
     if isinstance(first, AdapterLoaded):
-        # It is in its slot if it is on all ranks, and on the host no longer than on the first that gives it up.
+        # The adapter is loaded if it is on all ranks. It is gone from the host as soon as one rank has evicted it.
         loaded = [each for each in messages if isinstance(each, AdapterLoaded)]
         return AdapterLoaded(
             first.epoch,
@@ -102,10 +103,10 @@ def _joined(messages: Sequence[Answer]) -> Answer:
 
 
 def computes(info: RunnerInfo) -> dict[str, str]:
-    """Return what has to be the same on all ranks, by what it is called.
+    """Return the properties that must be the same on all ranks, by their names in messages to people.
 
-    The scheduler knows the blocks of rank 0 only, and which executors may exchange theirs. GPUs of two models may have
-    different kernels and formats, and round in different ways.
+    The scheduler knows only what rank 0 says of weights and block formats, and lets executors exchange blocks by that.
+    Ranks on GPUs of two kinds may use different kernels and formats, and round differently.
     """
     return {
         "weights": info.model_fingerprint,
@@ -116,24 +117,27 @@ def computes(info: RunnerInfo) -> dict[str, str]:
 
 
 _OF_ONE_NODE = {
-    # The weights are compared when they have been read, so folders may have other names on other hosts.
+    # The weights themselves are compared once they are loaded, so the model may be in another folder on each host.
     "model", "trust_remote_code", "threads", "node_rank", "master_addr", "master_port", "scheduler", "executor_id",
     "keys", "key_name", "plaintext", "block_listen", "advertise", "host_memory_dir", "drain_timeout", "log_level",
     "log_format",
 }  # fmt: skip
 """Options that may differ between the nodes of an executor."""
 _FOLDERS = ("disk_cache",)
-"""Options of which all nodes have a value, which may differ, or none of them."""
+"""Options that either all nodes have, with values that may differ, or none."""
 
 
 def settings_of(config: ExecutorConfig) -> dict[str, str]:
-    """Return the options that have to be the same on all nodes of an executor, by name."""
+    """Return the options that must be the same on all nodes of an executor, with their values as text, by name."""
     found = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in _OF_ONE_NODE}
     return {name: str(value is not None if name in _FOLDERS else value) for name, value in found.items()}
 
 
 def difference(node: int, own: dict[str, str], other: dict[str, str]) -> str:
-    """Return in which options another node differs from node 0, whose settings are ``own``; empty if in none."""
+    """Return a text that names the options in which ``node`` differs from node 0; empty if there are none.
+
+    ``own``: the settings of node 0. ``other``: those of the other node.
+    """
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     return ", ".join(
         f"--{name.replace('_', '-')} is {other.get(name)} on node {node} and {own.get(name)} on node 0"
@@ -142,10 +146,10 @@ def difference(node: int, own: dict[str, str], other: dict[str, str]) -> str:
 
 
 def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:
-    """Return what to call the devices of all ranks. ``own``: of rank 0; ``others``: what the ranks behind it said.
+    """Return a name for the devices of all ranks together. ``own``: of rank 0. ``others``: of the other ranks in order.
 
     Raises:
-        ModelError: they would not compute the same.
+        ModelError: the ranks would not compute the same.
     """
     for rank, other in enumerate(others, 1):
         for what, value in computes(own).items():
@@ -162,7 +166,10 @@ def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:
 
 
 def common_blocks(inventories: Sequence[Inventory | None]) -> Inventory | None:
-    """Return the inventory of what every rank has under the same hash in the same block of the same tier."""
+    """Return the inventory of the blocks that hold the same hash on every rank, in the same tier.
+
+    ``inventories``: one of each rank; None if a rank has no hashed blocks. Returns None if there are no such blocks.
+    """
     common: dict[int, dict[int, BlockHash]] | None = None
     for inventory in inventories:
         tiers = {named.tier: _hashes(named) for named in (inventory.tiers if inventory is not None else ())}

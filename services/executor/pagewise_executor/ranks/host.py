@@ -1,4 +1,4 @@
-"""What tells hosts apart, and which network interface has an address."""
+"""The identity of a host, and the network interface that has an address."""
 
 import contextlib
 import fcntl
@@ -13,9 +13,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """Return what is the same for all processes that share this machine's memory, and differs between machines.
+    """Return a text that is the same for all processes that share this machine's memory, and differs between machines.
 
-    Containers of one machine count as one host: what their limits leave is found where memory is taken.
+    The containers of one machine count as one host. The limits of a container are taken into account where memory is
+    allocated.
     """
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
@@ -23,9 +24,9 @@ def host_identity() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address (Linux); None if none is known to have it.
+    """Return the name of the network interface that has this IP address, on Linux; None if none is known to have it.
 
-    Of IPv4, the first address of each interface is known. All of 127.0.0.0/8 belongs to the loopback interface.
+    Of an interface's IPv4 addresses only the first is known. All of 127.0.0.0/8 belongs to the loopback interface.
     """
     wanted = ipaddress.ip_address(address)
     for _, name in socket.if_nameindex():

@@ -1,9 +1,9 @@
-"""Rank 0's side of an executor of several ranks: starts the others, and keeps them in step.
+"""Rank 0's side of an executor of several ranks: starts the other ranks, and keeps them in step.
 
-What decides anything is decided by rank 0, or agreed on by all (``agreement``); the others are told by the same frames
-in the same order. The frames go through a pair of sockets with each rank, to which ``nodes`` joins those of ranks on
-other nodes. When one of them ends, whoever holds the other end knows: rank 0 then ends its process, and the others end
-with rank 0. There is no way to go on without a rank, whose part of every block is lost.
+Rank 0 makes every decision, but for those that need what all ranks say (``agreement``), and sends the same frames in
+the same order to all other ranks. It has a socket pair with each of them; for a rank on another node, ``nodes``
+forwards what goes through it. When a rank ends, rank 0 reads an end of file and ends the executor's process, and the
+remaining ranks end with it. An executor cannot go on without a rank, because a part of every block is lost with it.
 """
 
 import contextlib
@@ -46,24 +46,24 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 10.0
 _ANSWER_SECONDS = 300.0
-"""How long a rank may take to finish the steps it has been told of, before it is given up."""
+"""How long a rank may take to finish the steps that it was sent, before the executor is ended."""
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 Lost = Callable[[str, int], None]
-"""Takes why a rank is lost, and the exit code that follows from it; called on any thread."""
+"""Is called on any thread when a rank is lost, with the reason and the exit code for this process."""
 
 
 def end_process(reason: str, code: int) -> None:
-    """End this process at once: its threads may wait for a rank that does not answer any more."""
+    """End this process at once. An orderly end is not possible, because threads may wait for the lost rank."""
     log.critical("this executor ends: %s", reason)
     logging.shutdown()
     os._exit(code)
 
 
 class Follower:
-    """One further rank, and the frames between it and rank 0.
+    """One of the other ranks, and the connection with it.
 
-    ``link``: the connection with it. ``process``: its process, if that is on this node.
+    ``link``: rank 0's end of the socket pair. ``process``: the rank's process; None if it runs on another node.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Follower:
         self._receiver.start()
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame."""
+        """Send a frame to this rank; may be called on any thread."""
         with self._lock:
             self._send(frame)
 
     def answer(self, kind: type[AnswerT], seconds: float | None = _ANSWER_SECONDS) -> AnswerT:
-        """Wait for the answer to what this rank was asked.
+        """Wait for this rank's answer, of type ``kind``, to the last request. ``seconds``: None waits forever.
 
         Raises:
-            RuntimeError: it does not come, or is another one.
+            RuntimeError: no answer comes in time, or one of another type.
         """
         try:
             found = self._answers.get(timeout=seconds)
@@ -100,12 +100,12 @@ class Follower:
         return found
 
     def stop(self) -> None:
-        """Tell it to end."""
+        """Tell this rank to end."""
         self._closing = True
         self.tell(encode(Stop()))
 
     def wait(self) -> None:
-        """Wait for its end, and kill it if it does not come. One of another node is left to that node."""
+        """Wait until this rank has ended, and kill it if it does not end. A rank on another node is killed there."""
         if self.process is None:
             self._receiver.join(_STOP_SECONDS)
             return
@@ -117,14 +117,14 @@ class Follower:
         self._link.close()
 
     def kill(self) -> None:
-        """End it at once. One of another node ends when that node is left."""
+        """Kill this rank. A rank on another node ends when the connection with that node is closed."""
         self._closing = True
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
     def _send(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has ended: the thread that receives says so
+        with contextlib.suppress(OSError):  # the rank has ended, which the receiving thread reports
             self._link.send_bytes(frame)
 
     def _receive(self) -> None:
@@ -148,10 +148,10 @@ class Follower:
 
 
 class Leader:
-    """The ranks behind rank 0, one process each, which begin to load at once.
+    """All ranks but rank 0. The constructor starts a process for each, and all begin to load the model.
 
-    ``lost``: called when one of them has ended, or does not do what it should. ``nodes``: the other nodes, if there are
-    any, which have all joined. ``seat``: of rank 0.
+    ``lost``: called when a rank has ended or does not answer as it should. ``nodes``: the other nodes, which have all
+    joined; None if all ranks are on this node. ``seat``: the seat of rank 0.
     """
 
     rank = 0
@@ -174,30 +174,31 @@ class Leader:
     def _start(self, seat: Seat, config: ExecutorConfig) -> Follower:
         """Start a rank on this node."""
         link, process = start_rank()
-        with contextlib.suppress(OSError):  # it has ended: its follower says so
+        with contextlib.suppress(OSError):  # the rank has ended, which its Follower reports
             link.send_bytes(encode(seat))
             link.send_bytes(encode_config(config))
         return Follower(seat.rank, link, self._lost, process)
 
     def tell(self, message: ToRank) -> None:
-        """Forward a message to all other ranks; may be called on any thread."""
+        """Send a message to all other ranks; may be called on any thread."""
         frame = encode(message)
         for follower in self.followers:
             follower.tell(frame)
 
     def begin_step(self, plan: ToRank) -> None:
-        """Forward a plan that rank 0 has found to be right."""
+        """Send a plan, which rank 0 has checked, to all other ranks."""
         self._num_steps += 1
         self.tell(plan)
 
     def ready(self) -> list[Ready]:
-        """Wait until all other ranks are ready; return what they say of themselves."""
+        """Wait until all other ranks are ready, and return their ``Ready`` messages in the order of ranks."""
         return [follower.answer(Ready, None) for follower in self.followers]
 
     def settle(self, epoch: int) -> None:
-        """Wait until the other ranks have been reset for ``epoch``, behind as many steps as rank 0.
+        """Wait until all other ranks have been reset for ``epoch`` after as many steps as rank 0 has run.
 
-        Without that, a rank that is still in a step, or has failed in one, would take part in the sums of later ones.
+        Without this, a rank that is still in a step, or has failed in one, would contribute to the sums of later steps.
+        The executor ends if a rank does not answer, or has run another number of steps.
         """
         if self._agreement is not None:
             self._agreement.reset(epoch)
@@ -212,14 +213,14 @@ class Leader:
                 self.give_up(f"rank {follower.rank} is at {found}, rank 0 at {expected}")
 
     def agree(self, report: Callable[[Answer], None]) -> Agreement:
-        """Return what joins the reports of all ranks; rank 0 adds its own."""
+        """Return the ``Agreement`` that joins the reports of all ranks. Rank 0 adds its own reports to it."""
         self._agreement = Agreement(self.size, report)
         for follower in self.followers:
             follower.agreement = self._agreement
         return self._agreement
 
     def common_blocks(self, own: Callable[[], Inventory | None]) -> Inventory | None:
-        """Return the inventory of what all ranks hold; ``own``: returns that of rank 0."""
+        """Return the inventory of the blocks that all ranks hold. ``own``: returns the inventory of rank 0."""
         self.tell(ListBlocks())
         return common_blocks([own(), *(follower.answer(Listed).inventory for follower in self.followers)])
 
@@ -232,7 +233,7 @@ class Leader:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def give_up(self, reason: str) -> None:
-        """End the executor: its ranks are not in step any more."""
+        """End the executor, because its ranks are not in step any more."""
         self._lost(reason, 1)
 
     def stop(self) -> None:
@@ -241,19 +242,19 @@ class Leader:
             follower.stop()
 
     def wait(self) -> None:
-        """Wait for the end of all other ranks."""
+        """Wait until all other ranks have ended."""
         for follower in self.followers:
             follower.wait()
         self._leave()
 
     def kill(self) -> None:
-        """End all other ranks at once."""
+        """Kill all other ranks."""
         for follower in self.followers:
             follower.kill()
         self._leave()
 
     def _leave(self) -> None:
-        """Leave the place where the ranks have met, and the other nodes."""
+        """Remove the folder through which the ranks found each other, and close the connections with other nodes."""
         self._remove_folder()
         if self.nodes is not None:
             self.nodes.close()

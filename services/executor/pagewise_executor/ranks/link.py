@@ -1,7 +1,8 @@
-"""The socket between node 0 of an executor and another node, which carries the frames of that node's ranks.
+"""The ZeroMQ connection between node 0 and another node of an executor, which carries the frames of that node's ranks.
 
-A message has two parts. The first is the number of the rank that the frame in the second part is from or for, in one
-byte; or it is empty, and the frame is the node's own (``messages.FromNode``, ``messages.ToNode``).
+A message has two parts, a mark and a frame. The mark is one byte, the number of the rank that has sent the frame or
+receives it; or it is empty, and the frame is a message between the nodes themselves (``messages.FromNode``,
+``messages.ToNode``).
 """
 
 from typing import Any
@@ -10,32 +11,32 @@ import zmq
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
 
 OWN = b""
-"""In front of frames of a node, and not of a rank."""
+"""The mark of a message between nodes."""
 
 NOTED_MS = 500
-"""How often node 0 says that it is there, and so looks whether the others are."""
+"""How often node 0 sends ``Noted`` to each node: sending fails if the connection has ended."""
 JOIN_SECONDS = 600.0
-"""How long nodes wait for each other at the start."""
+"""How long nodes wait for each other when they start."""
 SAY_SECONDS = 30.0
 """How often the log of a node says that it still waits."""
 _PING_MS = 1000
 _SILENT_MS = 5000
-"""After so long a silence ZeroMQ, whose threads do not depend on what Python does, closes a connection."""
+"""After so long a silence ZeroMQ closes a connection. Its threads answer pings while Python is busy."""
 
 
 def prepare_socket(socket: "zmq.Socket[Any]") -> None:
-    """Set what both ends of the link have in common."""
+    """Set the options that the sockets at both ends of the connection have in common."""
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_FROM_SCHEDULER)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-    # No bound on what is queued: a full queue and a ping abort the process (libzmq's issue 4364). What is under way is
-    # bounded by the steps that are: two.
+    # Queues have no bound, because libzmq aborts the process if it is pinged while a queue is full (its issue 4364).
+    # What can be queued is bounded by the number of steps in flight, which is two.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 1000)  # so that what a rank has failed of is still sent
+    socket.setsockopt(zmq.LINGER, 1000)  # milliseconds, so that a rank's reason for failing is still sent
 
 
 def of_rank(rank: int) -> bytes:
-    """Return what is in front of a rank's frames."""
+    """Return the mark of the frames of a rank."""
     return bytes([rank])

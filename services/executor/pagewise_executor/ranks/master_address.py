@@ -1,4 +1,4 @@
-"""Where node 0 of an executor is: what ``--master-addr`` stands for, on node 0 itself and on the others."""
+"""Resolves ``--master-addr``, the name or the address of node 0 of an executor."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def unresolved(master: str) -> str | None:
-    """Return why ``--master-addr`` has no address now; None if it has one."""
+    """Return why the name in ``--master-addr`` does not resolve now; None if it resolves, or is an address."""
     try:
         socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -27,9 +27,9 @@ def unresolved(master: str) -> str | None:
 def own_address(master: str, seconds: float = JOIN_SECONDS) -> str:
     """Return the address on which node 0 listens.
 
-    It is that of ``--master-addr`` if that is one of this host, or else, as behind a translation of addresses, the one
-    from which that is reached. A name that does not resolve yet is tried again for so many ``seconds``: an orchestrator
-    may publish the name of a process after it has started the process.
+    It is the address of ``--master-addr`` if this host has that address. Otherwise, as behind network address
+    translation, it is the address from which this host reaches that one. A name that does not resolve yet is tried
+    again for ``seconds``, because an orchestrator may publish the name of a process after it has started the process.
 
     Raises:
         TimeoutError: the name has not resolved.

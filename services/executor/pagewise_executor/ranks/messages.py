@@ -1,4 +1,7 @@
-"""What rank 0 and the other ranks of an executor tell each other, beside the messages of schedulers."""
+"""Messages between rank 0 and the other ranks of an executor, and between its nodes.
+
+Beside these, rank 0 forwards messages of the scheduler, and ranks answer with messages that are made for it.
+"""
 
 import msgspec
 from pagewise_shared.config import ExecutorConfig
@@ -17,11 +20,11 @@ from pagewise_shared.protocol.base import Message
 
 
 class Seat(Message, frozen=True):
-    """The first message: which rank of how many this process is, and where the ranks meet.
+    """The first message to a rank: its number, the number of ranks, and where torch.distributed connects them.
 
-    ``folder``: of theirs, if all are on one node. ``store``: otherwise HOST:PORT where rank 0 keeps what they tell each
-    other to meet. ``device``: which of the GPUs that this process sees it takes. ``on_host``: how many of the ranks are
-    on this host, and share its memory and its cores.
+    ``folder``: the folder of the file through which ranks on one node find each other. ``store``: for ranks on several
+    nodes, HOST:PORT of rank 0's TCP store instead. ``device``: the index of the rank's GPU among those that its process
+    sees. ``on_host``: the number of ranks on this host, which share its memory and its cores.
     """
 
     rank: int
@@ -33,9 +36,9 @@ class Seat(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """A node asks node 0 for its ranks' part in an executor. ``host``: tells hosts apart; nodes may be on the same.
+    """A node asks node 0 to be admitted. ``host``: identifies the host, because several nodes may share one.
 
-    ``settings``: options that have to be the same on all nodes (``agreement.settings_of``).
+    ``settings``: the options that must be the same on all nodes (``agreement.settings_of``).
     """
 
     node: int
@@ -45,18 +48,19 @@ class Join(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """Node 0 has heard of this node, and is still there. It waits for others, or serves."""
+    """Node 0 has received this node's ``Join``, and is alive. It is sent again and again, also while the executor
+    serves."""
 
 
 class TurnedAway(Message, frozen=True):
-    """This node is not let in. ``final``: asking again would change nothing."""
+    """Node 0 does not admit this node. ``final``: asking again would change nothing."""
 
     reason: str
     final: bool
 
 
 class Admitted(Message, frozen=True):
-    """All nodes are there: start the ranks. See ``Seat`` for the fields."""
+    """All nodes have joined, and this node is to start its ranks. The fields are those of ``Seat``."""
 
     store: str
     on_host: int
@@ -69,17 +73,18 @@ class Ended(Message, frozen=True):
 
 
 class ListBlocks(Message, frozen=True):
-    """Which hashed blocks are in the tiers? Answered by ``Listed``; no step is under way."""
+    """Asks for the hashed blocks in all tiers. It is answered by ``Listed``, and sent while no step is in flight."""
 
 
 class Stop(Message, frozen=True):
-    """End: no call follows."""
+    """Tells a rank to end. Nothing follows."""
 
 
 class Ready(Message, frozen=True):
-    """The rank's part of the model is loaded. ``block_endpoint``: where the same rank of others fetches blocks.
+    """The rank has loaded its part of the model.
 
-    ``computes``: what has to be the same on all ranks (``agreement.computes``).
+    ``block_endpoint``: where the ranks of the same number of other executors fetch blocks. ``computes``: what must be
+    the same on all ranks (``agreement.computes``).
     """
 
     block_endpoint: str
@@ -88,7 +93,7 @@ class Ready(Message, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """The rank has been reset for ``epoch``, after ``num_steps`` steps since it was reset before."""
+    """The rank has been reset for ``epoch``. ``num_steps``: how many steps it has run since the last reset."""
 
     epoch: int
     num_steps: int
@@ -101,7 +106,7 @@ class Listed(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """What a rank has counted so far; see the properties of ``Runner``."""
+    """The totals of a rank's counters; the fields are properties of ``Runner``."""
 
     num_refused: int = 0
     num_closed: int = 0
@@ -109,7 +114,7 @@ class Counted(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The rank ends. ``final``: starting it again would fail the same way."""
+    """The rank has failed and ends. ``final``: another start would fail in the same way."""
 
     reason: str
     final: bool = False

@@ -1,4 +1,7 @@
-"""A further node of an executor on several: joins node 0, starts this node's ranks, and passes their frames on."""
+"""A node other than node 0 of an executor whose ranks are on several nodes.
+
+It joins node 0, starts the ranks of this node as processes, and forwards frames between them and rank 0.
+"""
 
 import contextlib
 import logging
@@ -41,9 +44,11 @@ from pagewise_executor.ranks.rank_process import start_rank
 log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
-"""How long an attempt to join takes, if nobody answers."""
+"""How long an attempt to join waits for an answer."""
 _PAUSE_SECONDS = 1.0
+"""The pause between two attempts to join."""
 _END_SECONDS = 10.0
+"""How long a rank may take to end before it is killed."""
 
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -54,7 +59,7 @@ _EVENTS = (
 
 
 class _Link:
-    """One connection with node 0, or the attempt to make one."""
+    """One ZeroMQ connection with node 0. If it breaks, this attempt to join is over; later, this node ends."""
 
     def __init__(self, endpoint: str, keys: Keys | None) -> None:
         self._endpoint, self._keys = endpoint, keys
@@ -68,12 +73,12 @@ class _Link:
         self.socket.connect(endpoint)
 
     def send(self, mark: bytes, frame: bytes, flags: int = zmq.NOBLOCK) -> None:
-        """Send a frame; it is dropped if there is no connection."""
+        """Send a frame. ``mark``: see ``link``. The frame is dropped if there is no connection."""
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([mark, frame], flags)
 
     def broken(self) -> str:
-        """Return why there is no connection any more, or none comes about; empty if nothing has happened."""
+        """Return why the connection has ended, or why it could not be established; empty if neither has happened."""
         if not self.monitor.poll(0):
             return ""
         event = recv_monitor_message(self.monitor)
@@ -88,7 +93,7 @@ class _Link:
         return f"node 0 at {self._endpoint} has ended, or cannot be reached"
 
     def own(self) -> ToNode | None:
-        """Receive a frame for this node; None if it is none."""
+        """Receive a message. Returns None if it is not one for this node itself."""
         mark, *frames = self.socket.recv_multipart()
         with contextlib.suppress(msgspec.DecodeError):
             if mark == OWN and len(frames) == 1:
@@ -96,7 +101,7 @@ class _Link:
         return None
 
     def close(self) -> None:
-        """Send what is under way, and close."""
+        """Send what is queued, within the socket's linger time, and close."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
@@ -104,7 +109,7 @@ class _Link:
 
 
 class Node:
-    """This node, one of several. ``join_seconds``: how long it waits until all nodes are there."""
+    """A node other than node 0. ``join_seconds``: how long it may take until all nodes have joined."""
 
     def __init__(self, config: ExecutorConfig, keys: Keys | None = None, join_seconds: float = JOIN_SECONDS) -> None:
         self._config, self._keys, self._join_seconds = config, keys, join_seconds
@@ -114,10 +119,10 @@ class Node:
         self._leave_at = float("inf")
 
     def run(self) -> int:
-        """Join, and run this node's ranks until node 0 ends them; returns the process's exit code.
+        """Join node 0, run the ranks of this node until node 0 ends them, and return the process's exit code.
 
         Raises:
-            RefusedError: node 0 does not let this node in, and trying again would not help.
+            RefusedError: node 0 does not admit this node, and trying again would not help.
         """
         signal.signal(signal.SIGTERM, lambda *_: self._terminate())
         joined = self._join()
@@ -140,7 +145,7 @@ class Node:
         log.info("this node stays until node 0 has ended, for at most %g s", self._config.drain_timeout)
 
     def _join(self) -> tuple[_Link, Admitted] | None:
-        """Try until all nodes are there; None if that takes too long."""
+        """Try to join until node 0 admits this node, once all nodes have joined. Returns None if it takes too long."""
         deadline = time.monotonic() + self._join_seconds
         complaints = BoundedLog(log, burst=1, seconds=SAY_SECONDS)
         log.info("joining node 0 at %s", self._endpoint)
@@ -159,7 +164,7 @@ class Node:
         return None
 
     def _attempt(self, deadline: float) -> tuple[_Link, Admitted] | str:
-        """Connect and ask to join; returns why that has not worked, if so."""
+        """Make one attempt to join. Returns the connection and the admission, or why the attempt has failed."""
         if (reason := unresolved(self._config.master_addr)) is not None:
             return reason
         link = _Link(self._endpoint, self._keys)
@@ -174,10 +179,10 @@ class Node:
         return answer
 
     def _ask(self, link: _Link, deadline: float) -> Admitted | str:
-        """Ask to join, and wait until all nodes are there; returns why that is not so, if so.
+        """Ask to join, and wait until all nodes have joined. Returns the admission, or why there is none.
 
         Raises:
-            RefusedError: node 0 says no.
+            RefusedError: node 0 does not admit this node, and trying again would not help.
         """
         config = self._config
         join = encode(Join(config.node_rank, package_version(), host_identity(), settings_of(config)))
@@ -192,7 +197,7 @@ class Node:
             if ready.get(link.socket, 0) & zmq.POLLOUT:
                 poller.modify(link.socket, zmq.POLLIN)
                 link.send(OWN, join)
-                answer_until = now + _ANSWER_SECONDS  # not sooner: node 0 would wait for one that has gone
+                answer_until = now + _ANSWER_SECONDS  # node 0 needs time to read it
             if ready.get(link.socket, 0) & zmq.POLLIN:
                 match link.own():
                     case Admitted() as admitted:
@@ -202,11 +207,11 @@ class Node:
                     case TurnedAway(reason):
                         return f"node 0 at {self._endpoint} says: {printable(reason)}"
                     case Noted():
-                        answer_until = deadline  # it waits for other nodes
+                        answer_until = deadline  # node 0 waits for other nodes, and so does this one
         return f"node 0 at {self._endpoint} does not answer yet"
 
     def _start(self, admitted: Admitted) -> None:
-        """Start this node's ranks."""
+        """Start the processes of this node's ranks, on one device each."""
         config = self._config
         if config.threads == "auto":
             threads = openmp_threads(os.environ) or share_of_cores(admitted.on_host)
@@ -221,7 +226,7 @@ class Node:
         log.info("ranks %s of %d have started", ", ".join(map(str, self._ends)), config.tensor_parallel)
 
     def _pass_on(self, link: _Link) -> int:
-        """Pass frames on until the ranks have ended, or one of them has failed, or node 0 is lost."""
+        """Forward frames until all ranks have ended, one has failed, or node 0 is lost; returns the exit code."""
         poller = zmq.Poller()
         poller.register(link.socket, zmq.POLLIN)
         poller.register(link.monitor, zmq.POLLIN)
@@ -239,7 +244,7 @@ class Node:
             if link.socket in ready:
                 mark, *frames = link.socket.recv_multipart()
                 if mark != OWN and mark[0] in self._ends:
-                    with contextlib.suppress(OSError):  # it has ended, as is found above
+                    with contextlib.suppress(OSError):  # the rank has ended: the next round reads that above
                         self._ends[mark[0]].send_bytes(frames[0])
             if link.monitor in ready and (reason := link.broken()):
                 log.critical("this node ends: %s", reason)
@@ -250,7 +255,7 @@ class Node:
         return 0
 
     def _ended(self, rank: int, link: _Link) -> int:
-        """Tell node 0 that a rank has ended; returns the exit code of this node that follows from it: 0 for none."""
+        """Tell node 0 that a rank has ended. Returns the exit code for this node; 0 if it goes on with other ranks."""
         self._ends.pop(rank).close()
         try:
             code = self._processes[rank].wait(_END_SECONDS)
@@ -263,7 +268,7 @@ class Node:
         return 0
 
     def _end_processes(self) -> None:
-        """See to it that all ranks have ended: they do so when their connection is closed."""
+        """Wait for the ranks, which end because their connections are closed, and kill those that do not end."""
         for process in self._processes.values():
             try:
                 process.wait(_END_SECONDS)

@@ -1,8 +1,9 @@
-"""Node 0's side of an executor on several nodes: lets the others join, and passes frames between its threads and them.
+"""Node 0's side of an executor whose ranks are on several nodes: admits the other nodes, and forwards frames to them.
 
-For the rest of rank 0 all other ranks are alike: it holds one end of a pair of sockets with each. The other end is a
-rank's process on this node, or, of ranks on other nodes, the thread here, which sends what comes from there through the
-link with that node. A connection that breaks, or that nothing comes through, ends the executor, as a rank's end does.
+Rank 0 talks to every other rank through a socket pair. For a rank on node 0, the other end belongs to the process of
+that rank. For a rank on another node, the other end belongs to a thread of this module, which forwards each frame
+through the ZeroMQ connection with that node (``link``). The rest of rank 0 does not see the difference. If a connection
+with a node breaks, or brings nothing for some seconds, the executor ends, as it does when a rank ends.
 """
 
 import logging
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node that has joined. ``identity``: of its connection."""
+    """A node that has joined. ``identity``: the ZeroMQ identity of its connection. ``host``: see ``Join``."""
 
     number: int
     identity: bytes
@@ -51,13 +52,14 @@ class _Node:
 
 
 class Nodes:
-    """The other nodes of an executor, seen from node 0. The constructor binds the port for them.
+    """The other nodes of an executor, as node 0 sees them. The constructor binds the port on which they join.
 
-    ``endpoint``: where it is bound. ``listener``: a socket that listens for all ranks to meet, once all are there.
+    ``endpoint``: the ZeroMQ endpoint by which other nodes reach that port. ``listener``: a listening TCP socket for the
+    store through which torch.distributed connects all ranks, once all nodes have joined.
 
     Raises:
         ConfigError: the port cannot be bound.
-        TimeoutError: ``--master-addr`` is a name that has not resolved.
+        TimeoutError: ``--master-addr`` is a name that did not resolve in time.
     """
 
     def __init__(self, config: ExecutorConfig, keys: Keys | None = None) -> None:
@@ -95,19 +97,19 @@ class Nodes:
 
     @property
     def on_host(self) -> int:
-        """How many of the ranks are on this host, when all have joined."""
+        """The number of ranks on this host, which is known once all nodes have joined."""
         return self._on_host(host_identity())
 
     @property
     def store(self) -> str:
-        """HOST:PORT at which rank 0 itself reaches what it keeps for all ranks to meet."""
+        """HOST:PORT at which rank 0 itself reaches the store that it keeps for all ranks."""
         return f"{self._address}:{self.listener.getsockname()[1]}"
 
     def gather(self, seconds: float = JOIN_SECONDS) -> None:
-        """Wait until all nodes have joined.
+        """Wait until all nodes have joined and are still connected.
 
         Raises:
-            TimeoutError: some have not.
+            TimeoutError: some nodes have not joined in time; the text names them.
         """
         log.info("waiting for %d more nodes at %s", self.count - 1, self.endpoint)
         deadline = time.monotonic() + seconds
@@ -133,9 +135,9 @@ class Nodes:
                 del self._joined[node.number]
 
     def admit(self, lost: Callable[[str, int], None]) -> dict[int, Connection]:
-        """Have the other nodes start their ranks; return the connection with each of these ranks.
+        """Tell the other nodes to start their ranks, and return rank 0's end of the socket pair of each of these ranks.
 
-        ``lost``: called when a node is lost, with the reason and the exit code that follows from it.
+        ``lost``: called on a thread when a node is lost, with the reason and the exit code for this process.
         """
         links = {}
         for rank in range(self.per_node, self.size):
@@ -149,7 +151,7 @@ class Nodes:
         return links
 
     def close(self) -> None:
-        """Leave the other nodes, which end then."""
+        """Close the connections with the other nodes, which end when they notice."""
         self._closing = True
         if self._thread is not None:
             self._thread.join()
@@ -167,7 +169,10 @@ class Nodes:
         self._context.term()
 
     def _receive(self, take: "Callable[[bytes, bytes, zmq.Frame], None]") -> None:
-        """Receive a message and hand it on: who it is from, its first part, its frame. Others are dropped."""
+        """Receive a message and call ``take`` with the identity of its sender, its first part and its second part.
+
+        A message with another number of parts is dropped.
+        """
         parts = self._socket.recv_multipart(copy=False)
         if len(parts) == 3:
             take(parts[0].bytes, parts[1].bytes, parts[2])
@@ -175,7 +180,7 @@ class Nodes:
             self._complaints.warning("dropped a message of %d parts where other nodes join", len(parts))
 
     def _let_in(self, identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
-        """Take a node that wants to join, before all are there."""
+        """Answer a node that asks to join while node 0 waits for nodes."""
         if (join := self._decode(mark, frame)) is None or not isinstance(join, Join):
             return
         if (reason := self._flaw(join, frame)) is not None:
@@ -187,12 +192,12 @@ class Nodes:
             self._answer(identity, TurnedAway(f"there is a node {join.node} already", False))
             return
         if not self._answer(identity, Noted()):
-            return  # it has given up this attempt, and joins by another connection
+            return  # the node has closed this connection since, and will join through another one
         self._joined[join.node] = _Node(join.node, identity, join.host)
         log.info("node %d of %d has joined", join.node, self.count)
 
     def _flaw(self, join: Join, frame: zmq.Frame) -> str | None:
-        """Return why a node may not join; None if it may."""
+        """Return why this node may never join; None if it may join."""
         if join.version != package_version():
             return f"it has Pagewise {printable(join.version, 50)}, node 0 has {package_version()}"
         if not 0 < join.node < self.count:
@@ -212,7 +217,7 @@ class Nodes:
         return None
 
     def _answer(self, identity: bytes, message: ToNode) -> bool:
-        """Send to a node; returns whether there is a connection with it."""
+        """Send a message to a node. Returns False if the connection with it has ended."""
         try:
             self._socket.send_multipart([identity, OWN, encode(message)])
         except zmq.ZMQError:
@@ -225,7 +230,7 @@ class Nodes:
     # ---- while the executor runs ---------------------------------------------------------------------
 
     def _run(self, lost: Callable[[str, int], None]) -> None:
-        """Pass frames on until this is closed, or a node is lost."""
+        """Forward frames until ``close`` is called or a node is lost. This is the thread's function."""
         nodes = {node.identity: node for node in self._joined.values()}
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -258,7 +263,7 @@ class Nodes:
                     reason = reason or next(
                         (_lost(node.number) for node in self._joined.values() if not self._reaches(node)), None
                     )
-        except OSError as error:  # the other end of a pair has been closed
+        except OSError as error:  # rank 0 has closed its end of a socket pair
             reason = str(error)
         finally:
             self._close_socket()
@@ -268,7 +273,7 @@ class Nodes:
             end.close()
 
     def _forward(self, rank: int, poller: zmq.Poller) -> str | None:
-        """Pass on a frame for a rank; returns why that is not possible, if so."""
+        """Forward a frame from rank 0 to a rank. Returns why the node of that rank cannot be reached, or None."""
         try:
             frame = self._ends[rank].recv_bytes()
         except (EOFError, OSError):
@@ -282,7 +287,7 @@ class Nodes:
         return None
 
     def _hang_up(self, rank: int, poller: zmq.Poller) -> None:
-        """End the pair of sockets of a rank that has ended, so that whoever holds the other end knows."""
+        """Close this end of the socket pair of a rank that has ended, so that the other end reads an end of file."""
         if (end := self._ends.pop(rank, None)) is not None:
             poller.unregister(end.fileno())
             end.close()
@@ -293,7 +298,7 @@ def _lost(node: int) -> str:
 
 
 def _user(frame: Any) -> str:
-    """Return the public key of a frame's sender."""
+    """Return the public key with which the sender of a frame has connected; empty if there is none."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
