@@ -42,6 +42,22 @@ def python(packages: Path, torch: bool = False) -> Path:
     return found
 
 
+def packages(listed: Path) -> Path:
+    """The folder with the packages that a file lists, without their dependencies, for a process's PYTHONPATH.
+
+    Raises:
+        subprocess.CalledProcessError: a package cannot be installed.
+    """
+    folder = _kept() / f"{listed.stem}-{hashlib.sha256(listed.read_bytes()).hexdigest()[:12]}"
+    done = folder / "installed"
+    if not done.exists():
+        print(f"installing what {listed.name} lists", file=sys.stderr)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(folder)]
+        subprocess.run([*install, "-r", str(listed)], check=True)
+        done.touch()
+    return folder
+
+
 def openvino_model(interpreter: Path, model: Path) -> Path:
     """A model exported to OpenVINO in float32."""
     weights = hashlib.sha256()

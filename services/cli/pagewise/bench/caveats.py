@@ -68,8 +68,8 @@ def _of_duration(name: str, rounds: list[dict[str, Any]], duration: float, total
     longest = max((one["duration_seconds"] for one in rounds), default=0.0)
     if longest > (1 + _OVERTIME) * duration:
         said.append(
-            f"the last requests to {name} ended {longest - duration:.1f} s after the {duration:g} s of --duration: "
-            "its rates are over this time as well, in which fewer requests ran. A longer duration makes it matter less"
+            f"the last requests to {name} ended {longest - duration:.1f} s after the {duration:g} s of --duration, and "
+            "rates are over this time too: with a longer duration it matters less"
         )
     return said
 
