@@ -100,8 +100,12 @@ def progress_line(what: str, done: int, total: int, unit: str, seconds: float) -
     return f"{what}: {amount}{' ' * bool(name)}{name}{share}{left}"
 
 
-def logged_bar(log: logging.Logger, what: str) -> type:
-    """Return a class that a library takes in the place of ``tqdm``, whose bars of bytes become lines of ``log``."""
+def logged_bar(log: logging.Logger, what: str, *, counts: str = "B", unit: str = "B") -> type:
+    """Return a class that a library takes in the place of ``tqdm``, whose bars become lines of ``log``.
+
+    ``counts``: the unit of the bars that do, as the library calls it; "it" where it gives none. ``unit``: what lines
+    call it.
+    """
     from tqdm import tqdm
 
     told = [time.monotonic()]
@@ -116,9 +120,9 @@ def logged_bar(log: logging.Logger, what: str) -> type:
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Write a line, if the last one is some seconds old."""
             now = time.monotonic()
-            if self.unit == "B" and self.total and self.n and now - told[0] >= SECONDS:
+            if self.unit == counts and self.total and self.n and now - told[0] >= SECONDS:
                 told[0] = now
-                log.info("%s", progress_line(what, int(self.n), int(self.total), "B", now - self._began))
+                log.info("%s", progress_line(what, int(self.n), int(self.total), unit, now - self._began))
 
     return LoggedBar
 

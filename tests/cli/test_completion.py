@@ -1,7 +1,11 @@
 """A real shell completes commands, options and words by the script that ``pagewise completion`` prints."""
 
+import contextlib
+import os
+import pty
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from pagewise.main import COMMANDS, main
@@ -24,6 +28,8 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         (["pagewise", "serve", "--dtype", ""], ["auto", "bfloat16", "float16", "float32"]),
         (["pagewise", "gateways", "--log-level", "w"], ["warning"]),
         (["pagewise", "pmap", "--"], []),
+        (["pagewise", "serve", "--dtype", "="], ["auto", "bfloat16", "float16", "float32"]),
+        (["pagewise", "serve", "--dtype", "=", "fl"], ["float16", "float32"]),
     ],
 )
 def test_bash_completes(line: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,10 +42,70 @@ def test_bash_completes(line: list[str], expected: list[str], capsys: pytest.Cap
     assert sorted(set(done.stdout.split())) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ("pagewise gateways --log-level w\t", "gateways --log-level warning"),
+        ("pagewise serve some --dty\t fl\t32", "serve some --dtype float32"),
+        ("pagewise serve --dtype=bf\t", "serve --dtype=bfloat16"),
+        ("pagewise se\t", "se"),
+        ("pagewise vm\t 1", "vmstat 1"),
+        ("pagewise serve --api-keys-file /etc/pass\t", "serve --api-keys-file /etc/passwd"),
+    ],
+)
+def test_zsh_completes_what_is_typed(
+    typed: str, given: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    rc = "autoload -U compinit && compinit -u -D\n" + script("zsh", capsys)
+    rc += f'\npagewise() {{ print -r -- "$*" >{tmp_path}/given; }}\n'
+    (tmp_path / ".zshrc").write_text(rc)
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        ["zsh", "-i"],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        env=os.environ | {"ZDOTDIR": str(tmp_path), "TERM": "dumb"},
+    )
+    os.close(end)
+    with os.fdopen(terminal, "r+b", buffering=0) as screen:
+        screen.write(f"{typed}\nexit\n".encode())
+        with contextlib.suppress(OSError):  # Linux's way to say that a terminal is closed
+            while screen.read(4096):
+                pass
+    assert process.wait(60) == 0
+    assert " ".join((tmp_path / "given").read_text().split()) == given
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pagewise ", sorted(COMMANDS)),
+        ("pagewise se", ["segments", "serve"]),
+        ("pagewise serve --tensor-par", ["--tensor-parallel", "--tensor-parallel-size"]),
+        ("pagewise serve some/model --", sorted(flag for flag in flags_of(ServeConfig) if flag[:2] == "--")),
+        ("pagewise serve --dtype ", ["auto", "bfloat16", "float16", "float32"]),
+        ("pagewise serve --dtype=fl", ["--dtype=float16", "--dtype=float32"]),
+        ("pagewise gateways --log-level w", ["warning"]),
+        ("pagewise pmap --", []),
+    ],
+)
+def test_fish_completes(line: str, expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    (tmp_path / "pagewise.fish").write_text(script("fish", capsys))
+    code = f"source {tmp_path}/pagewise.fish; complete -C '{line}'"
+    run = ["fish", "--no-config", "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(part.split("\t")[0] for part in done.stdout.splitlines()) == sorted(expected)
+
+
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_others_can_read_their_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = script(shell, capsys)
-    assert "tensor-parallel-size" in text
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    assert subprocess.run([shell, "-n"], input=text, text=True, timeout=60).returncode == 0
+def test_the_scripts_name_options_also_where_these_shells_are_not_installed(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "tensor-parallel-size" in script(shell, capsys)

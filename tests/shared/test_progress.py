@@ -56,5 +56,10 @@ def test_a_librarys_bars_become_lines_of_the_log(
     with kind(total=3, desc="files", mininterval=0) as bar:
         bar.update(1)
     assert any(line.startswith("downloading a/b: 1.00 of 2.00 GiB (50%)") for line in caplog.messages)
+    with logged_bar(logging.getLogger("test"), "loading a/b", counts="it", unit="weights")(
+        range(3), mininterval=0
+    ) as bar:
+        assert list(bar) == [0, 1, 2]
+    assert "loading a/b: 3 of 3 weights (100%)" in caplog.messages
     assert not [line for line in caplog.messages if "files" in line]
     assert capfd.readouterr() == ("", "")

@@ -14,8 +14,13 @@ _CONFIGS: dict[str, type[Struct]] = {"serve": ServeConfig, "gateways": GatewaysC
 
 _BASH = """\
 _pagewise() {{
-  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" words="" before=""
   COMPREPLY=()
+  case "$cur" in
+    --*=*) prev="${{cur%%=*}}" before="${{cur%%=*}}=" cur="${{cur#*=}}" ;;  # zsh
+    =) [ "$COMP_CWORD" -lt 3 ] || cur="" ;;  # bash takes the sign for a word
+    *) [ "$prev" != = ] || prev="${{COMP_WORDS[COMP_CWORD-2]}}" ;;
+  esac
   if [ "$COMP_CWORD" -eq 1 ]; then
     words="{commands}"
   else
@@ -28,7 +33,7 @@ _pagewise() {{
       esac
     fi
   fi
-  [ -z "$words" ] || COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  [ -z "$words" ] || COMPREPLY=($(compgen -P "$before" -W "$words" -- "$cur"))
 }}
 complete -o default -F _pagewise pagewise
 """

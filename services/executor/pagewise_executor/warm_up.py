@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from pagewise_shared.progress import Progress
 
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.profile import dummy_prefill
@@ -34,15 +35,19 @@ def warm_up(
     from pagewise_kernels.launch import num_unfrozen_launches
 
     began = time.perf_counter()
+    sizes = (*_CHUNKS, least_tokens) if least_tokens > _CHUNKS[-1] else _CHUNKS
+    progress = Progress("compiling kernels", 1 + len(sizes), "sizes of steps", tell=log.info, bars=False)
     with torch.inference_mode():
         _sampling(runner.info.vocab_size, dtype, pool.device)
+    progress.update()
     longest = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
-    for size in (*_CHUNKS, least_tokens) if least_tokens > _CHUNKS[-1] else _CHUNKS:
+    for size in sizes:
         number = -(-least_tokens // size)
         blocks = number * -(-size // pool.block_size)
         fits = number * size <= max_num_batched_tokens and number <= runner.info.max_num_seqs
         if size <= longest and fits and blocks <= pool.num_blocks and time.perf_counter() - began < _MOST_SECONDS:
             dummy_prefill(runner, 0, size, number)
+        progress.update()
     if num_unfrozen_launches():
         runner.info = replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)

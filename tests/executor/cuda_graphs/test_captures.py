@@ -21,6 +21,7 @@ from pagewise_executor.models.gated_rows import graph_milliseconds
 from pagewise_executor.profile import dummy_prefill
 from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_executor.warm_up import warm_up
+from pagewise_shared import progress
 from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
@@ -90,6 +91,25 @@ def test_graphs_are_captured_while_other_threads_use_the_device(
     assert {each["capture_error_mode"] for each in cuda.captures} == {"thread_local"}
     assert [each["pool"] for each in cuda.captures] == [None, "pool", "pool", "pool"], "they share their memory"
     assert (cuda.mode, cuda.stream) == ("default", "main")
+
+
+def test_the_log_says_how_many_are_captured_and_compiled(
+    cuda: FakeCuda,
+    runner: ModelRunner,
+    graphs: DecodeGraphs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    assert capture_graphs(ALONE, graphs)
+    told = [line.partition(" CUDA graphs")[0] for line in caplog.messages if "capturing" in line]
+    assert told == [f"{graphs.name}: capturing: {number} of 3" for number in (1, 2, 3)]
+    warm_up(runner, runner._pool, torch.float32, 16)
+    sizes = [line.partition(" sizes")[0] for line in caplog.messages if line.startswith("compiling kernels")]
+    assert sizes == [f"compiling kernels: {number} of 9" for number in range(1, 10)]
+    graphs.warm_up()
+    assert "compiling the kernels of decodes: 3 of 3 sizes (100%)" in caplog.messages
 
 
 def test_a_model_that_waits_for_the_device_goes_on_without_graphs(

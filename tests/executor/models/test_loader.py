@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pagewise_executor.models import loader
 from pagewise_executor.models.loader import load_model
 from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.library import LibraryMissingError
+from pagewise_shared import progress
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -42,6 +44,22 @@ def refused(path: Path | str, **options: object) -> str:
 def edit_config(path: Path, **values: object) -> None:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_weights_that_transformers_loads_are_told_of_by_lines(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    build_model("gpt2", tmp_path)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    capfd.readouterr()
+    load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
+    told = [line for line in caplog.messages if line.startswith(f"loading {tmp_path}: ") and " weights (" in line]
+    assert told[-1].endswith(" weights (100%)")
+    assert "\r" not in "".join(capfd.readouterr()), "no bar is drawn into the log"
 
 
 def test_missing_and_truncated_files(model: Path) -> None:

@@ -4,6 +4,7 @@ The split of the contexts is planned on the device in every step, and the sample
 going through the host. Without CUDA the same steps run directly.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import product
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.sampling import sample
+from pagewise_shared.progress import Progress
 
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
@@ -21,6 +23,8 @@ from pagewise_executor.input_batch import Int64s
 from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 from pagewise_executor.uploads import Uploads
+
+log = logging.getLogger(__name__)
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Token ids and positions [n] to logits [n, vocab]."""
@@ -95,10 +99,13 @@ class DecodeGraphs(GraphedSteps):
     def warm_up(self) -> None:
         """Compile the kernels of steps that run without graphs: one variant for each power of two of the batch size."""
         self.clear(self._padding)
-        for size, uses in product(self.sizes, self.variants()):
-            if size & (size - 1) == 0 or size == self.sizes[-1]:
-                self.use_adapters(size, uses=uses)
-                self.compute(size)
+        sizes = [size for size in self.sizes if size & (size - 1) == 0 or size == self.sizes[-1]]
+        steps = list(product(sizes, self.variants()))
+        progress = Progress("compiling the kernels of decodes", len(steps), "sizes", tell=log.info, bars=False)
+        for size, uses in steps:
+            self.use_adapters(size, uses=uses)
+            self.compute(size)
+            progress.update()
         self.allocate()
 
     def allocate(self) -> None:

@@ -21,6 +21,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from pagewise_shared.progress import Progress
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.graph_capture import captured, why_failed
@@ -103,6 +104,7 @@ class GraphedSteps(ABC):
         Raises:
             NoGraphsError: a capture fails, here or on another rank. RuntimeError: a step fails.
         """
+        progress = Progress(f"{self.name}: capturing", self.num_graphs, "CUDA graphs", tell=log.info, bars=False)
         for size, uses in product(reversed(self.sizes), self.variants()):
             self.clear(size)
             self.use_adapters(size, uses=uses)
@@ -112,6 +114,7 @@ class GraphedSteps(ABC):
             _agree(self._capture_one(graph, size, uses=uses, pool=pool), ranks)
             pool = graph.pool()
             self.graphs[size, uses] = graph
+            progress.update()
         return pool
 
     def _capture_one(self, graph: torch.cuda.CUDAGraph, size: int, *, uses: bool, pool: Any) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
+from pagewise_shared.progress import logged_bar
 from safetensors import SafetensorError
 
 from pagewise_executor.collectives import ALONE, Ranks
@@ -218,25 +219,40 @@ def _load_with_transformers(
 ) -> tuple[torch.nn.Module, Shards | None, list[str]]:
     """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
     from pagewise_executor.attention.paged import NAME
     from pagewise_executor.models.sharded_loading import load_part
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the log shows the lines of this process one by one
     device, max_model_len = choose_device(config), _max_model_len(config, model_config.get_text_config(decoder=True))
-    if not ranks.alone:
-        model, shards = load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code)
-        return model, shards, _complete(model, device, max_model_len)
-    model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
-        path,
-        config=model_config,
-        dtype=dtype,
-        attn_implementation=NAME,
-        use_safetensors=True,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return model, None, _complete(model, device, max_model_len)
+    model: torch.nn.Module
+    shards: Shards | None = None
+    with _bars_in_the_log(config.model):
+        if ranks.alone:
+            model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+                path,
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+            )
+        else:
+            remote_code = config.trust_remote_code
+            model, shards = load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=remote_code)
+    return model, shards, _complete(model, device, max_model_len)
+
+
+@contextmanager
+def _bars_in_the_log(model: str) -> Iterator[None]:
+    """Make the bars that transformers draws while it loads into lines of the log, which is printed line by line."""
+    from transformers.utils.logging import set_tqdm_hook
+
+    bar = logged_bar(log, f"loading {model}", counts="it", unit="weights")
+    previous = set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
 
 
 def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) -> list[str]:
