@@ -179,14 +179,14 @@ def _freeze(kernel: Any, compiled: Any, num_arguments: int) -> _Handle:
         raise ValueError(f"the launcher of this Triton takes {', '.join(parameters)}")
     constants = (None,) * (len(is_constant) - num_arguments)
     version = triton.__version__.rpartition(".")[0]
-    if version not in ("3.6", "3.9") or type(launcher).__name__ != "CudaLauncher":
+    if version not in ("3.6", "3.7", "3.9") or type(launcher).__name__ != "CudaLauncher":
         return _Handle(launcher, (function, metadata, *_NO_HOOKS), constants)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise ValueError("it needs scratch memory")
     before = (function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if version == "3.6":
         return _Handle(launcher.launch, (*before, *_NO_SCRATCH, metadata, *_NO_HOOKS), constants)
-    if launcher.gsan_enabled:
+    if getattr(launcher, "gsan_enabled", False):  # 3.7 has no such instruments
         raise ValueError("it is instrumented")
     annotations = launcher.arg_annotations[:num_arguments]
     packed = (*before, metadata, *_NO_HOOKS, *_NO_SCRATCH, annotations, launcher.kernel_signature)

@@ -83,6 +83,14 @@ def test_locks_have_everything_that_is_needed_and_nothing_else(name: str) -> Non
     assert bool(unlocked) == (name == "executor")
 
 
+def test_torch_with_cuda_and_triton_can_be_installed_together() -> None:
+    """torch's CUDA build requires one version of Triton exactly; its CPU build, which tests have, requires none."""
+    pairs = {"2.13.0": "3.7.1"}  # by what torch's wheel on PyPI requires
+    known = constraints()
+    assert known["torch"] in pairs, "look up which Triton the CUDA build of this torch requires"
+    assert known["triton"] == pairs[known["torch"]]
+
+
 def test_images_install_from_locks_only() -> None:
     text = (ROOT / "Dockerfile").read_text()
     stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.M | re.S))

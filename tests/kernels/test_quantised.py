@@ -50,6 +50,8 @@ def test_inputs_are_quantised_by_row_or_group(
     assert bool((values[0].float().abs().amax() == MOST[dtype]).all())
 
 
+# NumPy says so in the interpreter of Triton 3.7, and what int8 gets is of no interest.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("group", [None, 32, "static"])
 def test_a_nan_stays_one_in_all_outputs(dtype: torch.dtype, group: Any, device: torch.device) -> None:
