@@ -18,10 +18,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pagewise_shared.cpu_threads import wait_variables
+from pagewise_shared.progress import followed
 
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.workloads import build_model
@@ -146,10 +148,9 @@ def compare(kinds: list[str], cases: list[str], rounds: int, threads: int) -> li
         try:
             for kind in kinds:
                 contenders[kind] = Contender(kind, folder, threads)
-            for _ in range(rounds):
-                for case in cases:
-                    for kind, contender in contenders.items():
-                        runs[case, kind].append(contender.run(case))
+            turns = list(product(range(rounds), cases, contenders.items()))
+            for _, case, (kind, contender) in followed(turns, len(turns), "measuring", "runs"):
+                runs[case, kind].append(contender.run(case))
         finally:
             for contender in contenders.values():
                 contender.close()

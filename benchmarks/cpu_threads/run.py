@@ -20,10 +20,12 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
+from pagewise_shared.progress import followed
 
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.workloads import build_model
@@ -217,21 +219,21 @@ def compare(model: str, path: str, settings: list[Setting], args: argparse.Names
         for setting in settings:
             contenders[setting.name] = Contender(setting, path, args.first)
         machine.ours += [contender.pid for contender in contenders.values()]
-        for number in range(args.rounds):
-            for beside in ("nothing", "a busy process"):
-                other = busy_process(args.first) if beside != "nothing" else None
-                machine.ours += [other.pid] if other else []
-                for name, contender in contenders.items():
-                    machine.wait_for_quiet(args.patience)
-                    before = machine.times()
-                    tokens, seconds, cpu = contender.run()
-                    rates = round(tokens / seconds, 1), round(tokens / cpu, 1)
-                    others = round(max(0.0, _rate(before, machine.times())), 2)
-                    found.append(Run(model, name, beside, number, *rates, others))
-                if other:
-                    machine.ours.remove(other.pid)
-                    other.kill()
-                    other.wait()
+        turns = list(product(range(args.rounds), ("nothing", "a busy process")))
+        for number, beside in followed(turns, len(turns), f"measuring {model}", "turns"):
+            other = busy_process(args.first) if beside != "nothing" else None
+            machine.ours += [other.pid] if other else []
+            for name, contender in contenders.items():
+                machine.wait_for_quiet(args.patience)
+                before = machine.times()
+                tokens, seconds, cpu = contender.run()
+                rates = round(tokens / seconds, 1), round(tokens / cpu, 1)
+                others = round(max(0.0, _rate(before, machine.times())), 2)
+                found.append(Run(model, name, beside, number, *rates, others))
+            if other:
+                machine.ours.remove(other.pid)
+                other.kill()
+                other.wait()
     finally:
         for contender in contenders.values():
             contender.close()

@@ -21,6 +21,7 @@ from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import replay_cache_only
+from pagewise_shared.progress import followed
 from pagewise_shared.traces import TraceRequest, read_trace
 
 from benchmarks.record import record_file, write_record
@@ -91,7 +92,8 @@ def main() -> None:
     cases += [Case(name, tokens, "untold") for name, tokens in sizes if name == "agentic"]
     cases += [Case(name, 0, "lru") for name in args.traces]
     with ProcessPoolExecutor(args.jobs) as pool:
-        results = dict(zip(cases, pool.map(replayed, cases), strict=True))
+        replays = followed(pool.map(replayed, cases), len(cases), "replaying", "traces")
+        results = dict(zip(cases, replays, strict=True))
     rows: list[dict[str, Any]] = []
     print(
         f"{'trace':<14}{'tokens':>10}{'LRU':>9}{'cost':>9}{'Belady':>9}{'untold':>9}{'gap closed':>12}"

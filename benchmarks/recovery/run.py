@@ -26,6 +26,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.progress import followed
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, Welcome
 from pagewise_shared.sampling import SamplingParams
 
@@ -152,7 +153,7 @@ def measure(path: Path, bandwidth: float, tokens: int, repeats: int) -> dict[str
     bench.first_token(prompt, "cold")
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     chosen, loaded, predicted = [], [], []
-    for repeat in range(repeats + 1):
+    for repeat in followed(range(repeats + 1), repeats + 1, f"a link of {bandwidth / 1e9:g} GB/s", "rounds"):
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode

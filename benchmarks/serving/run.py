@@ -19,7 +19,10 @@ import contextlib
 import statistics
 import tempfile
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
+
+from pagewise_shared.progress import followed
 
 from benchmarks.busy import busy_processes
 from benchmarks.record import record_file, write_record
@@ -38,15 +41,14 @@ def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]
         for name in args.contenders:
             contenders[name] = contender(name, model_path, args.device, args.dtype, args.url_model)
             stack.callback(contenders[name].close)
-        for workload_name in args.workloads:
-            for beside in args.beside:
-                for number in range(args.rounds):
-                    works = workload(workload_name, args.requests, args.seed + number, beside)
-                    for name, one in contenders.items():
-                        if before := earlier(workload_name, works):
-                            one.round(before, None, number)
-                        taken = _round(one, works, args, number, beside)
-                        rounds[workload_name, beside, name].append((sum(work.output for work in works), taken))
+        turns = list(product(args.workloads, args.beside, range(args.rounds)))
+        for workload_name, beside, number in followed(turns, len(turns), "measuring", "rounds"):
+            works = workload(workload_name, args.requests, args.seed + number, beside)
+            for name, one in contenders.items():
+                if before := earlier(workload_name, works):
+                    one.round(before, None, number)
+                taken = _round(one, works, args, number, beside)
+                rounds[workload_name, beside, name].append((sum(work.output for work in works), taken))
         starts = {name: one.start_seconds for name, one in contenders.items()}
     return [
         {

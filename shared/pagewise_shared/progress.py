@@ -9,13 +9,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 SECONDS = 5.0
 """Between two lines."""
 _GI = 2**30
+Item = TypeVar("Item")
 
 
 def draws_bars(stream: TextIO) -> bool:
@@ -89,6 +90,14 @@ class Progress:
     ) -> None:
         """Remove the bar."""
         self.close()
+
+
+def followed(items: Iterable[Item], total: int, what: str, unit: str = "") -> Iterator[Item]:
+    """Yield the items, of which there are ``total``, and show how many of them have been dealt with."""
+    with Progress(what, total, unit) as progress:
+        for item in items:
+            yield item
+            progress.update()
 
 
 def progress_line(what: str, done: int, total: int, unit: str, seconds: float) -> str:

@@ -7,7 +7,7 @@ import pty
 
 import pytest
 from pagewise_shared import progress
-from pagewise_shared.progress import Progress, draws_bars, logged_bar, progress_line
+from pagewise_shared.progress import Progress, draws_bars, followed, logged_bar, progress_line
 
 
 def test_without_a_terminal_there_is_a_line_every_few_seconds() -> None:
@@ -28,6 +28,17 @@ def test_what_is_over_soon_is_not_mentioned(capsys: pytest.CaptureFixture[str]) 
         for _ in range(3):
             done.update()
     assert capsys.readouterr() == ("", "")
+
+
+def test_items_are_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    assert list(followed(iter("ab"), 2, "measuring", "rounds")) == ["a", "b"]
+    out, err = capsys.readouterr()
+    assert out == "", "standard output is for results"
+    assert [line.partition(",")[0] for line in err.splitlines()] == [
+        "measuring: 1 of 2 rounds (50%)",
+        "measuring: 2 of 2 rounds (100%)",
+    ]
 
 
 def test_bytes_are_told_in_gib() -> None:

@@ -46,13 +46,15 @@ def plot(result: dict[str, Any], outcomes: dict[str, list[list[Outcome]]], optio
 def _title(result: dict[str, Any]) -> str:
     told = result["settings"]
     rate, most = told["request_rate"], told["max_concurrency"]
-    arrival = "all at once" if rate == "inf" else f"{rate:g} requests/s"
+    if rate == "inf":
+        arrival = f"a closed loop of {most}" if most else "all at once"
+    else:
+        arrival = f"{rate:g} requests/s" + (f", {most} at once at most" if most else "")
     amounts = [f"{told['num_prompts']} requests"] if told["num_prompts"] else []
     amounts += [f"{told['duration']:g} s"] if told["duration"] else []
     amount = " or ".join(amounts)
-    limit = f", {most} at once at most" if most else ""
     models = ", ".join(dict.fromkeys(server["model"].rsplit("/", 1)[-1] for server in result["servers"]))
-    return f"{models}: {told['dataset_name']}, {amount}, {arrival}{limit}"
+    return f"{models}: {told['dataset_name']}, {amount}, {arrival}"
 
 
 def _distribution(

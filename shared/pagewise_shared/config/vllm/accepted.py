@@ -58,7 +58,7 @@ ACCEPTED = (
     always("--enable-request-id-headers", "answers always have X-Request-Id"),
     always("--enable-ssl-refresh", "certificates are always read again when their files change"),
     always("--language-model-only", "models take text only"),
-    always("--use-tqdm-on-load", "loading is shown where there is a terminal"),
+    always("--use-tqdm-on-load", "the log says every five seconds how much is loaded"),
     always("--disable-custom-all-reduce", "ranks always use NCCL, or gloo on a CPU"),
     always("--disable-log-stats", "no statistics are logged; /metrics has them"),
     always("--disable-uvicorn-access-log", "there is no such log; --log-requests writes one"),
