@@ -212,9 +212,9 @@ class InvalidGrammarError(GenerationError):
 class AdmissionError(GenerationError):
     """A request is not accepted; ``kind`` decides the HTTP status.
 
-    Kinds: "never_fits" (it exceeds what any executor could hold: 400), "overloaded" (the queue is full, or a limit is
-    reached: 429), "unavailable" (no scheduler, no executor, or shutting down: 503). ``retry_after``: seconds after
-    which there should be room, or None if that is not known.
+    Kinds: "never_fits" (it exceeds what any executor or the queue could hold: 400), "overloaded" (the queue is full, or
+    a limit is reached: 429), "unavailable" (no scheduler, no executor, or shutting down: 503). ``retry_after``: seconds
+    after which there should be room, or None if that is not known.
     """
 
     def __init__(self, kind: RefusalKind, message: str, retry_after: int | None = None) -> None:

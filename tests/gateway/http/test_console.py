@@ -121,6 +121,9 @@ async def test_what_cannot_be_shown_is_said() -> None:
             ((name, data),) = await events(response, 1)
             assert (name, data["part"]) == ("problem", "map")
             assert "no executor 'gone'" in str(data["message"])
+            with pytest.raises(TimeoutError):  # it is said once, although it is asked for twice a second
+                async with asyncio.timeout(1.5):
+                    await events(response, 1)
         async with watching(server, "parts=requests") as response:
             server.scheduler.silent = True
             await events(response, 1)

@@ -51,12 +51,20 @@ def test_many_that_are_refused_are_told_different_times() -> None:
 
 
 def test_nothing_is_known_at_first_and_a_queue_that_stands_still_is_told() -> None:
-    assert refused(Backlog(4, 100), Load(5, 5), Load(), 0.0).retry_after == 2
+    assert refused(Backlog(4, 100), Load(3, 3), Load(2, 2), 0.0).retry_after == 2
     backlog = Backlog(4, 100)
     backlog.admit(Load(4, 4), Load(), 0.0)
     for second in range(60):
         backlog.observe(Load(4, 4), second)
     assert refused(backlog, Load(1, 1), Load(4, 4), 60.0).retry_after == 120
+
+
+def test_more_sequences_than_may_ever_wait_are_not_told_to_try_again() -> None:
+    error = refused(Backlog(4, 100), Load(5, 5), Load(), 0.0)
+    assert (error.kind, error.retry_after) == ("never_fits", 0)
+    assert "5 outputs" in str(error)
+    assert "--max-waiting" in str(error)
+    Backlog(4, 100).admit(Load(4, 500), Load(), 0.0)
 
 
 def test_tokens_are_bounded_but_a_large_request_may_wait_alone() -> None:
@@ -150,8 +158,14 @@ async def test_a_request_is_taken_as_a_whole_or_refused_as_a_whole(tmp_path: Pat
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
         await stack.ready(1)
         request = await stack.gateway.submit(*([number] for number in range(5)), n=2)
+        with pytest.raises(RefusedRequestError, match="asks for 10 outputs") as error:
+            await request.result()
+        assert error.value.kind == "never_fits"
+        before = await stack.gateway.submit(*([number] for number in range(8)), max_tokens=50)  # four of them wait
+        request = await stack.gateway.submit(*([number] for number in range(5)))
         with pytest.raises(RefusedRequestError, match="waiting already"):
             await request.result()
+        await before.result()
         assert stack.router.waiting == Load()
         request = await stack.gateway.submit([1], [1] * 5, [2], [3] * 9000)
         with pytest.raises(RefusedRequestError, match="the request may reach 9008 tokens") as error:

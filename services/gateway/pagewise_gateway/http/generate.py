@@ -79,9 +79,11 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._trace is not None:
-            self._trace.generated(self._live)
-        self._live.abort()
+        try:
+            if self._trace is not None:
+                self._trace.generated(self._live)
+        finally:
+            self._live.abort()
 
     async def news(self) -> list[SequenceDelta]:
         """Wait for new deltas, at most one for each choice. Returns an empty list once all choices have ended.

@@ -134,13 +134,19 @@ class Backlog:
         self._largest = Load()
 
     def admit(self, new: Load, waiting: Load, now: float, *, key: str = "", of_key: Load = Load()) -> None:  # noqa: B008
-        """Count a request that wants to come in beside what waits, ``of_key`` of it from the same key. One that is
-        larger than all that may wait can come in when nothing does; one that is larger than the room that is left for
-        its key, when nothing of that does.
+        """Count a request that wants to come in beside what waits, ``of_key`` of it from the same key. One with
+        more prompt tokens than may wait can come in when nothing does; one that is larger than the room that is left
+        for its key, when nothing of that does.
 
         Raises:
-            AdmissionError: too much waits; ``reason`` says of what.
+            AdmissionError: too much waits; ``reason`` says of what. Or it has more sequences than may ever wait.
         """
+        if new.sequences > self._most.sequences:
+            raise AdmissionError(
+                "never_fits",
+                f"the request asks for {new.sequences} outputs (its prompts times n or best_of), and at most "
+                f"{self._most.sequences} sequences may wait (--max-waiting): divide it",
+            )
         self._keys.add(key)
         # After a restart, what others had waiting comes again before any of their new requests.
         several_keys = len(self._keys) > 1 or waiting != of_key

@@ -139,6 +139,8 @@ class Router:
         try:
             self._backlog.admit(new, self.waiting, clock(), key=key, of_key=self._waiting_of(key))
         except AdmissionError as error:
+            if error.kind == "never_fits":
+                raise
             if self._engines:
                 self._metrics.requests_refused(error.reason).inc()
                 raise

@@ -43,5 +43,6 @@ export function changeKind(before, after) {
   if (after === "copying") return "copying";
   if (before === "cached" && after === "free") return "evicted";
   if (after === "in use" || after === "lent") return "taken";
+  if (after === "cached" && before !== "in use" && before !== "lent") return "arrived";
   return "released";
 }

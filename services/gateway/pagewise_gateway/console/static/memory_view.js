@@ -295,6 +295,7 @@ function MapTitle({ map, executor, params, view }) {
 const WORDS = [
   ["taken", "taken into use"],
   ["copying", "being copied"],
+  ["arrived", "newly cached"],
   ["released", "released"],
   ["evicted", "evicted"],
   ["changed", "changed"],

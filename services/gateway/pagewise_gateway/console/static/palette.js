@@ -26,8 +26,8 @@ const GROUPS = {
 };
 
 const FLASHES = {
-  light: { evicted: "#c8102e", taken: "#111827", released: "#0b61a4", copying: "#7a1763", changed: "#111827" },
-  dark: { evicted: "#ff6b57", taken: "#ffffff", released: "#a8dcff", copying: "#ffc4ec", changed: "#ffffff" },
+  light: { evicted: "#c8102e", taken: "#111827", arrived: "#0b61a4", released: "#0b61a4", copying: "#7a1763", changed: "#111827" },
+  dark: { evicted: "#ff6b57", taken: "#ffffff", arrived: "#a8dcff", released: "#a8dcff", copying: "#ffc4ec", changed: "#ffffff" },
 };
 
 /** "light" or "dark". */

@@ -142,17 +142,18 @@ class Feeds:
                 if body != last:
                     shown = await with_text(self._tokenizer, body) if view.tokens else body
                     feed.put(self._frame(view, shown))
-                last = body
+                last, problem = body, ""
             except AdmissionError as error:
-                feed.put(_problem(view, str(error)))
-                last = b""
+                problem = str(error)
             except LookupError:
-                feed.put(_problem(view, f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"))
-                last = b""
+                problem = f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"
             except Exception:
                 log.exception("a console could not be told of its %s", view.part)
-                feed.put(_problem(view, "internal error; see the gateway's log"))
-                last = b""
+                problem = "internal error; see the gateway's log"
+            if problem:
+                last, frame = b"", _problem(view, problem)
+                if frame != feed.frame:
+                    feed.put(frame)
             await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[view.part] - monotonic()))
 
     def _frame(self, view: ConsoleView, body: bytes) -> bytes:

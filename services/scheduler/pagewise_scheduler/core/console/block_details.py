@@ -69,7 +69,8 @@ def block_details(
     details = BlockDetails(executor_id, tier_name(tier.number), block, state, tier.references(block), [])
     if tier is pool and state == "in use":
         holders = (one.request.request_id for one in scheduler.running if block in one.table.blocks)
-        details.requests = list(dict.fromkeys(islice(holders, _MOST_REQUESTS)))
+        # Every reference is a holder's or a copy's, so the search ends when as many holders are found.
+        details.requests = list(dict.fromkeys(islice(holders, min(_MOST_REQUESTS, details.references))))
     if node is None:
         return details
     details.hash, details.depth = hash_of(node).hex(), node.depth
