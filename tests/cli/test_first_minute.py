@@ -280,16 +280,21 @@ def test_a_cache_that_cannot_be_written(number: int, expected: str, monkeypatch:
         model_files.resolve_model("a/b")
 
 
-def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_signals_end_a_download_and_leave_nothing(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         command = [sys.executable, "-m", "pagewise.main", "serve", "some/model", f"--port={free_port()}"]
         environ = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        environ["TMPDIR"] = str(temporary)
         process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
         silent.settimeout(60)
         with silent.accept()[0]:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             _, said = process.communicate(timeout=30)
-        assert process.returncode == 130, said
+        assert process.returncode == code, said
         assert "Traceback" not in said
+        assert not list(temporary.glob("pagewise-*"))

@@ -39,13 +39,12 @@ async def serve(
         check_packages(config)
         check_folder(config.gateway.model)
         gpus = gpu_variables(config, visible_gpus())
-        with (
-            reserved_port(config.gateway) as port,
-            tempfile.TemporaryDirectory(prefix="pagewise-", ignore_cleanup_errors=True) as folder,
-        ):
+        with reserved_port(config.gateway) as port:
             await fetch(config)
-            config = _connected(config, folder, port)
-            return await Supervisor(_groups(config, gpus)).run((announce or _announce)(config))
+            # Not before: until the supervisor runs, SIGTERM ends this process without removing the folder.
+            with tempfile.TemporaryDirectory(prefix="pagewise-", ignore_cleanup_errors=True) as folder:
+                config = _connected(config, folder, port)
+                return await Supervisor(_groups(config, gpus)).run((announce or _announce)(config))
     except StartError as error:
         log.error("%s", error)
         return 1
