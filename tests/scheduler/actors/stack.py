@@ -92,7 +92,7 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         """The value of one series, as a query for metrics would tell it; NaN: there is none."""
         for engine in self.engines:
-            engine.report_memory_events()
+            engine.watch.report()
         value = self.metrics.registry.get_sample_value(f"pagewise_{name}", {"model_name": "m"} | labels)
         return float("nan") if value is None else value
 

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 from pagewise_scheduler.actors.explanations import Explanations
+from pagewise_shared.protocol import DEVICE, HOST, Copied, SharedStorage, StepError, StepPlan, StepResult
 
-from tests.scheduler.actors.stack import Stack, executor, joined, running, until
+from tests.scheduler.actors.stack import RawExecutor, Stack, executor, int32s, joined, running, until
 
 
 async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
@@ -20,6 +21,26 @@ async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
 
 def text(told: dict[str, Any]) -> str:
     return " ".join(told["sentences"])
+
+
+async def play(stack: Stack, raw: RawExecutor, plan: StepPlan | None = None) -> None:
+    """Answer ``plan``, and all that come after it, with a token for each sequence that samples one."""
+    while True:
+        message = plan or await raw.receive()
+        plan = None
+        if isinstance(message, StepPlan):
+            for one in message.copies:
+                peer = one.peer.endpoint if one.peer is not None else ""
+                await raw.send(Copied(message.epoch, message.step, one.source, one.target, peer=peer))
+            (scheduler,) = [one.scheduler for one in stack.engines if one.scheduler.epoch == message.epoch]
+            (step,) = [one for one in scheduler.steps_in_flight if one.step == message.step]
+            await raw.send(StepResult(message.epoch, message.step, int32s(*[5] * len(step.sampled))))
+
+
+async def ended(*tasks: "asyncio.Task[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
@@ -121,3 +142,70 @@ async def test_an_id_of_several_requests_means_the_newest(tmp_path: Path, ended:
         )
         await (new.result() if ended else new.until_tokens(1))
         assert (await explained(stack, "job"))["request_id"] == "two"
+
+
+async def test_the_time_that_a_reset_of_its_executor_took(tmp_path: Path) -> None:
+    async with running(tmp_path, step_timeout=20.0, executor_timeout=20.0) as stack:
+        raw, welcome = await joined(tmp_path, num_blocks=64)
+        await stack.ready(1)
+        request = await stack.gateway.submit([1, 2, 3], max_tokens=4, request_id="hit")
+        while not (isinstance(plan := await raw.receive(), StepPlan) and plan.step == 2):
+            pass
+        await raw.send(StepResult(plan.epoch, 1, int32s(5)))
+        await request.until_tokens(1)
+        await asyncio.sleep(0.2)  # it runs meanwhile: no part of this is a wait
+        broken = StepError("internal", "the link is broken")
+        await raw.send(Copied(welcome.epoch, 1, DEVICE, HOST, error=broken))
+        while not (isinstance(plan := await raw.receive(), StepPlan) and plan.epoch > welcome.epoch):
+            pass
+        await asyncio.sleep(0.3)
+        told = await explained(stack, "hit")
+        assert told["resets"][0]["seconds"] is None
+        assert "no step has come back from it since" in text(told)
+        playing = asyncio.create_task(play(stack, raw, plan))
+        await request.result()
+        told = await explained(stack, "hit")
+        await ended(playing)
+        raw.close()
+    (reset,) = told["resets"]
+    assert reset["executor_id"] == "raw"
+    assert 0.3 <= reset["seconds"] < 5.0
+    assert sum(told["waits"].values()) < 0.15, "it ran, or was computed again"
+    assert "the executor raw was reset after an error and lost all KV" in text(told)
+    assert "its first step after that came back" in text(told)
+
+
+async def test_an_answer_from_storage(tmp_path: Path) -> None:
+    disk = SharedStorage("disk", "the disk of all", 10.0, 10.0, 10.0, 10.0)
+    patient = {"executor_timeout": 20.0, "step_timeout": 20.0, "gateway_timeout": 20.0}
+    async with running(tmp_path, recovery="swap", **patient) as stack:
+        raw, _ = await joined(tmp_path, executor_id="raw", storages=(disk,))
+        await stack.ready(1)
+        await stack.gateway.submit(list(range(30)), request_id="asks")
+        while not isinstance(await raw.receive(), StepPlan):  # the question is not answered: it is given up
+            pass
+        told = await explained(stack, "asks")
+        raw.close()
+    assert max(told["waits"], key=lambda cause: told["waits"][cause]) == "storage"
+    assert "for the answer how much of its prompt was in storage" in text(told)
+
+
+async def test_a_move_to_an_executor_that_decodes(tmp_path: Path) -> None:
+    lends = {"block_format": "x", "num_blocks": 64, "bytes_per_block": 64}
+    async with running(tmp_path, step_timeout=20.0, executor_timeout=20.0) as stack:
+        prefills, _ = await joined(tmp_path, executor_id="p", role="prefill", block_endpoint="ipc:///p", **lends)
+        await stack.ready(1)
+        decodes, _ = await joined(tmp_path, executor_id="d", role="decode", block_endpoint="ipc:///d", **lends)
+        await stack.ready(2)
+        request = await stack.gateway.submit(list(range(1, 42)), max_tokens=4, request_id="moves")
+
+        playing = [asyncio.create_task(play(stack, raw)) for raw in (prefills, decodes)]
+        await request.result()
+        told = await explained(stack, "moves")
+        await ended(*playing)
+        prefills.close()
+        decodes.close()
+    (move,) = told["moves"]
+    assert (move["executor_id"], move["to"], move["reason"]) == ("p", "d", "decode")
+    assert told["executors"] == ["p", "d"]
+    assert "its prompt was computed, and the executor p does not decode: it was placed on d after" in text(told)

@@ -138,7 +138,7 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
             assert (message.step, message.peer, monotonic() - began > 0.5) == (7, "ipc://peer", True)
             if confirms:
                 await raw.send(Copied(welcome.epoch, 7, DEVICE, DEVICE, bad=b"1234", peer="ipc://peer"))
-                while engine.oldest_copy_time is not None:
+                while engine.scheduler.recoveries.transfers.oldest_due is not None:
                     await asyncio.sleep(0.01)
             began = monotonic()
             while stack.engines and monotonic() - began < 2.5:

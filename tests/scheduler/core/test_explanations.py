@@ -7,7 +7,9 @@ from itertools import count
 import pytest
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
+from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
@@ -132,7 +134,7 @@ def test_prefill_of_others_before_it_starts_and_beside_it() -> None:
     told = player.explain(decodes)
     assert told.decode is not None
     assert told.decode.others_tokens == 64
-    assert "steps also computed 64 tokens of the prompts of others" in text(told)
+    assert "64 tokens of the prompts of others were computed too" in text(told)
 
 
 def test_a_prefix_that_another_request_computes() -> None:
@@ -190,9 +192,17 @@ def test_preemption_and_by_whom() -> None:
     assert f"it was preempted for request {first.request_id} (decoding sequences need blocks)" in text(told)
 
 
-@pytest.mark.parametrize(("mode", "said"), [("swap", "were loaded"), ("recompute", "were computed again")])
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("swap", "were loaded from where they lay on the host"),
+        ("recompute", "more of them lay on the host, and were computed again"),
+        ("both", "were loaded while the others were computed"),
+    ],
+)
 def test_recovery(mode: RecoveryMode, said: str) -> None:
-    player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap")
+    costs = Costs(step=0, token=1e-3, attention=0, tiers={HOST: CopyCosts(0, 4e-3)})
+    player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap", costs=costs)
     prompt = list(range(1, 34))
     player.finish(player.send(prompt))
     player.finish(player.send(60))  # takes all blocks: what was cached goes to the host
@@ -201,7 +211,11 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     player.finish(again)
     told = player.explain(again)
     (recovered,) = told.recoveries
-    assert (recovered.source, recovered.method) == ("host", "load" if mode == "swap" else "recompute")
+    assert (recovered.source, recovered.method) == ("host", "load" if mode == "swap" else mode)
+    assert (recovered.seconds is not None) or mode == "recompute"
+    if mode == "both":
+        assert 0 < recovered.loaded_tokens < 32
+        assert told.cached_tokens["host"] == recovered.loaded_tokens
     assert said in text(told)
     assert "on the host" in text(told)
     assert not told.lost, "what lies in a lower tier is not lost"

@@ -208,7 +208,7 @@ class Coordinator:
     def _report_memory_events(self) -> None:
         for engine in self.fleet.engines:
             with self.fleet.guarded(engine):
-                engine.report_memory_events()
+                engine.watch.report()
 
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":

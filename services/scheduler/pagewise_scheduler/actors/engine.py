@@ -20,6 +20,7 @@ from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
+from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.results import failed
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
@@ -91,6 +92,7 @@ class Engine:
         self.life = Life.SERVING
         self.num_tasks = 0
         self.oldest_step_time: float | None = None
+        self._reset: Reset | None = None
         self._link = link
         self._agenda = agenda
         self._metrics = metrics
@@ -98,11 +100,6 @@ class Engine:
         self.recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
         self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
-
-    @property
-    def oldest_copy_time(self) -> float | None:
-        """When the first copy to or from a lower tier or a peer that is late should have been confirmed, if one is."""
-        return self.scheduler.recoveries.transfers.oldest_due
 
     def touch(self) -> None:
         """There may be something new to plan."""
@@ -190,6 +187,8 @@ class Engine:
             raise EngineLostError(f"it is out of step: {error}") from error
         now = clock()
         self.oldest_step_time = now if self.scheduler.num_in_flight else None
+        if self._reset is not None:
+            self._reset.ended, self._reset = now, None
         self._metrics.iteration_tokens.observe(output.num_tokens)
         self.watch.generated(output.num_told)
         for request, entries in output.prompt_logprobs:
@@ -278,7 +277,10 @@ class Engine:
         """Something failed: reset the executor under a new epoch and recompute from the tokens."""
         self._metrics.step_errors.inc()
         log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
-        self.oldest_step_time = None
+        self.oldest_step_time, now = None, clock()
+        self._reset = self._reset or Reset(now, self.executor_id)
+        for live in self._live.values():
+            live.request.timeline.interrupted(self._reset, now)
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
@@ -377,10 +379,6 @@ class Engine:
                 live.blame()
 
     # ---- reports -------------------------------------------------------------------------------------
-
-    def report_memory_events(self) -> None:
-        """Bring the counters of what happened to the memory up to date."""
-        self.watch.report()
 
     def memory_report(self, limit: int) -> MemoryReport:
         """What the executor's KV memory holds, lists cut to ``limit``."""

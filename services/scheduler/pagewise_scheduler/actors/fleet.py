@@ -167,7 +167,7 @@ class Fleet(Sessions[Executor]):
             engine = session.peer.engine
             if (began := engine.oldest_step_time) is not None and now - began > most:
                 self.lose(session, f"a step has not returned for {now - began:.1f} s")
-            elif (due := engine.oldest_copy_time) is not None and now > due:
+            elif (due := engine.scheduler.recoveries.transfers.oldest_due) is not None and now > due:
                 if now - due > most:
                     self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
                 else:

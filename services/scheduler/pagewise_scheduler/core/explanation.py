@@ -108,6 +108,14 @@ class Move(Struct):
     seconds: float | None
 
 
+class Interruption(Struct):
+    """The executor was reset at ``time``, after an error; its first step after that came back ``seconds`` later."""
+
+    time: float
+    executor_id: str
+    seconds: float | None
+
+
 class Phase(Struct):
     """A part of its life: seconds, its own tokens, the steps meanwhile, and the tokens of others' prompts in them."""
 
@@ -150,6 +158,7 @@ class Explanation(Struct, omit_defaults=True):
     recoveries: list[RecoveredPrefix] = []
     preemptions: list[Preemption] = []
     moves: list[Move] = []
+    resets: list[Interruption] = []
     resumed: float | None = None
     finish_reason: str | None = None
     sentences: list[str] = []
@@ -187,6 +196,9 @@ def explain(request: Request, now: float, since_1970: float, *, ended: bool = Fa
         recoveries=[_recovered(one, since_1970) for one in history if isinstance(one, Recovery)],
         preemptions=_preemptions(history, since_1970),
         moves=_moves(timeline.departures, request.executors, since_1970),
+        resets=[
+            Interruption(one.time + since_1970, one.executor_id, _after(one.time, one.ended)) for one in timeline.resets
+        ],
         resumed=None if timeline.resumed is None else timeline.resumed + since_1970,
         finish_reason=next((one.finish_reason for one in request.sequences if one.finish_reason), None),
     )

@@ -5,6 +5,7 @@ from datetime import datetime
 
 from pagewise_scheduler.core.explanation import (
     Explanation,
+    Interruption,
     LostPrefix,
     Move,
     Preemption,
@@ -32,6 +33,7 @@ def sentences(told: Explanation) -> list[str]:
         *_prefill(told),
         *(_preemption(one) for one in told.preemptions),
         *(_move(one) for one in told.moves),
+        *(_reset(one) for one in told.resets),
         *_decode(told),
     ]
 
@@ -58,6 +60,18 @@ def _who(who: Who | None) -> str:
 
 def _tokens(number: int) -> str:
     return f"{number:,} token" + ("" if number == 1 else "s")
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step" + ("" if number == 1 else "s")
+
+
+def _blocks(number: int) -> str:
+    return f"{number:,} block" + ("" if number == 1 else "s")
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _of_others(shares: list[Share]) -> str:
@@ -118,11 +132,12 @@ def _cache(told: Explanation) -> Iterator[str]:
     if told.queue_seconds is None:
         return
     found = sum(told.cached_tokens.values())
+    missing = told.prompt_tokens - found
     lying = [f"{tokens:,} {_place(source)}" for source, tokens in told.cached_tokens.items() if tokens]
     yield (
-        f"Of {_tokens(told.prompt_tokens)} of its prompt, {found:,} were cached"
+        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} {_were(found)} cached"
         + (f" ({', '.join(lying)})" if lying else "")
-        + f", and {told.prompt_tokens - found:,} had to be computed."
+        + f", and {missing:,} had to be computed."
     )
     if told.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
@@ -137,7 +152,8 @@ def _cache(told: Explanation) -> Iterator[str]:
                 f"come after it different KV, although {left.beyond:,} are cached there."
             )
         else:
-            text += f"goes on differently from there, where {_tokens(left.beyond)} of the other one are cached."
+            are = "is" if left.beyond == 1 else "are"
+            text += f"goes on differently from there, where {_tokens(left.beyond)} of the other one {are} cached."
         yield text
     if (other := told.other_cache) is not None:
         of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
@@ -155,10 +171,11 @@ def _place(source: str) -> str:
 def _lost(lost: LostPrefix) -> str:
     cached = "" if lost.cached_at is None else f" at {clock_time(lost.cached_at)}"
     at = f" at {lost.executor_id}" if lost.executor_id else ""
+    run = f"{_tokens(lost.tokens)} of its prompt, from token {lost.position:,} on,"
     text = (
-        f"{_tokens(lost.tokens)} of it, from token {lost.position:,} on, were cached by {_who(lost.cached_by)}{cached} "
+        f"{run} {_were(lost.tokens)} cached by {_who(lost.cached_by)}{cached} "
         if lost.cached_by is not None
-        else f"{_tokens(lost.tokens)} of it, from token {lost.position:,} on, had been cached "
+        else f"{run} had been cached "
     )
     when = clock_time(lost.time)
     if lost.reason == "executor lost":
@@ -184,7 +201,7 @@ def _recovery(event: RecoveredPrefix) -> str:
     begin = f"At {clock_time(event.time)} it " + ("went on" if event.resumed else "started")
     begin += f" with {_tokens(event.device_tokens)} of KV on the device"
     if event.source == "device":
-        return begin + "; what had been evicted meanwhile was computed again."
+        return begin + ", and the rest was computed again."
     place = f"at the executor {event.peer}" if event.peer else _place(event.source)
     took = "" if event.seconds is None else f", which took {duration(event.seconds)}"
     predicted = event.predicted.get(event.method)
@@ -203,14 +220,14 @@ def _prefill(told: Explanation) -> Iterator[str]:
     others = f", which also computed {_tokens(phase.others_tokens)} of the prompts of others" * (
         phase.others_tokens > 0
     )
-    yield f"Its first token took {duration(phase.seconds)} and {phase.steps} steps{others}."
+    yield f"Its first token took {duration(phase.seconds)} and {_steps(phase.steps)}{others}."
 
 
 def _preemption(event: Preemption) -> str:
     again = "has not gone on yet" if event.seconds is None else f"went on after {duration(event.seconds)}"
     return (
         f"At {clock_time(event.time)} it was preempted for {_who(event.by)} ({event.reason}): it let go of "
-        f"{event.blocks} blocks, of which {event.freed} became free, and {again}."
+        f"{_blocks(event.blocks)}, of which {event.freed:,} became free, and {again}."
     )
 
 
@@ -221,9 +238,21 @@ def _move(move: Move) -> str:
     return f"At {clock_time(move.time)} it moved, because {why}: it {to}{after}."
 
 
+def _reset(event: Interruption) -> str:
+    back = (
+        "no step has come back from it since"
+        if event.seconds is None
+        else f"its first step after that came back {duration(event.seconds)} later"
+    )
+    return (
+        f"At {clock_time(event.time)} the executor {event.executor_id} was reset after an error and lost all KV, which "
+        f"had to be computed again; {back}."
+    )
+
+
 def _decode(told: Explanation) -> Iterator[str]:
     if (phase := told.decode) is not None and phase.others_tokens:
         yield (
-            f"While its output was decoded, {phase.steps} steps also computed {_tokens(phase.others_tokens)} of the "
-            "prompts of others, which makes these steps longer."
+            f"While its output was decoded, {_steps(phase.steps)} ran, in which {_tokens(phase.others_tokens)} of the "
+            "prompts of others were computed too: steps that do so take longer."
         )

@@ -1,6 +1,7 @@
 """Where a request's time goes: what is noted of it at its turning points, from which an explanation is made."""
 
 from dataclasses import dataclass, field
+from math import nan
 from typing import Literal, NamedTuple, Protocol
 
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
@@ -52,6 +53,18 @@ class Departure(NamedTuple):
     time: float
     executor_id: str
     reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Reset:
+    """An executor was reset at ``time``, after an error, and lost all KV; one object for all whom that interrupted.
+
+    ``ended``: when the first step after it had come back, NaN until then.
+    """
+
+    time: float
+    executor_id: str
+    ended: float = nan
 
 
 class Steps(NamedTuple):
@@ -109,7 +122,7 @@ class Timeline:
         waits: seconds by cause, before it ran. ahead: whose prompts were being computed when it came, and how much of
             them; computes_prefix: who computed the prefix that it waited for.
         prefill, decode: steps between its start and its first token, and from there to its end.
-        missed: why its prefix was not cached. departures: from executors, the last few.
+        missed: why its prefix was not cached. departures: from executors, and resets: of those it was at; the last few.
     """
 
     resumed: float | None = None
@@ -120,6 +133,7 @@ class Timeline:
     decode: Steps | None = None
     missed: MissedPrefix | None = None
     departures: tuple[Departure, ...] = ()
+    resets: tuple[Reset, ...] = ()
     _waits_since: tuple[WaitCause, float] | None = None
     _held: tuple[WaitCause, float] | None = None
     _queued: tuple[Work, float, Sums] | None = None
@@ -204,7 +218,14 @@ class Timeline:
     def left(self, executor_id: str, reason: str, now: float) -> None:
         """It goes on elsewhere."""
         self.departures = (*self.departures[1 - _DEPARTURES :], Departure(now, executor_id, reason))
-        self._queued = None
+        self.started(now)  # what it has waited for in the queue there is noted
+
+    def interrupted(self, reset: Reset, now: float) -> None:
+        """Its executor starts over: it is queued there again, and waits from ``now`` on."""
+        if reset not in self.resets:
+            self.resets = (*self.resets[1 - _DEPARTURES :], reset)
+        self.started(now)
+        self._waited_until = now
 
     def _since_mark(self, now: float) -> Steps | None:
         if self._running is None:

@@ -164,7 +164,7 @@ class PrefillSet:
         started = self._started(budget, num_decoding, in_flight, now)
         budget -= _num_computed(started)
         chunks += self._continued(members[first:], budget) + started
-        cause = self._cause(budget, num_decoding, now) if self._waiting else None
+        cause = self._cause(budget, num_decoding, now) if head is not None and self._waiting else None
         self.activity.planned(num_decoding, chunks, cause, now)
         return chunks
 
