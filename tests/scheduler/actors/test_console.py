@@ -192,7 +192,7 @@ async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatc
             for part in ("map", "fleet"):
                 assert (await stack.gateway.ask("console", view=ConsoleView(part))).found  # type: ignore[arg-type]
             await asyncio.sleep(0.05)
-    assert len(made["map"]) <= 2, "20 milliseconds each, and half a percent of a core for it"
+    assert len(made["map"]) <= 2, "20 milliseconds each, and 0.3% of a core for it"
     assert len(made["fleet"]) >= 4, "what is cheap goes on as before"
 
 

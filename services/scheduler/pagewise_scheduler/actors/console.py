@@ -38,7 +38,7 @@ from pagewise_scheduler.core.memory.tier import Tier
 
 _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""
-_MOST_OF_CORE = 0.005
+_MOST_OF_CORE = 0.003
 """The share of a core that answers may take: if they would take more, those that take the most are made less often."""
 _FORGOTTEN_SECONDS = 5.0
 _MOST_VIEWS = 256

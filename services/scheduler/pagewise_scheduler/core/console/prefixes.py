@@ -76,7 +76,7 @@ class _Walk:
 
     def __init__(self, scheduler: Scheduler, most_blocks: int, *, tokens: bool) -> None:
         self._pool = scheduler.kv.pool
-        self._tiers = list(scheduler.kv.tiers)
+        self._lower = [tier.number for tier in scheduler.kv.pool.lower]
         self._tokens = tokens
         self._left = most_blocks
         self._numbers = count()
@@ -109,17 +109,24 @@ class _Walk:
         run = PrefixRun(number, parent, node.depth, 0, {}, self._references(node), 0, 0)
         if self._tokens:
             run.token_ids = token_ids(node)[:_MOST_TOKENS]
-        here = dict.fromkeys(self._tiers, 0)
+        # Thousands of blocks are looked at for one console, so this loop does little for each.
+        references, lower = self._pool.references, dict.fromkeys(self._lower, 0)
+        num_blocks = on_device = saved = 0
         while True:
-            run.num_blocks += 1
-            self._left -= 1
-            for tier in here:
-                here[tier] += node.block_id(tier) >= 0
-            run.saved_blocks += max(0, self._references(node) - 1)
-            if len(node.children) != 1 or self._left <= 0:
+            num_blocks += 1
+            if (block := node.block) >= 0:
+                on_device += 1
+                if (held := references(block)) > 1:
+                    saved += held - 1
+            for tier in lower:
+                lower[tier] += node.block_id(tier) >= 0
+            if len(node.children) != 1 or num_blocks >= self._left:
                 break
-            node = next(iter(node.children.values()))
+            (node,) = node.children.values()
+        self._left -= num_blocks
+        run.num_blocks, run.saved_blocks = num_blocks, saved
         self.truncated |= self._left <= 0
+        here = {self._pool.number: on_device} | lower
         run.tiers = {tier_name(tier): blocks for tier, blocks in here.items() if blocks}
         run.forks = len(node.children)
         return run, node
