@@ -142,7 +142,8 @@ def _cell(server: dict[str, Any], key: str) -> str:
     value = server["medians"].get(key)
     if value is None:
         return "not told"
-    text = f"{value:.0%}" if key == "cached_share" else f"{value:,.1f}"
+    shown_as = ".0%" if key == "cached_share" else ",.1f" if value >= 10 else ".2f"
+    text = f"{value:{shown_as}}"
     ratio = server.get("first_over_this", {}).get(key)
     return text if ratio is None else f"{text} ({'' if ratio['differs'] else '~'}{ratio['median']:.2f}\u00d7)"
 

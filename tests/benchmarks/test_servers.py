@@ -32,7 +32,7 @@ def test_ratios_that_rounds_do_not_agree_on_are_marked() -> None:
     }
     text = table(record)
     assert "| random | ours | other |" in text
-    assert "| requests/s | 2.0 | 2.0 (1.50\u00d7) |" in text
+    assert "| requests/s | 2.00 | 2.00 (1.50\u00d7) |" in text
     assert "| output tokens/s | 1,234.0 | 1,234.0 (~0.98\u00d7) |" in text
     assert "| TTFT median, ms | not told | not told |" in text
     assert "6 rounds of 2.5 s, 4 requests or sessions at once" in text
