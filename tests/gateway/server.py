@@ -13,6 +13,7 @@ from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.config import GatewayConfig
+from pagewise_shared.tracing import Tracing
 
 from tests.gateway.fake_scheduler import FakeScheduler, render
 from tests.gateway.text.tokenizer_builders import CHAT_TEMPLATE, byte_level_backend
@@ -92,7 +93,12 @@ async def serving(
 
 @asynccontextmanager
 async def gateway(
-    endpoint: str, scheduler: FakeScheduler, *, tokenizer: Tokenizer = TOKENIZER, **options: Any
+    endpoint: str,
+    scheduler: FakeScheduler,
+    *,
+    tokenizer: Tokenizer = TOKENIZER,
+    tracing: Tracing | None = None,
+    **options: Any,
 ) -> AsyncIterator[Server]:
     """A gateway of the scheduler at an endpoint, whether there is one or not; ``scheduler``: the one to look at."""
     options = {"max_n": 8, "scheduler_timeout": 10.0, "gateway_id": "gateway", **options}
@@ -105,7 +111,7 @@ async def gateway(
     linked = asyncio.create_task(link.run())
     try:
         async with listening(
-            create_app(link, tokenizer, config, metrics),
+            create_app(link, tokenizer, config, metrics, tracing),
             metrics,
             host="127.0.0.1",
             port=0,

@@ -179,6 +179,15 @@ def test_colours_tell_every_cell(colour: str, cells: int) -> None:
         assert any(expected in name for name in names), names
 
 
+class _Unsearched(list[int]):
+    """Blocks of a table that nobody searches as a whole."""
+
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("all blocks of a table are searched")
+
+    __iter__ = None  # type: ignore[assignment]
+
+
 def test_a_block_s_details() -> None:
     served, other = Served(PREFIX), Served([*PREFIX, 17])
     (node,) = served.pool.tree.roots[0].children.values()
@@ -191,5 +200,12 @@ def test_a_block_s_details() -> None:
     name, _ = served.begin([*PREFIX, 5])
     held = block_details("a", served.scheduler, served.pool, node.block, [], tokens=False)
     assert (held.state, held.requests, held.references, held.token_ids) == ("in use", [name], 1, None)
+    served.begin([*PREFIX, 5])
+    tables = {one.request.request_id: list(one.table.blocks) for one in served.scheduler.running}
+    for one in served.scheduler.running:
+        one.table.blocks = _Unsearched(one.table.blocks)
+    for block in range(32):
+        shown = block_details("a", served.scheduler, served.pool, block, [], tokens=False)
+        assert set(shown.requests) == {name for name, blocks in tables.items() if block in blocks}
     free = next(block for block in range(32) if served.pool.states[block] == FREE)
     assert block_details("a", served.scheduler, served.pool, free, [], tokens=True).hash == ""

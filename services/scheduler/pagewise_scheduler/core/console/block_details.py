@@ -7,6 +7,7 @@ from msgspec import Struct
 from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.console.prefixes import token_ids, why
+from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
@@ -68,7 +69,7 @@ def block_details(
     state = {FREE: "free", CACHED: "cached"}.get(tier.states[block], "in use")
     details = BlockDetails(executor_id, tier_name(tier.number), block, state, tier.references(block), [])
     if tier is pool and state == "in use":
-        holders = (one.request.request_id for one in scheduler.running if block in one.table.blocks)
+        holders = (one.request.request_id for one in scheduler.running if _holds(one.table, block, node))
         # Every reference is a holder's or a copy's, so the search ends when as many holders are found.
         details.requests = list(dict.fromkeys(islice(holders, min(_MOST_REQUESTS, details.references))))
     if node is None:
@@ -85,6 +86,14 @@ def block_details(
             details.unused_for = max(0, policy.now - node.last_used)
         details.price, details.why = policy.value(node), why(policy, node)
     return details
+
+
+def _holds(table: BlockTable, block: int, node: CachedBlock | None) -> bool:
+    """Whether ``block``, which has the content of ``node``, is in the table. Only blocks with unknown content are
+    searched for: all tables together may have hundreds of thousands, and a step would wait."""
+    if node is not None:  # a prefix is at the same place in each table
+        return table.blocks[node.depth - 1 : node.depth] == [block]
+    return block in islice(reversed(table.blocks), len(table.blocks) - table.num_known)
 
 
 def _places(node: CachedBlock, scheduler: Scheduler) -> dict[str, int]:
