@@ -7,6 +7,8 @@ import textwrap
 import urllib.parse
 from collections.abc import Sequence
 
+from pagewise_shared.logs import printable
+
 from pagewise.memory import UnreachableError, add_url, get
 
 _WIDTH = 100
@@ -34,7 +36,8 @@ def explain(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(told, indent=2))
         return 0
-    print(f"request {told['request_id']}")
+    theirs = told.get("client_request_id")
+    print(f"request {told['request_id']}" + (f" ({printable(theirs)})" if theirs else "") + f", {told['state']}")
     for sentence in told["sentences"]:
         print(textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     return 0

@@ -368,3 +368,13 @@ def test_what_was_lost_is_bounded() -> None:
     assert lost.find(999) is run
     assert lost.find(950) is run
     assert lost.find(1) is None
+
+
+def test_one_is_no_plural() -> None:
+    player = Player()
+    alone = player.send(1, 1)
+    player.finish(alone)
+    said = text(player.explain(alone))
+    assert "None of its prompt of 1 token was cached" in said
+    assert "for its output of 1 token." in said
+    assert "1 step was planned" in said

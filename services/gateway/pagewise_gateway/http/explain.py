@@ -74,6 +74,5 @@ def _add_client(told: dict[str, Any], deliveries: Deliveries) -> None:
     if seconds is None:
         sentences.append("How fast its client read is not known to this gateway, which has not served it lately.")
     elif seconds >= _LEAST_SECONDS:
-        sentences.append(
-            f"Its answer waited {seconds:.3g} s for its client, which read more slowly than the tokens came."
-        )
+        waited = f"{1e3 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+        sentences.append(f"Its answer waited {waited} for its client, which read more slowly than the tokens came.")

@@ -133,11 +133,12 @@ def _cache(told: Explanation) -> Iterator[str]:
         return
     found = sum(told.cached_tokens.values())
     missing = told.prompt_tokens - found
-    lying = [f"{tokens:,} {_place(source)}" for source, tokens in told.cached_tokens.items() if tokens]
+    lying = ", ".join(f"{tokens:,} {_place(source)}" for source, tokens in told.cached_tokens.items() if tokens)
     yield (
-        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} {_were(found)} cached"
-        + (f" ({', '.join(lying)})" if lying else "")
-        + f", and {missing:,} had to be computed."
+        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} {_were(found)} cached ({lying}), and "
+        f"{missing:,} had to be computed."
+        if found
+        else f"None of its prompt of {_tokens(missing)} was cached: all of it had to be computed."
     )
     if told.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
@@ -159,8 +160,8 @@ def _cache(told: Explanation) -> Iterator[str]:
         of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
         where = of if other.kind == "adapter" else "another cache salt or API key"
         yield (
-            f"The same first {_tokens(other.tokens)} are cached for {where} (by {_who(other.cached_by)}), whose KV is "
-            + ("another one." if other.kind == "adapter" else "not for this request.")
+            f"Its first {_tokens(other.tokens)} are cached for {where} (by {_who(other.cached_by)}), whose KV "
+            + ("differs." if other.kind == "adapter" else "this request may not use.")
         )
 
 
@@ -217,10 +218,15 @@ def _recovery(event: RecoveredPrefix) -> str:
 def _prefill(told: Explanation) -> Iterator[str]:
     if (phase := told.prefill) is None or told.queue_seconds is None:
         return
-    others = f", which also computed {_tokens(phase.others_tokens)} of the prompts of others" * (
-        phase.others_tokens > 0
+    others = (
+        f", in which {_tokens(phase.others_tokens)} of the prompts of others were computed too"
+        if phase.others_tokens
+        else ""
     )
-    yield f"Its first token took {duration(phase.seconds)} and {_steps(phase.steps)}{others}."
+    were = "step was" if phase.steps == 1 else "steps were"
+    yield (
+        f"In the {duration(phase.seconds)} from its start to its first token, {phase.steps:,} {were} planned{others}."
+    )
 
 
 def _preemption(event: Preemption) -> str:
