@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,13 @@ def test_torch_with_cuda_and_triton_can_be_installed_together() -> None:
     known = constraints()
     assert known["torch"] in pairs, "look up which Triton the CUDA build of this torch requires"
     assert known["triton"] == pairs[known["torch"]]
+
+
+def test_what_is_pinned_runs_on_the_oldest_python() -> None:
+    """pip passes over versions that want a newer Python than it runs on: Debian 12 has 3.11.2."""
+    for package, version in constraints().items():
+        if installed(package) and (found := metadata(package))["Version"] == version:
+            assert "3.11.2" in SpecifierSet(found.get("Requires-Python") or ""), package
 
 
 def test_images_install_from_locks_only() -> None:
