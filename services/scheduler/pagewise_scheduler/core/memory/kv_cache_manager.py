@@ -241,7 +241,7 @@ class KVCacheManager:
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
         """
-        size, pool, tip, owner = self.block_size, self.pool, table.tip, table.owner
+        size, pool, tip = self.block_size, self.pool, table.tip
         first, last = 0 if tip is None else tip.depth, num_computed // size
         if first >= last:
             return []
@@ -253,7 +253,7 @@ class KVCacheManager:
             own = table.blocks[index]
             duplicate = tip.children.get(tokens)
             if duplicate is None or duplicate.block < 0:
-                tip = pool.cache_full_block(tip, tokens, own, duplicate, owner)
+                tip = pool.cache_full_block(tip, tokens, own, duplicate, table.owner)
             else:
                 other = duplicate.block
                 pool.pin([other])
