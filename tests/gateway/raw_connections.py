@@ -18,6 +18,16 @@ def http_bytes(path: str, body: bytes, extra: str = "", length: int | None = Non
     return head.encode() + body
 
 
+async def read_late(server: Server, sent: bytes, seconds: float) -> bytes:
+    """Return all that a client receives which sends a request, reads nothing for ``seconds``, and then reads all."""
+    async with connection(server, sent) as sock:
+        await asyncio.sleep(seconds)
+        received = bytearray()
+        while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
+            received += data
+    return bytes(received)
+
+
 @asynccontextmanager
 async def connection(server: Server, sent: bytes) -> AsyncIterator[socket.socket]:
     """A raw connection with a small receive buffer; nothing is read unless the test does."""

@@ -19,7 +19,7 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_shared.protocol import KeyLimits
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes
+from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes, read_late
 from tests.gateway.server import MODEL, Server, serving
 
 METRICS = """
@@ -81,12 +81,8 @@ async def test_a_slow_client_that_does_read_is_not_cut_off() -> None:
     scheduler = FakeScheduler(max_model_len=LONG)
     request = {"prompt": "the fox", "max_tokens": 180, "stream": True, "n": 8, "logprobs": 20}
     async with serving(scheduler, slow_reader_seconds=5) as server:
-        extra = "Connection: close\r\n"
-        async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode(), extra)) as sock:
-            await asyncio.sleep(0.5)
-            received = bytearray()
-            while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
-                received += data
+        sent = http_bytes(COMPLETION, json.dumps(request).encode(), "Connection: close\r\n")
+        received = await read_late(server, sent, 0.5)
         assert b"data: [DONE]\n\n" in received
         assert scheduler.aborts == []
 

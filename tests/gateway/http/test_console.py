@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from pagewise_gateway.http.console import feeds
 from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Watcher
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.protocol import ConsoleView
@@ -127,6 +128,19 @@ async def test_what_cannot_be_shown_is_said() -> None:
         async with watching(server, "parts=requests") as response:
             server.scheduler.silent = True
             await events(response, 1)
+
+
+async def test_a_stream_without_news_shows_that_the_gateway_lives(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "ALIVE_SECONDS", 0.2)
+    async with serving(scheduler) as server, watching(server, "parts=prefixes") as response:
+        await events(response, 1)
+        async with asyncio.timeout(5):
+            assert (await response.content.readline(), await response.content.readline()) == (
+                b"\n",
+                b": nothing has changed\n",
+            )
 
 
 async def test_everything_but_the_page_needs_an_operator_s_key(scheduler: FakeScheduler, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pagewise.main import main
 from pagewise_gateway.http.explain import Deliveries
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes
+from tests.gateway.raw_connections import COMPLETION, LONG, http_bytes, read_late
 from tests.gateway.server import serving
 
 
@@ -22,12 +22,8 @@ async def test_a_slow_client_is_the_cause() -> None:
     scheduler = FakeScheduler(max_model_len=LONG)
     request = {"prompt": "the fox", "max_tokens": 3000, "stream": True, "n": 8, "logprobs": 20}
     async with serving(scheduler, slow_reader_seconds=5) as server:
-        extra = "Connection: close\r\n"
-        async with connection(server, http_bytes(COMPLETION, json.dumps(request).encode(), extra)) as sock:
-            await asyncio.sleep(1.0)
-            received = bytearray()
-            while data := await asyncio.get_running_loop().sock_recv(sock, 1 << 20):
-                received += data
+        sent = http_bytes(COMPLETION, json.dumps(request).encode(), "Connection: close\r\n")
+        received = await read_late(server, sent, 1.0)
         named = re.search(rb'"id":"(cmpl-(\w+))"', received)
         assert named is not None
         name, own = named[1].decode(), named[2].decode()

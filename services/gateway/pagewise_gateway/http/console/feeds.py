@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 MAX_CONSOLES = 32
 """Consoles of one gateway that may be open at once."""
 
+ALIVE_SECONDS = 5.0
+"""How often a console gets a comment when nothing changes: the page takes 15 seconds of silence, and ``pagewise top``
+10, for a gateway that is gone."""
+
 
 class Watcher:
     """One console, and what it has not been sent yet: of each view the newest frame, so that a client that reads slowly
@@ -47,8 +51,13 @@ class Watcher:
         self._news.set()
 
     async def take(self) -> bytes:
-        """Wait for new frames and take all of them; an empty result means that the stream has ended."""
-        await self._news.wait()
+        """Wait for new frames and take all of them, or a comment if there are none for some seconds. An empty result
+        means that the stream has ended."""
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                await self._news.wait()
+        except TimeoutError:
+            return b": nothing has changed\n\n"
         if self._closed:
             return b""
         self._news.clear()
