@@ -175,6 +175,20 @@ async def test_the_time_that_a_reset_of_its_executor_took(tmp_path: Path) -> Non
     assert "its first step after that came back" in text(told)
 
 
+async def test_a_move_away_from_an_executor_that_was_stopped(tmp_path: Path) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        async with executor(tmp_path, "one", step_seconds=0.01):
+            await stack.ready(1)
+            request = await stack.gateway.submit([5, 6, 7], max_tokens=40, request_id="moves")
+            await request.until_tokens(1)
+        async with executor(tmp_path, "two"):
+            await request.result()
+            told = await explained(stack, "moves")
+    (move,) = told["moves"]
+    assert (move["executor_id"], move["to"], move["reason"]) == ("one", "two", "drain")
+    assert "because the executor one was stopped: it was placed on two after" in text(told)
+
+
 async def test_an_answer_from_storage(tmp_path: Path) -> None:
     disk = SharedStorage("disk", "the disk of all", 10.0, 10.0, 10.0, 10.0)
     patient = {"executor_timeout": 20.0, "step_timeout": 20.0, "gateway_timeout": 20.0}
