@@ -64,9 +64,34 @@ async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
     assert told["state"] == "ended"
     (move,) = told["moves"]
     assert (move["executor_id"], move["to"], move["reason"]) == ("first", "second", "lost")
+    assert move["next_token_seconds"] > move["seconds"]
     assert "because the executor first died: it was placed on second after" in text(told)
     assert told["finish_reason"] == "length"
     assert told["output_tokens"] == 60
+
+
+async def test_an_executor_that_was_restarted(tmp_path: Path) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        async with executor(tmp_path, "e", step_seconds=0.01):
+            await stack.ready(1)
+            request = await stack.gateway.submit([1, 2, 3], max_tokens=40, request_id="lives")
+            await request.until_tokens(3)
+        await stack.ready(0)
+        await asyncio.sleep(0.1)
+        told = await explained(stack, "lives")
+        assert told["moves"][0]["to"] is None
+        assert "it has not been placed since" in text(told)
+        async with executor(tmp_path, "e", step_seconds=0.01):
+            await request.result()
+            told = await explained(stack, "lives")
+    (move,) = told["moves"]
+    assert (move["executor_id"], move["to"]) == ("e", "e")
+    assert move["next_token_seconds"] > move["seconds"] >= 0.1
+    assert told["waits"]["no executor"] >= 0.1
+    assert told["decode"]["steps"] >= 37
+    assert told["decode"]["others_tokens"] == 0, "what was computed again was its own"
+    assert "it was placed on e again, which had come back, after" in text(told)
+    assert "went on with 0 tokens of KV on the device, and the rest was computed again" in text(told)
 
 
 async def test_a_prefix_that_was_lost_with_its_executor(tmp_path: Path) -> None:
@@ -221,5 +246,10 @@ async def test_a_move_to_an_executor_that_decodes(tmp_path: Path) -> None:
         decodes.close()
     (move,) = told["moves"]
     assert (move["executor_id"], move["to"], move["reason"]) == ("p", "d", "decode")
+    assert 0 <= move["seconds"] < move["next_token_seconds"]
     assert told["executors"] == ["p", "d"]
     assert "its prompt was computed, and the executor p does not decode: it was placed on d after" in text(told)
+    assert "and its next token came after" in text(told)
+    assert "it went on with" in text(told)
+    assert told["decode"]["steps"] >= 2, "those at the executor where it decoded"
+    assert told["decode"]["others_tokens"] == 0

@@ -190,6 +190,8 @@ def test_preemption_and_by_whom() -> None:
     assert preempted.seconds is not None
     assert preempted.seconds > 0
     assert f"it was preempted for request {first.request_id} (decoding sequences need blocks)" in text(told)
+    assert told.decode is not None
+    assert told.decode.others_tokens == 0, "what was computed again was its own"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,9 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     if mode == "both":
         assert 0 < recovered.loaded_tokens < 32
         assert told.cached_tokens["host"] == recovered.loaded_tokens
+        more = f"{recovered.found_tokens} more of them lay on the host: {recovered.loaded_tokens} were loaded while"
+        assert more in text(told)
+    assert recovered.device_tokens + recovered.found_tokens == 32
     assert said in text(told)
     assert "on the host" in text(told)
     assert not told.lost, "what lies in a lower tier is not lost"

@@ -195,6 +195,7 @@ class Engine:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
         for sequence in output.begun:
+            sequence.request.timeline.goes_on(now)
             if not sequence.request.chooses:
                 self._answered(self._live[sequence.request.request_id], now)
         if output.logprobs:

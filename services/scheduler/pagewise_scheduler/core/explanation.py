@@ -10,7 +10,7 @@ from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request
-from pagewise_scheduler.core.requests.timeline import Departure, Steps
+from pagewise_scheduler.core.requests.timeline import Departure, Steps, Timeline
 
 _MOST_EVENTS = 16
 
@@ -73,7 +73,9 @@ class OtherCache(Struct):
 
 
 class RecoveredPrefix(Struct):
-    """How the KV came that was cached: see ``EventReport``. ``predicted``: seconds by method. ``seconds``: it took."""
+    """How the KV came that was cached: see ``EventReport``. ``resumed``: it had run before, here or elsewhere.
+    ``found_tokens``: in the source, of which ``loaded_tokens`` were loaded and the others computed. ``predicted``:
+    seconds by method. ``seconds``: it took."""
 
     time: float
     resumed: bool
@@ -84,6 +86,7 @@ class RecoveredPrefix(Struct):
     loaded_tokens: int
     predicted: dict[str, float]
     seconds: float | None
+    found_tokens: int = 0
 
 
 class Preemption(Struct):
@@ -99,13 +102,15 @@ class Preemption(Struct):
 
 class Move(Struct):
     """It left an executor at ``time`` for ``to``, where it was placed ``seconds`` later. ``reason``: "decode" (its
-    prompt was computed), "drain" (the executor was stopped), or "lost" (it had died)."""
+    prompt was computed), "drain" (the executor was stopped), or "lost" (it had died). ``next_token_seconds``: how long
+    after ``time`` its next token came, None if none did."""
 
     time: float
     executor_id: str
     reason: str
     to: str | None
     seconds: float | None
+    next_token_seconds: float | None = None
 
 
 class Interruption(Struct):
@@ -192,8 +197,8 @@ def explain(request: Request, now: float, since_1970: float, *, ended: bool = Fa
         computes_prefix=_who(timeline.computes_prefix),
         waited_for_prefix="prefix" in timeline.waits,
         prefill=_phase(timeline.prefill, first - request.scheduled_time, len(request.prompt_token_ids) - cached),
-        decode=_phase(timeline.decode, now - first, output, own=0) if ended else None,
-        recoveries=[_recovered(one, since_1970) for one in history if isinstance(one, Recovery)],
+        decode=_phase(timeline.decode, now - first, output) if ended else None,
+        recoveries=[_recovered(one, timeline, since_1970) for one in history if isinstance(one, Recovery)],
         preemptions=_preemptions(history, since_1970),
         moves=_moves(timeline.departures, request.executors, since_1970),
         resets=[
@@ -254,11 +259,10 @@ def _time(event: object) -> float:
     return event.began if isinstance(event, Recovery) else event.time if isinstance(event, Preempted) else nan
 
 
-def _phase(steps: Steps | None, seconds: float, tokens: int, own: int | None = None) -> Phase | None:
+def _phase(steps: Steps | None, seconds: float, tokens: int) -> Phase | None:
     if steps is None or isnan(seconds):
         return None
-    others = steps.prefill_tokens - (tokens if own is None else own)
-    return Phase(max(0.0, seconds), tokens, steps.steps, max(0, others))
+    return Phase(max(0.0, seconds), tokens, steps.steps, steps.others_tokens)
 
 
 def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> LostPrefix:
@@ -289,11 +293,12 @@ def _together(one: LostPrefix, other: LostPrefix) -> bool:
     )
 
 
-def _recovered(event: Recovery, since_1970: float) -> RecoveredPrefix:
+def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> RecoveredPrefix:
     estimate, source = event.estimate, event.plan.source
+    before = [*(one.time for one in timeline.departures), *(one.time for one in timeline.resets)]
     return RecoveredPrefix(
         time=event.began + since_1970,
-        resumed=event.resumed,
+        resumed=event.resumed or any(time <= event.began for time in before),
         method=event.method,
         source=event.origin,
         peer=(source.peer or None) if source is not None else None,
@@ -303,6 +308,7 @@ def _recovered(event: Recovery, since_1970: float) -> RecoveredPrefix:
         if estimate is None
         else {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both},
         seconds=_after(event.began, event.ended),
+        found_tokens=len(event.plan.nodes) * event.sequence.table.block_size,
     )
 
 
@@ -321,5 +327,6 @@ def _moves(departures: Iterable[Departure], executors: Iterable[tuple[float, str
     moves = []
     for left in departures:
         then, to = next(((time, name) for time, name in executors if time >= left.time), (nan, None))
-        moves.append(Move(left.time + since_1970, left.executor_id, left.reason, to, _after(left.time, then)))
+        back = None if left.next_token is None else left.next_token - left.time
+        moves.append(Move(left.time + since_1970, left.executor_id, left.reason, to, _after(left.time, then), back))
     return moves

@@ -209,8 +209,10 @@ def _recovery(event: RecoveredPrefix) -> str:
     expected = "" if predicted is None else f" ({duration(predicted)} had been predicted)"
     method = {
         "load": f"{event.loaded_tokens:,} were loaded from where they lay {place}",
-        "recompute": f"more of them lay {place}, and were computed again, because that was predicted to be faster",
-        "both": f"more of them lay {place}: {event.loaded_tokens:,} were loaded while the others were computed",
+        "recompute": f"{event.found_tokens:,} more of them lay {place}, and were computed again, because that was "
+        "predicted to be faster",
+        "both": f"{event.found_tokens:,} more of them lay {place}: {event.loaded_tokens:,} were loaded while the "
+        "others were computed",
     }.get(event.method, event.method)
     return f"{begin}; {method}{took}{expected}."
 
@@ -239,9 +241,13 @@ def _preemption(event: Preemption) -> str:
 
 def _move(move: Move) -> str:
     why = _REASONS.get(move.reason, move.reason).format(executor=f"the executor {move.executor_id}")
-    to = "has not been placed since" if move.to is None else f"was placed on {move.to}"
+    if move.to is None:
+        return f"At {clock_time(move.time)} it left, because {why}: it has not been placed since."
+    to = f"{move.to} again, which had come back," if move.to == move.executor_id else move.to
     after = "" if move.seconds is None else f" after {duration(move.seconds)}"
-    return f"At {clock_time(move.time)} it moved, because {why}: it {to}{after}."
+    back = move.next_token_seconds
+    token = "no token of it has come since" if back is None else f"its next token came after {duration(back)}"
+    return f"At {clock_time(move.time)} it moved, because {why}: it was placed on {to}{after}, and {token}."
 
 
 def _reset(event: Interruption) -> str:

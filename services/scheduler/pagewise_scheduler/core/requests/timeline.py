@@ -48,11 +48,12 @@ class Work(Protocol):
 
 
 class Departure(NamedTuple):
-    """It left an executor: at ``time``, because of ``reason``."""
+    """It left an executor: at ``time``, because of ``reason``. ``next_token``: when its next token came, if one has."""
 
     time: float
     executor_id: str
     reason: str
+    next_token: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -68,10 +69,10 @@ class Reset:
 
 
 class Steps(NamedTuple):
-    """Steps between two moments of a request, and the tokens of all prompts that they computed."""
+    """Steps at its executors between two moments of a request, and the tokens of prompts of others in them."""
 
     steps: int
-    prefill_tokens: int
+    others_tokens: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,6 +124,7 @@ class Timeline:
             them; computes_prefix: who computed the prefix that it waited for.
         prefill, decode: steps between its start and its first token, and from there to its end.
         missed: why its prefix was not cached. departures: from executors, and resets: of those it was at; the last few.
+        computed: tokens that steps have computed of it beside its decodes, those that they computed again included.
     """
 
     resumed: float | None = None
@@ -134,10 +136,12 @@ class Timeline:
     missed: MissedPrefix | None = None
     departures: tuple[Departure, ...] = ()
     resets: tuple[Reset, ...] = ()
+    computed: int = 0
     _waits_since: tuple[WaitCause, float] | None = None
     _held: tuple[WaitCause, float] | None = None
     _queued: tuple[Work, float, Sums] | None = None
-    _running: tuple[Work, Sums] | None = None
+    _running: tuple[Work, Sums, int] | None = None
+    _steps: Steps | None = None
     _waited_until: float = float("-inf")
     _held_seconds: float = 0.0
 
@@ -147,9 +151,9 @@ class Timeline:
             self.waits[cause] = self.waits.get(cause, 0.0) + seconds
 
     def begin(self, cause: WaitCause, now: float) -> None:
-        """It waits for something that only ``end`` tells the end of."""
+        """It waits for something whose end ``end`` tells, since ``now`` or since the end of its last wait."""
         self.end(now)
-        self._waits_since = cause, now
+        self._waits_since = cause, max(now, self._waited_until)
 
     def end(self, now: float) -> None:
         """The wait that was begun last has ended, if there was one."""
@@ -174,9 +178,15 @@ class Timeline:
         self._held = cause, now
 
     def started(self, now: float) -> None:
-        """It runs, for the first time at this executor."""
+        """It runs, for the first time at this executor, or since that was reset."""
+        work = self._leave_queue(now)
+        if work is not None:
+            self._running = work, work.sums(now), self.computed
+
+    def _leave_queue(self, now: float) -> Work | None:
+        """Note for what it has waited in a queue; returns whose queue that is, None if it is in none."""
         if self._queued is None:
-            return
+            return None
         work, since, before = self._queued
         self._queued = None
         if self._held is not None:
@@ -188,8 +198,7 @@ class Timeline:
             self.add(cause, seconds)
             left -= max(0.0, seconds)
         self.add("step", left)
-        if self.prefill is None:
-            self._running = work, after
+        return work
 
     def waits_until(self, now: float) -> dict[WaitCause, float]:
         """Seconds by cause, with what it waits for at ``now``."""
@@ -206,31 +215,52 @@ class Timeline:
 
     def answered(self, now: float) -> None:
         """Its first token is there."""
-        self.prefill = self._since_mark(now)
+        self.prefill = self._end_phase(now)
 
     def ended(self, now: float) -> None:
         """Nothing of it runs any more."""
         self.end(now)
         if self.prefill is not None and self.decode is None:
-            self.decode = self._since_mark(now)
+            self.decode = self._end_phase(now)
         self._running = self._queued = None
 
     def left(self, executor_id: str, reason: str, now: float) -> None:
         """It goes on elsewhere."""
         self.departures = (*self.departures[1 - _DEPARTURES :], Departure(now, executor_id, reason))
-        self.started(now)  # what it has waited for in the queue there is noted
+        self._leave(now)
 
     def interrupted(self, reset: Reset, now: float) -> None:
         """Its executor starts over: it is queued there again, and waits from ``now`` on."""
         if reset not in self.resets:
             self.resets = (*self.resets[1 - _DEPARTURES :], reset)
-        self.started(now)
+        self._leave(now)
         self._waited_until = now
 
-    def _since_mark(self, now: float) -> Steps | None:
+    def goes_on(self, now: float) -> None:
+        """All its known tokens are computed where it is, and the next one has come."""
+        if self.departures and self.departures[-1].next_token is None:
+            self.departures = tuple(
+                one._replace(next_token=now) if one.next_token is None else one for one in self.departures
+            )
+
+    def _leave(self, now: float) -> None:
+        """It neither waits nor runs at its executor any more."""
+        self._leave_queue(now)
+        self._count_steps(now)
+        self._running = None
+
+    def _end_phase(self, now: float) -> Steps | None:
+        """The steps since the last phase ended, at all executors."""
+        self._count_steps(now)
+        steps, self._steps = self._steps, None
+        return steps
+
+    def _count_steps(self, now: float) -> None:
+        """Add the steps that its executor has planned for this phase up to now."""
         if self._running is None:
-            return None
-        work, before = self._running
-        after = work.sums(now)
-        self._running = work, after
-        return Steps(after.steps - before.steps, after.prefill_tokens - before.prefill_tokens)
+            return
+        work, before, computed = self._running
+        after, past = work.sums(now), self._steps or Steps(0, 0)
+        others = after.prefill_tokens - before.prefill_tokens - (self.computed - computed)
+        self._steps = Steps(past.steps + after.steps - before.steps, past.others_tokens + max(0, others))
+        self._running = work, after, self.computed

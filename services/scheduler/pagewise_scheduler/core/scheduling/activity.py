@@ -28,7 +28,9 @@ class Activity:
         ``cause``: what those who still wait do so for; None: nobody does."""
         if chunks:
             self.steps += 1
-            self.prefill_tokens += sum([size for _, size in chunks])
+            for one, size in chunks:
+                self.prefill_tokens += size
+                one.request.owner.timeline.computed += size
             self._chunks.append((self.steps, [PrefillShare(one.request.owner.ref, size) for one, size in chunks]))
         elif num_decoding:
             self.steps += 1
