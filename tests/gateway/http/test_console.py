@@ -73,6 +73,16 @@ async def test_a_part_of_which_nothing_is_left_does_not_end_the_stream(scheduler
         assert await events(response, 1) == [("map", {"executor_id": "c"})]
 
 
+async def test_one_stream_has_the_maps_of_several_tiers(scheduler: FakeScheduler) -> None:
+    async with (
+        serving(scheduler) as server,
+        watching(server, "parts=map&executor=a&tier=device,host,device") as response,
+    ):
+        await events(response, 4)
+        views = [query.view for query in scheduler.queries if query.view is not None]
+        assert [view.tier for view in views[:2]] == ["device", "host"]
+
+
 async def test_consoles_with_the_same_view_share_one_answer(scheduler: FakeScheduler) -> None:
     async with serving(scheduler) as server:
         query = "parts=map&executor=a&tier=host&first=16&count=64&colour=age&cells=32"
@@ -106,6 +116,7 @@ async def test_consoles_with_the_same_view_share_one_answer(scheduler: FakeSched
         ("colour=age", "executor"),
         ("parts=fleet,what", "parts"),
         ("zoom=1", "zoom"),
+        ("executor=a&tier=a,b,c,d,e", "tier"),
         (f"executor={'x' * 300}", "executor"),
     ],
 )

@@ -4,7 +4,7 @@ import { apiKey, setApiKey } from "./api.js";
 import { captions } from "./captions.js";
 import { FleetView } from "./fleet_view.js";
 import { num } from "./format.js";
-import { MemoryView, memoryQuery, secondQuery } from "./memory_view.js";
+import { MemoryView, memoryQuery } from "./memory_view.js";
 import { PrefixView } from "./prefix_view.js";
 import { RequestsView } from "./requests_view.js";
 import { href, readRoute, VIEWS } from "./route.js";
@@ -41,15 +41,6 @@ const stream = new Stream(
   },
 );
 
-/** A stream has the map of one tier: this one has that of a second one, while two are shown. */
-const beside = new Stream(
-  (name, data) => {
-    if (name === "map") store.take(name, data);
-    draw();
-  },
-  () => {},
-);
-
 /** Draw once, whatever has changed before the next picture. */
 function draw() {
   if (asked) return;
@@ -63,16 +54,8 @@ function openStream() {
   clearTimeout(settle);
   const memory = route.view === "memory";
   const query = memory ? memoryQuery(route.params) : `parts=${PARTS[route.view]}`;
-  const second = memory ? secondQuery(route.params) : null;
   // Zooming changes the query many times a second.
-  settle = setTimeout(
-    () => {
-      stream.open(query.toString());
-      if (second) beside.open(second.toString());
-      else beside.close();
-    },
-    memory ? 150 : 0,
-  );
+  settle = setTimeout(() => stream.open(query.toString()), memory ? 150 : 0);
 }
 
 addEventListener("hashchange", () => {

@@ -28,21 +28,12 @@ export function memoryQuery(params) {
   if (!params.executor) return query;
   query.set("executor", params.executor);
   query.set("colour", params.colour || "state");
-  query.set("tier", (params.tier || "device").split(",")[0]);
+  query.set("tier", params.tier || "device");
   query.set("cells", String(cellsFor(Math.max(320, innerWidth - 400), TIER_HEIGHT)));
   if (params.count) {
     query.set("first", params.first || "0");
     query.set("count", params.count);
   }
-  return query;
-}
-
-/** The query of a second stream, for the tier that is shown beside the device; null if none is. */
-export function secondQuery(params) {
-  const [, second] = (params.tier || "").split(",");
-  if (!params.executor || !second) return null;
-  const query = memoryQuery({ ...params, tier: second });
-  query.set("parts", "map");
   return query;
 }
 

@@ -34,12 +34,6 @@ export class Stream {
     this.restart();
   }
 
-  /** Show nothing. */
-  close() {
-    this.#query = "";
-    this.#end();
-  }
-
   /** Begin anew at once: after a key was given, for instance. */
   restart() {
     this.#end();

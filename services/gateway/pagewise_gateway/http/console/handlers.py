@@ -22,6 +22,7 @@ _PAGE = "/console"
 Query = TypeVar("Query", bound=Struct)
 
 _LONGEST_NAME = 256
+_MOST_TIERS = 4
 _Part = Literal["fleet", "requests", "map", "prefixes"]
 _Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 _Tier = Annotated[str, Meta(max_length=16)]
@@ -29,10 +30,10 @@ _Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class _StreamQuery(Struct, forbid_unknown_fields=True):
-    """The parameters of ``/console/stream``."""
+    """The parameters of ``/console/stream``. ``tier``: those whose maps it has, with commas."""
 
     executor: _Name = ""
-    tier: _Tier = "device"
+    tier: Annotated[str, Meta(max_length=64)] = "device"
     first: _Number = 0
     count: _Number = 0
     colour: Colour = "state"
@@ -92,17 +93,21 @@ async def stream(request: web.Request) -> web.StreamResponse:
         raise InvalidRequestError(f"parts: there is none called {unknown[0][:20]!r}", "parts")
     if query.colour != "state" and not query.executor and "map" in parts:
         raise InvalidRequestError(f"colour={query.colour} needs an executor", "colour")
+    tiers = dict.fromkeys(query.tier.split(","))
+    if len(tiers) > _MOST_TIERS:
+        raise InvalidRequestError(f"tier: at most {_MOST_TIERS} are shown at a time", "tier")
     if len(feeds) >= MAX_CONSOLES:
         raise OverloadedError(f"{MAX_CONSOLES} consoles are open at this gateway: close one")
     text = request.app[_SHOWS_TEXT]
+    region = query.first, query.count, query.colour, query.cells
     views = {
-        "fleet": ConsoleView("fleet"),
-        "requests": ConsoleView("requests"),
-        "map": ConsoleView("map", query.executor, query.tier, query.first, query.count, query.colour, query.cells),
-        "prefixes": ConsoleView("prefixes", query.executor, tokens=text),
+        "fleet": [ConsoleView("fleet")],
+        "requests": [ConsoleView("requests")],
+        "map": [ConsoleView("map", query.executor, tier, *region) for tier in tiers],
+        "prefixes": [ConsoleView("prefixes", query.executor, tokens=text)],
     }
     writer = EventWriter(request)
-    with feeds.watching(views[part] for part in parts) as watcher:
+    with feeds.watching(view for part in parts for view in views[part]) as watcher:
         await writer.send(b": the console of Pagewise\n\n")
         while frames := await watcher.take():
             await writer.send(frames)
