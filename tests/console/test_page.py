@@ -251,3 +251,17 @@ async def test_nothing_grows_and_nothing_is_drawn_without_change(
         )
         await page.page.wait_for_timeout(1_500)
         assert await page.page.evaluate("drawn") == 0
+
+
+async def test_blocks_that_copies_have_filled_are_not_called_released(browser: Browser, url: str) -> None:
+    changes = [("free", "cached"), ("copying", "cached"), ("in use", "cached"), ("cached", "free"), ("free", "in use")]
+    async with console(browser, url) as page:
+        await page.show("memory")
+        kinds = await page.page.evaluate(
+            "async (changes) => {"
+            "  const { changeKind } = await import('/console/assets/map_layout.js');"
+            "  return changes.map(([before, after]) => changeKind(before, after));"
+            "}",
+            changes,
+        )
+    assert kinds == ["arrived", "arrived", "released", "evicted", "taken"]
