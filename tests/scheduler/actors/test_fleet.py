@@ -211,7 +211,7 @@ async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:
 async def test_sequences_that_only_one_will_be_chosen_of_count_too(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
-        with pytest.raises(RefusedRequestError, match="waiting already"):
+        with pytest.raises(RefusedRequestError, match="at most 8 sequences may wait"):
             await stack.generate([1, 2, 3], best_of=9)
 
 
