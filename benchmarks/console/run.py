@@ -140,7 +140,8 @@ async def idle_row(cluster: Cluster, number: int, seconds: float) -> dict[str, A
 
 
 class Streams:
-    """A load that does not end: whenever a stream has ended, the next one begins."""
+    """A load that does not end: whenever a stream has ended, the next one begins. They have from half to one and a half
+    times ``tokens`` tokens, so that they do not end together: what a token costs would go up and down with that."""
 
     def __init__(self, cluster: Cluster, number: int, tokens: int) -> None:
         self._port = int(cluster.url.rsplit(":", 1)[1])
@@ -150,7 +151,8 @@ class Streams:
 
     async def _run(self, index: int, step: int) -> None:
         while True:
-            make = partial(Stream, index, self._tokens, self._measured)
+            tokens = self._tokens // 2 + 7919 * index % self._tokens
+            make = partial(Stream, index, tokens, self._measured)
             transport, stream = await asyncio.get_running_loop().create_connection(make, "127.0.0.1", self._port)
             try:
                 stream.send()
@@ -208,7 +210,7 @@ async def pairs(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, An
     rows: list[dict[int, dict[str, float]]] = []
     streams = Streams(cluster, arguments.streams, arguments.tokens)
     try:
-        await asyncio.sleep(2 * arguments.settle)
+        await asyncio.sleep(10 * arguments.settle)  # until they end at different times
         for turn in range(arguments.pairs):
             rows.append({})
             for number in (0, 4) if turn % 2 else (4, 0):

@@ -38,6 +38,7 @@ async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: fl
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.chaos
 async def test_a_hundred_streams_survive_simulated_executors_that_come_and_go(tmp_path: Path) -> None:
     cluster = Cluster(
         tmp_path,

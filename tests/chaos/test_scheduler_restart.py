@@ -84,6 +84,7 @@ async def test_requests_that_come_while_there_is_no_scheduler_wait_for_a_bounded
             assert await waiting == expected
 
 
+@pytest.mark.chaos
 async def test_a_gateway_that_dies_takes_its_own_streams_and_nobody_else_s(tmp_path: Path) -> None:
     with running(Cluster(tmp_path, gateways=2, scheduler_options=OPTIONS, simulate=STEP_SECONDS), 2) as cluster:
         async with client_of(cluster.urls["gateway-0"]) as one, client_of(cluster.urls["gateway-1"]) as other:

@@ -112,6 +112,7 @@ os.preadv, os.writev = _slowly(os.preadv), _slowly(os.writev)
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.chaos
 async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_path: Path) -> None:
     options = (*BLOCKS, f"--disk-cache={tmp_path / 'cache'}")
     with running(Cluster(tmp_path / "one", scheduler_options=SWAP, executor_options=options), 1) as cluster:
@@ -132,6 +133,7 @@ async def test_a_disk_that_becomes_slow_costs_time_only_and_is_left_alone(tmp_pa
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.chaos
 async def test_a_store_dies_and_comes_back_under_load(tmp_path: Path) -> None:
     port, start = free_port(), start_real if REAL is not None else start_fake
     stop = start(tmp_path, port)
