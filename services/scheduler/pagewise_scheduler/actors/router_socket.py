@@ -117,6 +117,7 @@ class RouterSocket:
             while True:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
+                    self._read()  # first what had come before: one that leaves has said so, and is not lost
                     self._mailbox.put(ConnectionsBroke(self.kind))
                 elif event.hung_up and not self._has_keys:  # a process that was stopping
                     log.debug("a connection ended before its handshake was over")
