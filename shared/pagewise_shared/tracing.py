@@ -79,7 +79,7 @@ class Tracing:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._processor = _counting_processor(OTLPSpanExporter(traces_url(endpoint)), count)
+        self._processor, self._exporter = _counting_processor(OTLPSpanExporter(traces_url(endpoint)), count)
         self._propagator = TraceContextTextMapPropagator()
         self._tracers: OrderedDict[tuple[str, str], Tracer] = OrderedDict()
         self._own = self.tracer(service, instance)
@@ -143,10 +143,12 @@ class Tracing:
         self.begin(name, parent, began, attributes=attributes, tracer=tracer).end(wall_ns(max(began, ended)))
 
     def close(self) -> None:
-        """Send what is left, for a moment: what is not sent by then is lost."""
+        """Send what is left, for a moment. What is not sent by then is lost, and counts as failed."""
         closing = threading.Thread(target=self._processor.shutdown, name="last traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
+        # The processor would go on to try batch after batch: for minutes, if the collector does not answer.
+        self._exporter.shutdown()
 
 
 def wall_ns(seconds: float) -> int:
@@ -184,8 +186,13 @@ def _positive(name: str, default: int) -> int:
     return int(text)
 
 
-def _counting_processor(exporter: "SpanExporter", count: Callable[[Outcome, int], None]) -> "SpanProcessor":
-    """Return a batch processor that counts what becomes of spans. It drops those for which its queue has no room."""
+def _counting_processor(
+    exporter: "SpanExporter", count: Callable[[Outcome, int], None]
+) -> "tuple[SpanProcessor, SpanExporter]":
+    """Return a batch processor that counts what becomes of spans, and its exporter.
+
+    The processor drops spans for which its queue has no room. The exporter takes nothing more after its shutdown.
+    """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
     most = _positive("OTEL_BSP_MAX_QUEUE_SIZE", _MOST_QUEUED)
@@ -195,18 +202,22 @@ def _counting_processor(exporter: "SpanExporter", count: Callable[[Outcome, int]
         """Counts what the collector took. ``taken``: spans that have left the queue."""
 
         taken = 0
+        closed = threading.Event()
 
         def export(self, spans: "Sequence[ReadableSpan]") -> SpanExportResult:
             self.taken += len(spans)
             result = SpanExportResult.FAILURE
             try:
-                result = exporter.export(spans)
+                if not self.closed.is_set():
+                    result = exporter.export(spans)
             finally:
                 count("sent" if result is SpanExportResult.SUCCESS else "failed", len(spans))
             return result
 
         def shutdown(self) -> None:
-            exporter.shutdown()
+            if not self.closed.is_set():
+                self.closed.set()
+                exporter.shutdown()
 
     class Processor(BatchSpanProcessor):
         """Drops a span before the queue would push out another, and counts it. Only one thread ends spans."""
@@ -223,4 +234,4 @@ def _counting_processor(exporter: "SpanExporter", count: Callable[[Outcome, int]
             super().on_end(span)
 
     counted = Exporter()
-    return Processor(counted, max_queue_size=most, max_export_batch_size=batch)
+    return Processor(counted, max_queue_size=most, max_export_batch_size=batch), counted
