@@ -115,6 +115,18 @@ def test_a_queue_for_memory() -> None:
     assert "too few blocks" in text(told)
 
 
+def test_others_that_are_next_and_wait() -> None:
+    player = Player(max_num_seqs=32)
+    prefix = list(range(1, 17))
+    # More than the scheduler looks at wait for the prefix that the first one computes; what comes after them could run.
+    others = [player.send([*prefix, 100 + number], 1) for number in range(20)]
+    waits = player.send(4)
+    player.finish(*others, waits)
+    told = player.explain(waits)
+    assert told.waits == {"turn": pytest.approx(STEP)}
+    assert "because others in the queue were next" in text(told)
+
+
 def test_prefill_of_others_before_it_starts_and_beside_it() -> None:
     player = Player()
     long = player.send(160)
@@ -254,6 +266,29 @@ def test_eviction_names_who_cached_it_and_for_whom_it_went() -> None:
     assert f"by the allocation of request {taker.request_id}, because their expected value was the least" in said
 
 
+def test_what_came_back_from_the_host_with_wrong_content() -> None:
+    costs = Costs(step=0, token=1e-3, attention=0, tiers={HOST: CopyCosts(0, 4e-3)})
+    player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap", costs=costs)
+    prompt = list(range(1, 34))
+    cached = player.send(prompt)
+    player.finish(cached)
+    player.finish(player.send(60))  # takes all blocks: what was cached goes to the host
+    player.executor.spoil = set(range(32))
+    loads = player.send(prompt)
+    while not loads.sequences[0].num_preemptions:
+        player.step()
+    again = player.send(prompt)
+    player.scheduler.abort(loads.request_id)
+    player.finish(again)
+    assert "it started over (blocks came spoiled, or not at all)" in text(player.explain(loads))
+    told = player.explain(again)
+    (lost,) = told.lost
+    assert (lost.position, lost.tokens, lost.reason, lost.tier) == (0, 32, "spoiled", "host")
+    assert lost.cached_by is not None
+    assert lost.cached_by.request_id == cached.request_id
+    assert "because they came back from the host with wrong content" in text(told)
+
+
 def test_an_executor_that_was_reset_has_lost_it() -> None:
     player = Player()
     prompt = list(range(1, 42))
@@ -380,6 +415,6 @@ def test_one_is_no_plural() -> None:
     alone = player.send(1, 1)
     player.finish(alone)
     said = text(player.explain(alone))
-    assert "None of its prompt of 1 token was cached" in said
+    assert "Nothing of its prompt of 1 token came from the cache" in said
     assert "for its output of 1 token." in said
     assert "1 step was planned" in said

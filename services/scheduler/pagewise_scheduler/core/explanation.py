@@ -90,7 +90,8 @@ class RecoveredPrefix(Struct):
 
 
 class Preemption(Struct):
-    """It lost its blocks to ``by`` at ``time``, and went on ``seconds`` later."""
+    """It lost its blocks to ``by`` at ``time``, and went on ``seconds`` later. ``by`` is None if that was a request of
+    another key, or nobody: what was to be loaded for it had not come."""
 
     time: float
     reason: str

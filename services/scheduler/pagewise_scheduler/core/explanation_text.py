@@ -13,6 +13,7 @@ from pagewise_scheduler.core.explanation import (
     Share,
     Who,
 )
+from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 
 _LEAST_SECONDS = 1e-3
 
@@ -135,10 +136,10 @@ def _cache(told: Explanation) -> Iterator[str]:
     missing = told.prompt_tokens - found
     lying = ", ".join(f"{tokens:,} {_place(source)}" for source, tokens in told.cached_tokens.items() if tokens)
     yield (
-        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} {_were(found)} cached ({lying}), and "
+        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} came from the cache ({lying}), and "
         f"{missing:,} had to be computed."
         if found
-        else f"None of its prompt of {_tokens(missing)} was cached: all of it had to be computed."
+        else f"Nothing of its prompt of {_tokens(missing)} came from the cache: all of it had to be computed."
     )
     if told.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
@@ -233,8 +234,9 @@ def _prefill(told: Explanation) -> Iterator[str]:
 
 def _preemption(event: Preemption) -> str:
     again = "has not gone on yet" if event.seconds is None else f"went on after {duration(event.seconds)}"
+    what = "started over" if event.reason in (BLOCKS_SPOILED, LENDER_GONE) else f"was preempted for {_who(event.by)}"
     return (
-        f"At {clock_time(event.time)} it was preempted for {_who(event.by)} ({event.reason}): it let go of "
+        f"At {clock_time(event.time)} it {what} ({event.reason}): it let go of "
         f"{_blocks(event.blocks)}, of which {event.freed:,} became free, and {again}."
     )
 

@@ -236,11 +236,13 @@ class Tier:
         """
         if node.children:
             self._drop_below(node, reason)
+        lay = self.number
         if node.num_places:
+            lay = node.nearest_tier
             for tier in self._caches:
                 tier.forget(node)
         if not node.num_places:
-            self.tree.losses.note(node, reason, self.number, self.policy, self._evictable.price)
+            self.tree.losses.note(node, reason, lay, self.policy, self._evictable.price)
         stays = self.tree.prune(node)
         if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
             self._caches[-1].offer(stays)
@@ -250,11 +252,11 @@ class Tier:
         for found in subtree:  # grows while it is walked: parents come before their children
             subtree += found.children.values()
         for found in reversed(subtree):
-            lay = found.num_places
+            lay = found.nearest_tier
             for tier in self._caches:
                 tier.forget(found)
-            if lay and not found.num_places:
-                self.tree.losses.note(found, reason, self.number, self.policy, self._evictable.price)
+            if lay != NOWHERE and not found.num_places:
+                self.tree.losses.note(found, reason, lay, self.policy, self._evictable.price)
             if not found.children and not found.num_places:
                 self.tree.remove(found)
 

@@ -13,6 +13,10 @@ WaitCause = Literal[
 window; a step in flight; the prefix that another one computes, its grammar, its adapter; an executor, those of before a
 restart of the scheduler, or a look into storage."""
 
+BLOCKS_SPOILED = "blocks came spoiled, or not at all"
+LENDER_GONE = "the executor that lent its blocks is gone"
+"""Reasons of preemptions that are for no other request."""
+
 _DEPARTURES = 8
 
 SHARED_CAUSES: tuple[WaitCause, ...] = ("rows", "memory", "prefill", "turn")

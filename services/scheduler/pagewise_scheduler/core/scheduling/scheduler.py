@@ -17,6 +17,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.recovery.transfers import Loads
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
@@ -326,15 +327,13 @@ class Scheduler:
 
     def copied(self, message: Copied) -> None:
         """Copies of a step between tiers have been made; those of another epoch and unknown ones are ignored."""
-        if message.epoch != self.epoch:
-            return
-        for sequence in self.recoveries.copied(message):
-            self._preempt(sequence, "blocks came spoiled, or not at all")
+        for sequence in self.recoveries.copied(message) if message.epoch == self.epoch else ():
+            self._preempt(sequence, BLOCKS_SPOILED)
 
     def peer_lost(self, peer: str) -> None:
         """The executor at that block endpoint is gone: whoever waits for its blocks starts over."""
         for sequence in self.recoveries.lose(peer):
-            self._preempt(sequence, "the executor that lent its blocks is gone")
+            self._preempt(sequence, LENDER_GONE)
 
     def fail(self, epoch: int, *, blame_step: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
