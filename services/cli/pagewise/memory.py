@@ -102,6 +102,8 @@ def _request_lines(report: dict[str, Any]) -> Iterator[str]:
     peer = cached.pop("peer")
     lying = "".join(f"{tokens} on the {name}, " for name, tokens in cached.items())
     yield f"  cached tokens: {lying}{peer} at other executors"
+    if chunks := [str(one["tokens"]) for one in report.get("chunks", [])]:
+        yield f"  prefilled in {len(chunks)} chunk{'s' if len(chunks) > 1 else ''} of {', '.join(chunks)} tokens"
 
 
 def _waited(seconds: float | None) -> str:

@@ -117,6 +117,7 @@ async def test_consoles_with_the_same_view_share_one_answer(scheduler: FakeSched
         ("parts=fleet,what", "parts"),
         ("zoom=1", "zoom"),
         ("executor=a&tier=a,b,c,d,e", "tier"),
+        (f"executor=a&tier=device,{'x' * 17}", "tier"),
         (f"executor={'x' * 300}", "executor"),
     ],
 )
@@ -139,6 +140,15 @@ async def test_what_cannot_be_shown_is_said() -> None:
         async with watching(server, "parts=requests") as response:
             server.scheduler.silent = True
             await events(response, 1)
+
+
+async def test_a_problem_that_is_over_is_taken_back() -> None:
+    async with serving(FakeScheduler(views={"fleet": b"{}"})) as server, watching(server, "parts=map") as response:
+        ((name, data),) = await events(response, 1)
+        assert (name, bool(data["message"])) == ("problem", True)
+        server.scheduler.views["map"] = b""  # there is no executor, of which a map could be shown
+        ((name, data),) = await events(response, 1)
+        assert (name, data["message"]) == ("problem", "")
 
 
 async def test_a_stream_without_news_shows_that_the_gateway_lives(

@@ -5,12 +5,14 @@ import time
 from base64 import b64decode
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise_scheduler.actors import console as console_module
 from pagewise_scheduler.actors.console import Console, fair_share
 from pagewise_shared.protocol import ConsoleView
 
@@ -114,9 +116,9 @@ async def test_equal_views_share_an_answer_and_answers_are_bounded(
     made: list[str] = []
     make = Console._make
 
-    def counted(console: Console, view: ConsoleView, now: float) -> bytes | None:
+    def counted(console: Console, view: ConsoleView, now: float, known: Any) -> bytes | None:
         made.append(view.part)
-        return make(console, view, now)
+        return make(console, view, now, known)
 
     monkeypatch.setattr(Console, "_make", counted)
     async with running(tmp_path) as stack, gateway(tmp_path, "other") as other:
@@ -178,7 +180,7 @@ async def test_maps_and_prefixes_of_all_executors(tmp_path: Path) -> None:
 async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, list[float]] = {"map": [], "fleet": []}
 
-    def slow(console: Console, view: ConsoleView, now: float) -> bytes:
+    def slow(console: Console, view: ConsoleView, now: float, known: object) -> bytes:
         made[view.part].append(now)
         until_ = time.thread_time() + (0.02 if view.part == "map" else 0.0)
         while time.thread_time() < until_:
@@ -194,6 +196,58 @@ async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatc
             await asyncio.sleep(0.05)
     assert len(made["map"]) <= 2, "20 milliseconds each, and 0.3% of a core for it"
     assert len(made["fleet"]) >= 4, "what is cheap goes on as before"
+
+
+class Clocked:
+    """A console whose answers take as long as ``seconds`` says, in a time of its own."""
+
+    def __init__(self, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.seconds = 1000.0, 0.0
+        self.made: list[ConsoleView] = []
+        self._cpu = 0.0
+        self._console = stack.coordinator._console
+
+        def make(console: Console, view: ConsoleView, now: float, known: object) -> bytes:
+            self.made.append(view)
+            self._cpu += self.seconds
+            return b"{}"
+
+        monkeypatch.setattr(Console, "_make", make)
+        monkeypatch.setattr(console_module, "clock", lambda: self.now)
+        monkeypatch.setattr(console_module, "time", SimpleNamespace(thread_time=lambda: self._cpu))
+
+    def watch(self, view: ConsoleView, seconds: float) -> int:
+        """Ask for it twice a second; return how often it was made."""
+        before = self.made.count(view)
+        for _ in range(int(2 * seconds)):
+            self._console.answer(view)
+            self.now += 0.5
+        return self.made.count(view) - before
+
+
+async def test_views_that_nobody_asks_for_take_nothing_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as stack:
+        clocked = Clocked(stack, monkeypatch)
+        clocked.seconds = 0.003
+        for first in range(20):  # somebody moves over the map
+            clocked.watch(ConsoleView("map", "e", first=first), 0.5)
+        clocked.watch(ConsoleView("map", "e"), 6.0)
+        assert clocked.watch(ConsoleView("map", "e"), 10.0) >= 9, "0.3% of a core are 3 ms a second"
+
+
+async def test_what_took_long_once_is_made_as_often_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as stack:
+        clocked = Clocked(stack, monkeypatch)
+        clocked.seconds = 0.0001
+        clocked.watch(ConsoleView("fleet"), 5.0)
+        clocked.seconds = 0.05  # a garbage collection
+        clocked.watch(ConsoleView("fleet"), 0.5)
+        clocked.seconds = 0.0001
+        assert clocked.watch(ConsoleView("fleet"), 5.0) == 10
+        clocked.seconds = 1.0  # it takes that long, and is shown now and then all the same
+        assert clocked.watch(ConsoleView("fleet"), 60.0) in (6, 7)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 from array import array
 from collections import deque
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
 from pagewise_scheduler.core.recovery.cost_model import Costs
@@ -236,6 +237,26 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     assert said in text(told)
     assert "on the host" in text(told)
     assert not told.lost, "what lies in a lower tier is not lost"
+
+
+def test_chunks_of_a_prefill_are_kept_and_bounded() -> None:
+    player = Player(num_blocks=512)
+    prompt = player.send(100, 1)
+    player.finish(prompt)
+    chunks = prompt.timeline.chunks
+    assert [one.tokens for one in chunks] == [32, 32, 32, 4]
+    assert chunks[0].time == pytest.approx(100.0)
+    assert [later.time - one.time for one, later in pairwise(chunks)][1:] == pytest.approx([STEP, STEP])
+    told = request_report(prompt, player.scheduler, player.now, 100)
+    assert [(one.tokens, one.seconds_ago) for one in told.chunks] == [
+        (one.tokens, pytest.approx(player.now - one.time)) for one in chunks
+    ]
+    long = player.send(1600, 1)
+    player.finish(long)
+    chunks = long.timeline.chunks
+    assert len(chunks) <= 32
+    assert sum(one.tokens for one in chunks) == 1600
+    assert sorted(one.time for one in chunks) == [one.time for one in chunks]
 
 
 # ---- where the prefix was lost ---------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 import heapq
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
@@ -40,7 +40,9 @@ _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""
 _MOST_OF_CORE = 0.003
 """The share of a core that answers may take: if they would take more, those that take the most are made less often."""
+_LONGEST_PAUSE = 10.0
 _FORGOTTEN_SECONDS = 5.0
+"""A gateway asks for what a console shows at least every two seconds."""
 _MOST_VIEWS = 256
 _SEEN_SECONDS = 0.6
 """For so long copies are shown that were asked for: most take less than the time between two updates."""
@@ -58,12 +60,20 @@ _STATES = {
 _encode = msgspec.json.Encoder().encode
 
 
-class _Answer(NamedTuple):
-    """An answer, the seconds that it took to make, and when that was."""
+@dataclass(slots=True)
+class _Answer:
+    """An answer, when it was made and last asked for, and the seconds that it took to make, with those of the one
+    before: of two, the shorter time counts, because a garbage collection may come in between."""
 
     body: bytes | None
-    seconds: float
     time: float
+    asked: float
+    took: float
+    took_before: float = inf
+
+    @property
+    def seconds(self) -> float:
+        return min(self.took, self.took_before)
 
 
 def _load(view: ConsoleView, answer: _Answer) -> float:
@@ -87,7 +97,8 @@ class Console:
 
     Gateways ask a few times a second. All that ask for the same view within a time get the same answer. If all answers
     together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, the views that take the most
-    share equally what the others leave of it, and are made as much less often. The others go on as before.
+    share equally what the others leave of it, and are made as much less often, but every ten seconds. The others go on
+    as before. The first answer for a view is made at once.
     """
 
     def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways) -> None:
@@ -105,46 +116,53 @@ class Console:
     def answer(self, view: ConsoleView) -> bytes | None:
         """What a view shows: lines of JSON, or None if there is no such thing."""
         now = clock()
-        known = self._answers.get(view)
-        if known is not None and now < known.time + self._pause(view):
+        self._forget(now)
+        known = self._answers.pop(view, None)
+        if known is not None and now < known.time + self._pause(view, known):
+            known.asked = now
+            self._answers[view] = known  # what was asked for last comes last
             return known.body
         began = time.thread_time()
-        body = self._make(view, now)
-        self._forget(now)
-        self._answers.pop(view, None)  # so that the one made last comes last
-        self._answers[view] = _Answer(body, time.thread_time() - began, now)
-        self._share = fair_share([_load(one, made) for one, made in self._answers.items()], _MOST_OF_CORE)
+        body = self._make(view, now, known)
+        took = time.thread_time() - began
+        self._answers[view] = _Answer(body, now, now, took, known.took if known is not None else inf)
+        self._divide()
         return body
 
-    def _pause(self, view: ConsoleView) -> float:
+    def _divide(self) -> None:
+        self._share = fair_share([_load(one, made) for one, made in self._answers.items()], _MOST_OF_CORE)
+
+    def _pause(self, view: ConsoleView, answer: _Answer | None) -> float:
         """Seconds for which the answer for a view serves."""
         shared = _SHARED * UPDATE_SECONDS[view.part]
-        answer = self._answers.get(view)
         if answer is None or _load(view, answer) <= self._share:
             return shared
-        return max(shared, answer.seconds / self._share)
+        return min(max(shared, answer.seconds / self._share), _LONGEST_PAUSE)
 
     def _forget(self, now: float) -> None:
         """Forget what nobody has asked for lately."""
+        number = len(self._answers)
         while self._answers:
             oldest = next(iter(self._answers))
-            longest = max(_FORGOTTEN_SECONDS, 2 * self._pause(oldest))
-            if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].time < longest:
+            if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].asked < _FORGOTTEN_SECONDS:
                 break
             del self._answers[oldest]
             self._cells.pop(oldest, None)
+        if len(self._answers) < number:
+            self._divide()
         if len(self._rates) > len(self._fleet):
             alive = set(self._fleet.engines)
             self._rates = {engine: rates for engine, rates in self._rates.items() if engine in alive}
 
-    def _make(self, view: ConsoleView, now: float) -> bytes | None:
+    def _make(self, view: ConsoleView, now: float, known: _Answer | None) -> bytes | None:
         match view.part:
             case "fleet":
                 return _encode(self._fleet_frame(now))
             case "requests":
                 return _encode(self._requests_frame(now))
             case "map":
-                return self._maps(view, now)
+                # Copies are shown for as long as this answer may serve.
+                return self._maps(view, now - max(_SEEN_SECONDS, self._pause(view, known)))
             case "prefixes":
                 return self._prefixes(view)
             case "block":
@@ -157,21 +175,22 @@ class Console:
 
     # ---- memory --------------------------------------------------------------------------------------
 
-    def _maps(self, view: ConsoleView, now: float) -> bytes | None:
-        """A line for each executor that is shown and has the tier."""
+    def _maps(self, view: ConsoleView, since: float) -> bytes | None:
+        """A line for each executor that is shown and has the tier. ``since``: copies that were asked for later are
+        marked."""
         tiers = [(engine, tier) for engine in self._shown(view) if (tier := _tier(engine, view.tier)) is not None]
         kept = self._cells.setdefault(view, {})
         self._cells[view] = {engine: kept.get(engine) or StateCells() for engine, _ in tiers}
         cells = max(1, min(view.cells // max(1, len(tiers)), view.cells if view.executor_id else _MOST_CELLS_EACH))
         if not tiers and view.executor_id:
             return None
-        return b"\n".join(_encode(self._map(view, engine, tier, cells, now)) for engine, tier in tiers)
+        return b"\n".join(_encode(self._map(view, engine, tier, cells, since)) for engine, tier in tiers)
 
-    def _map(self, view: ConsoleView, engine: Engine, tier: Tier, most_cells: int, now: float) -> MapFrame:
+    def _map(self, view: ConsoleView, engine: Engine, tier: Tier, most_cells: int, since: float) -> MapFrame:
         first = min(view.first, tier.num_blocks - 1)
         count = min(view.count or tier.num_blocks, tier.num_blocks - first)
         size = cell_size(count, most_cells)
-        marked = MarkedBlocks(engine.scheduler, tier, now - max(_SEEN_SECONDS, self._pause(view)))
+        marked = MarkedBlocks(engine.scheduler, tier, since)
         legend = list(enumerate(STATES))
         if view.colour == "state":
             cells = self._cells[view][engine].update(tier, first, count, size, marked)

@@ -11,6 +11,7 @@ from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.memory_reports import (
     BlockReport,
+    ChunkReport,
     CostReport,
     DeviceReport,
     EventReport,
@@ -120,6 +121,7 @@ def _report(request: Request, now: float, sequences: list[SequenceReport], cut: 
         | request.loaded_tokens,
         sequences,
         cut,
+        [ChunkReport(round(now - one.time, 6), one.tokens) for one in request.timeline.chunks],
     )
 
 

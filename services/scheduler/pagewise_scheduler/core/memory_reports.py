@@ -121,6 +121,13 @@ class ExecutorReport(Struct):
     seconds_ago: float
 
 
+class ChunkReport(Struct):
+    """A step that was planned ``seconds_ago`` computed so many tokens of a request, beside its decodes."""
+
+    seconds_ago: float
+    tokens: int
+
+
 class RequestReport(Struct):
     """A request's memory, and its times.
 
@@ -130,6 +137,7 @@ class RequestReport(Struct):
             step, and to its first token; None until then. They are of this scheduler, if there was one before it.
         executors: where it was placed, the last few, the newest last.
         cached_tokens: by where they were found when it first ran.
+        chunks: in which it was prefilled; of more than 32, neighbours are told as one.
         truncated: sequences, blocks or events were left out.
     """
 
@@ -144,6 +152,7 @@ class RequestReport(Struct):
     cached_tokens: dict[str, int]
     sequences: list[SequenceReport]
     truncated: bool = False
+    chunks: list[ChunkReport] = []
 
 
 class RunReport(Struct):
@@ -199,6 +208,7 @@ def later(report: RequestReport, seconds: float) -> RequestReport:
         arrived_seconds_ago=round(report.arrived_seconds_ago + seconds, 6),
         executors=[replace(one, seconds_ago=round(one.seconds_ago + seconds, 6)) for one in report.executors],
         sequences=sequences,
+        chunks=[replace(one, seconds_ago=round(one.seconds_ago + seconds, 6)) for one in report.chunks],
     )
 
 

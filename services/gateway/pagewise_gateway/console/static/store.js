@@ -35,9 +35,10 @@ export class Store {
     else if (name === "map") this.#takeMap(data);
   }
 
-  /** Forget maps: those of the next stream are others. */
+  /** Forget maps, and why there were none: those of the next stream are others. */
   clearMaps() {
     this.maps.clear();
+    this.problems = {};
   }
 
   /** The server's clock in seconds, 0 before the first update. */

@@ -62,6 +62,7 @@ function spansOf(report, events, end) {
   const recovered = started ? Math.min(queue + started.actual_seconds, first) : queue;
   if (recovered > queue) spans.push({ kind: "recovery", from: queue, to: recovered, title: "recovery" });
   spans.push({ kind: "prefill", from: recovered, to: first, title: "prefill" });
+  spans.push(...chunksOf(report, recovered, first));
   if (first < end) spans.push({ kind: "decode", from: first, to: end, title: "tokens" });
   for (const [index, event] of events.entries()) {
     if (event.kind !== "preempted") continue;
@@ -69,6 +70,19 @@ function spansOf(report, events, end) {
     spans.push({ kind: "preempted", from: event.time, to: back?.time ?? end, title: "preempted" });
   }
   return spans.filter(({ from, to }) => to > from);
+}
+
+/** The chunks in which it was prefilled, drawn over the prefill: each lasts until the next one was planned. */
+function chunksOf(report, from, first) {
+  const chunks = (report.chunks ?? []).map(({ seconds_ago: ago, tokens }) => ({ tokens, time: Math.max(from, report.arrived_seconds_ago - ago) }));
+  const before = chunks.filter(({ time }) => time < first);
+  if (before.length < 2) return [];
+  return before.map(({ time, tokens }, index) => ({
+    kind: index % 2 ? "chunk odd" : "chunk",
+    from: time,
+    to: before[index + 1]?.time ?? first,
+    title: `chunk of ${num(tokens)} tokens`,
+  }));
 }
 
 function placesOf(report, age, end) {

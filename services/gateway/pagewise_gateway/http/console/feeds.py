@@ -143,14 +143,16 @@ class Feeds:
 
     async def _ask(self, feed: _Feed) -> None:
         """Ask for a view again and again."""
-        view, last = feed.view, b""
+        view, problem = feed.view, ""
+        last: bytes | None = None
         while True:
             began = monotonic()
             try:
                 body = await self._link.query("console", view=view)
                 if body != last:
                     shown = await with_text(self._tokenizer, body) if view.tokens else body
-                    feed.put(self._frame(view, shown))
+                    over = _problem(view, "") if problem and not shown else b""
+                    feed.put(self._frame(view, shown) or over)
                 last, problem = body, ""
             except AdmissionError as error:
                 problem = str(error)
@@ -160,7 +162,7 @@ class Feeds:
                 log.exception("a console could not be told of its %s", view.part)
                 problem = "internal error; see the gateway's log"
             if problem:
-                last, frame = b"", _problem(view, problem)
+                last, frame = None, _problem(view, problem)
                 if frame != feed.frame:
                     feed.put(frame)
             await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[view.part] - monotonic()))
@@ -174,4 +176,5 @@ class Feeds:
 
 
 def _problem(view: ConsoleView, message: str) -> bytes:
+    """The event that says why a part is not shown; with no message, that it would be, if there were anything."""
     return b"event: problem\ndata: %b\n\n" % encode({"part": view.part, "message": message})

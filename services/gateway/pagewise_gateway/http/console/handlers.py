@@ -25,7 +25,8 @@ _LONGEST_NAME = 256
 _MOST_TIERS = 4
 _Part = Literal["fleet", "requests", "map", "prefixes"]
 _Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
-_Tier = Annotated[str, Meta(max_length=16)]
+_LONGEST_TIER = 16
+_Tier = Annotated[str, Meta(max_length=_LONGEST_TIER)]
 _Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -96,6 +97,8 @@ async def stream(request: web.Request) -> web.StreamResponse:
     tiers = dict.fromkeys(query.tier.split(","))
     if len(tiers) > _MOST_TIERS:
         raise InvalidRequestError(f"tier: at most {_MOST_TIERS} are shown at a time", "tier")
+    if unknown := [tier for tier in tiers if len(tier) > _LONGEST_TIER]:
+        raise InvalidRequestError(f"tier: there is none called {unknown[0][:20]!r}", "tier")
     if len(feeds) >= MAX_CONSOLES:
         raise OverloadedError(f"{MAX_CONSOLES} consoles are open at this gateway: close one")
     text = request.app[_SHOWS_TEXT]

@@ -18,6 +18,7 @@ LENDER_GONE = "the executor that lent its blocks is gone"
 """Reasons of preemptions that are for no other request."""
 
 _DEPARTURES = 8
+_CHUNKS = 32
 
 SHARED_CAUSES: tuple[WaitCause, ...] = ("rows", "memory", "prefill", "turn")
 """What all that wait in a queue wait for."""
@@ -70,6 +71,13 @@ class Reset:
     time: float
     executor_id: str
     ended: float = nan
+
+
+class Chunk(NamedTuple):
+    """A step that was planned at ``time`` computes so many of its tokens beside its decodes."""
+
+    time: float
+    tokens: int
 
 
 class Steps(NamedTuple):
@@ -129,6 +137,7 @@ class Timeline:
         prefill, decode: steps between its start and its first token, and from there to its end.
         missed: why its prefix was not cached. departures: from executors, and resets: of those it was at; the last few.
         computed: tokens that steps have computed of it beside its decodes, those that they computed again included.
+        chunks: what each of these steps computed; of many, neighbours are told as one.
     """
 
     resumed: float | None = None
@@ -141,6 +150,7 @@ class Timeline:
     departures: tuple[Departure, ...] = ()
     resets: tuple[Reset, ...] = ()
     computed: int = 0
+    chunks: tuple[Chunk, ...] = ()
     _waits_since: tuple[WaitCause, float] | None = None
     _held: tuple[WaitCause, float] | None = None
     _queued: tuple[Work, float, Sums] | None = None
@@ -148,6 +158,16 @@ class Timeline:
     _steps: Steps | None = None
     _waited_until: float = float("-inf")
     _held_seconds: float = 0.0
+
+    def computes(self, tokens: int, now: float) -> None:
+        """A step that is planned now computes so many of its tokens."""
+        self.computed += tokens
+        known = self.chunks
+        if len(known) == _CHUNKS:
+            known = tuple(
+                Chunk(one.time, one.tokens + next_.tokens) for one, next_ in zip(known[::2], known[1::2], strict=True)
+            )
+        self.chunks = (*known, Chunk(now, tokens))
 
     def add(self, cause: WaitCause, seconds: float) -> None:
         """It has waited so long for this."""

@@ -30,7 +30,7 @@ class Activity:
             self.steps += 1
             for one, size in chunks:
                 self.prefill_tokens += size
-                one.request.owner.timeline.computed += size
+                one.request.owner.timeline.computes(size, now)
             self._chunks.append((self.steps, [PrefillShare(one.request.owner.ref, size) for one, size in chunks]))
         elif num_decoding:
             self.steps += 1
