@@ -12,7 +12,7 @@ import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError, RefusedError
-from pagewise_shared.logs import printable
+from pagewise_shared.logs import about, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -220,7 +220,7 @@ class ExecutorService:
         if len(frame) > MAX_STEP_RESULT_BYTES and isinstance(result, StepResult):
             # The scheduler would drop it, and wait for the step until ``--step-timeout``.
             text = f"the result of step {result.step} takes {len(frame)} bytes, at most {MAX_STEP_RESULT_BYTES} may"
-            log.error("%s", text)
+            log.error("%s", text, extra=about(epoch=result.epoch, step=result.step))
             frame = encode(StepResult(result.epoch, result.step, error=StepError("internal", text)))
         with contextlib.suppress(RuntimeError):  # a copy may end after the event loop: nobody waits for it
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import (
     AdapterLoaded,
     CancelCopies,
@@ -213,7 +214,9 @@ class Worker:
         self._answer(result)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        log.exception("step %d failed", plan.step)
+        # The scheduler's line about this step names its requests.
+        where = about(epoch=plan.epoch, step=plan.step)
+        log.exception("step %d of epoch %d failed", plan.step, plan.epoch, extra=where)
         kind = "internal"
         if isinstance(error, InvalidPlanError):
             kind = "invalid_plan"

@@ -21,6 +21,7 @@ import torch
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import HOST, Copied, StepError
 
 from pagewise_executor.block_copies import CopyJob, Pairs
@@ -202,7 +203,9 @@ class HostTier:
                         self._do(direction, job.copies, job, stream)
             except Exception as error:
                 assert job.copies is not None
-                log.exception("a %s of step %d failed", direction, job.copies.step)
+                epoch, step = job.copies.epoch, job.copies.step
+                where = about(epoch=epoch, step=step)
+                log.exception("a %s of step %d of epoch %d failed", direction, step, epoch, extra=where)
                 self._elapsed[direction] = 0.0
                 self.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
             finally:

@@ -1,16 +1,16 @@
 """The engine: one executor's scheduler, kept at most two steps ahead of it."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.logs import BoundedLog, printable
+from pagewise_shared.logs import BoundedLog, about, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
 from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
 from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.executor_link import GONE, ExecutorLink
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
@@ -52,22 +52,6 @@ class Life(Enum):
 
 class EngineLostError(Exception):
     """An engine cannot go on; the text says why. Its executor may join anew."""
-
-
-@dataclass(slots=True, frozen=True)
-class ExecutorLink:
-    """The engine's way to its executor.
-
-    ``send``: sends one message, False if the executor cannot be reached. ``next_epoch``: begins an epoch, higher than
-    any before; what the executor sends under older ones is dropped from then on.
-    """
-
-    send: Callable[[Message], bool]
-    next_epoch: Callable[[], int]
-
-
-_GONE = ExecutorLink(lambda message: False, lambda: 0)
-"""Of one that is lost. Its own link holds its session, which holds the engine."""
 
 
 class Engine:
@@ -175,6 +159,8 @@ class Engine:
         """
         self.touch()
         if result.error is not None:
+            oldest = next(iter(self.scheduler.steps_in_flight), None)
+            self._tell_step(result.step, oldest.requests if oldest is not None else (), "has failed")
             self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
             return None
         if result.failures:
@@ -227,6 +213,8 @@ class Engine:
         self.touch()
         if copied.error is not None:
             message = printable(copied.error.message)
+            running = {sequence.request.owner for sequence in self.scheduler.running}
+            self._tell_step(copied.step, running, "has asked for copies that failed")
             self._start_over(f"copies of step {copied.step} failed: {message}", blame_step=False)
             return
         try:
@@ -286,6 +274,13 @@ class Engine:
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
+
+    def _tell_step(self, step: int, requests: Iterable[Request], text: str) -> None:
+        """Log what became of a step, and of which requests: lines of the executor have its epoch and number alone."""
+        epoch, names = self.scheduler.epoch, sorted(request.request_id for request in requests)
+        fields = about(executor=self.executor_id, epoch=epoch, step=step, request_ids=names)
+        where, of = f"{self.executor_id}: step {step} of epoch {epoch}", ", ".join(names) or "none"
+        log.warning("%s %s; its requests: %s", where, text, of, extra=fields)
 
     def fail(self, request: Request, message: str) -> None:
         """A request has failed in the scheduler: tell its gateway why."""
@@ -361,7 +356,7 @@ class Engine:
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)
         self.scheduler.kv.close()
-        self._link = _GONE
+        self._link = GONE
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left" if loss is Loss.LEFT else "lost").inc(len(moved))
         return moved
@@ -375,6 +370,7 @@ class Engine:
         for step in self.scheduler.steps_in_flight:
             step.give_up_drafts()
             suspects |= step.requests
+            self._tell_step(step.step, step.requests, "has not come back")
         for live in self._live.values():
             if live.request in suspects:
                 live.blame()

@@ -26,7 +26,8 @@ from pagewise_shared.protocol.messages import DRAFTS_MINOR
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, check_loaded, checked_tokens
 from pagewise_scheduler.actors.clock import clock
-from pagewise_scheduler.actors.engine import Engine, EngineLostError, ExecutorLink, Life
+from pagewise_scheduler.actors.engine import Engine, EngineLostError, Life
+from pagewise_scheduler.actors.executor_link import ExecutorLink
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, storages_of
 from pagewise_scheduler.actors.router import Router
