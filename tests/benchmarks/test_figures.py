@@ -1,10 +1,20 @@
-"""Figures can be drawn again from results that were kept, without running the experiment."""
+"""Figures can be drawn again from results that were kept, without running the experiment, and can be read."""
 
+import importlib
+import json
+import random
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
+from pagewise.bench.metrics import Outcome
+from pagewise.bench.plot import plot
+
+from tests.figures import overlapping, saved_figures
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +31,58 @@ def test_a_figure_is_drawn_from_its_results(name: str, told: list[str], tmp_path
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     drawn = target.read_text()
     assert all(f"<!-- {text}" in drawn for text in told), "each text of an SVG of matplotlib is also a comment"
+
+
+RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "orca": ("orca", ("rows",)),
+    "routing": ("routing", ("rows",)),
+    "eviction": ("eviction", ("rows", "unlimited")),
+    "kv_mapping": ("kv-mapping", ("granularity", "attention")),
+    "recovery": ("recovery-cpu", ("rows",)),
+}
+"""The experiments that draw figures: the name of their results, and what of them is drawn."""
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_no_text_of_a_figure_covers_another(name: str, tmp_path: Path) -> None:
+    file, parts = RESULTS[name]
+    kept = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+    draw: Any = importlib.import_module(f"benchmarks.{name}.run").plot
+    with saved_figures() as figures:
+        draw(*(kept[part] for part in parts), str(tmp_path / "figure.svg"))
+    (figure,) = figures
+    assert overlapping(figure) == []
+
+
+@pytest.mark.parametrize("servers", [["pagewise"], ["pagewise", "transformers serve", "transformers", "vllm"]])
+def test_no_text_of_a_benchmark_of_servers_covers_another(servers: list[str], tmp_path: Path) -> None:
+    random.seed(0)
+    outcomes = {
+        server: [[Outcome(0.0, float(number), 20, number + 3.0, events=times(number)) for number in range(50)]]
+        for server in servers
+    }
+    settings = {
+        "request_rate": 4.5, "max_concurrency": 16, "num_prompts": 1000, "duration": 60.0,
+        "dataset_name": "prefix_repetition",
+    }  # fmt: skip
+    result = {"settings": settings, "servers": [{"model": "Qwen/Qwen2.5-0.5B-Instruct"} for _ in servers]}
+    goodput = Namespace(goodput=[("ttft", 300.0), ("tpot", 120.0), ("e2el", 2500.0)])
+    with saved_figures() as figures:
+        plot(result, outcomes, goodput, tmp_path / "figure.svg")
+    (figure,) = figures
+    assert overlapping(figure) == []
+
+
+def times(sent: float) -> list[float]:
+    """When the events of a request came."""
+    first = sent + random.uniform(0.05, 1.0)
+    return [first + 0.1 * number for number in range(20)]
+
+
+def test_texts_over_each_other_and_over_the_edge_are_found() -> None:
+    figure = Figure(figsize=(4, 3))
+    figure.text(0.5, 0.5, "one of two")
+    figure.text(0.52, 0.5, "the other")
+    figure.text(0.1, 0.1, "alone")
+    figure.text(0.9, 0.9, "it goes on too long")
+    assert sorted(overlapping(figure)) == [("it goes on too long", ""), ("one of two", "the other")]
