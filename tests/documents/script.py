@@ -7,6 +7,7 @@ from the repository's root. A comment in the line before a block says what is di
 - ``<!-- stop -->`` is not followed by a block: what runs in the background is interrupted, as by ctrl-c, and ends.
 - ``<!-- prints: TEXT -->``: its output has to contain TEXT.
 - ``<!-- fails -->``: it has to fail.
+- ``<!-- terminal: TEXT -->``: it is shown full-screen, in a terminal, until it has written TEXT; then ``q`` is typed.
 - ``<!-- run by: PATH -->``: it is not run, because the tests in PATH run it.
 - ``<!-- not run: REASON -->``: it is not run.
 """
@@ -25,7 +26,8 @@ _BLOCK = re.compile(
     r"|^<!-- (?P<stop>stop) -->$",
     re.MULTILINE | re.DOTALL,
 )
-_DIRECTIVES = (None, "background", "prints", "fails", "run by", "not run")
+_DIRECTIVES = (None, "background", "prints", "fails", "terminal", "run by", "not run")
+_TERMINAL = Path(__file__).parents[1] / "terminal.py"
 
 _HEAD = """
 set -eum # jobs in the background have process groups of their own, and do not ignore interrupts
@@ -101,6 +103,9 @@ def _lines(block: Block) -> str:
         case "prints":
             shown = f"{told}\n{{\n{code}}} >{name} 2>&1 || {{ cat {name}; exit 1; }}\ncat {name}"
             return f"{shown}\ngrep -qF -- {text} {name}"
+        case "terminal":
+            command = shlex.join(["python", str(_TERMINAL), block.argument, "bash", "-euc", code])
+            return f"{told}\n{command}"
         case "fails":
             return f"{told}\nif (\n{code}); then echo '*** it did not fail'; exit 1; fi"
         case _:

@@ -31,9 +31,15 @@ def test_what_is_in_the_background_is_waited_for_and_interrupted(tmp_path: Path)
         "while :; do sleep 0.1; done\n"
         "```\n<!-- prints: 2 -->\n```python\nprint(1 + 1)\n```\n<!-- fails -->\n```sh\nfalse\n```\n<!-- stop -->\n"
         "```sh\ncat ended\n```\n"
+        "<!-- terminal: 120 -->\n```sh\nstty size; read -rsn1 key; test $key = q; touch typed\n```\n"
     )
     assert "ended" in run(document, tmp_path, tmp_path).splitlines()
-    for wrong, message in (("```sh\nfalse\n```\n", "line 1"), ("<!-- prints: x -->\n```sh\necho y\n```\n", "y")):
+    assert (tmp_path / "typed").exists()
+    for wrong, message in (
+        ("```sh\nfalse\n```\n", "line 1"),
+        ("<!-- prints: x -->\n```sh\necho y\n```\n", "y"),
+        ("<!-- terminal: x -->\n```sh\necho y\n```\n", "never wrote 'x'"),
+    ):
         document.write_text(wrong)
         with pytest.raises(AssertionError, match=message):
             run(document, tmp_path, tmp_path)

@@ -1,17 +1,9 @@
 """``pagewise top``: its screen by Textual's pilot, and as a process in a terminal, over a real server."""
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
-import select
-import signal
 import socket
-import struct
-import subprocess
 import sys
-import termios
 import threading
 import time
 import urllib.request
@@ -30,6 +22,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from benchmarks.processes import Served, serving
+from tests.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -145,42 +138,17 @@ async def test_a_server_that_goes_is_told_and_one_that_comes_back_is_shown() -> 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
 def test_it_runs_in_a_real_terminal(server: Served, streams: None, variables: dict[str, str]) -> None:
     """A pseudo-terminal of the kernel, keys typed into it, and what is written to it."""
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pagewise.main", "top", "--url", server.url],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | variables,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    written = bytearray()
+    terminal = Terminal([sys.executable, "-m", "pagewise.main", "top", "--url", server.url], environment | variables)
     try:
         for wanted in (b"executor-1", b"client-2"):
-            read_until(main, written, lambda wanted=wanted: wanted in written)
-        os.write(main, b"q")
-        read_until(main, written, lambda: process.poll() is not None)
-        assert process.returncode == 0
+            terminal.read_until(lambda wanted=wanted: wanted in terminal.written)
+        terminal.type(b"q")
+        assert terminal.wait() == 0
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        os.close(main)
-    assert b"Traceback" not in written
-    assert b"\x1b[?1049h" in written, "it has a screen of its own"
-
-
-def read_until(terminal: int, written: bytearray, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Read what is written, as a terminal does: a process whose output nobody reads stops."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, written[-2000:]
-        if select.select([terminal], [], [], 0.2)[0]:
-            with contextlib.suppress(OSError):  # it has closed its side
-                written += os.read(terminal, 65_536)
+        terminal.close()
+    assert b"Traceback" not in terminal.written
+    assert b"\x1b[?1049h" in terminal.written, "it has a screen of its own"
 
 
 def test_without_a_terminal_it_says_what_to_use(
