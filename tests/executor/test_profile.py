@@ -1,12 +1,14 @@
 """Costs that are fitted to times of steps and copies: to exact times, disturbed ones, and nonsensical ones."""
 
 import itertools
+import logging
 import random
 from collections.abc import Callable
 
 import pytest
 from pagewise_executor import profile
 from pagewise_executor.profile import GPU_SIZES, measure_copies, measure_steps
+from pagewise_shared import progress
 
 STEP, TOKEN, ATTENTION, CONTEXT = 900.0, 40.0, 0.02, 0.5
 LARGEST, ROOM = 2048, 8192
@@ -104,6 +106,16 @@ def test_copies_that_take_no_time_are_bounded_and_said(caplog: pytest.LogCapture
     assert (
         "the measured costs of copies (load) are not to be trusted (64 blocks take no longer than one)" in caplog.text
     )
+
+
+def test_runs_that_take_long_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO)
+    measure_steps(exact, LARGEST, ROOM)
+    assert not caplog.messages, "what is done soon is not mentioned"
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    measure_steps(exact, LARGEST, ROOM)
+    assert "measuring steps: 6 of 6 runs (100%)" in caplog.messages
+    assert "measuring steps: 15 of 15 runs (100%)" in caplog.messages
 
 
 def test_a_slow_machine_is_profiled_by_small_steps() -> None:

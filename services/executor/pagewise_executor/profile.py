@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from pagewise_shared.errors import ModelError
+from pagewise_shared.progress import Progress
 from pagewise_shared.protocol import (
     DEVICE,
     Copied,
@@ -150,7 +151,7 @@ def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZE
     small, large = max(1, min(sizes.small, largest // 2)), min(sizes.large, largest)
     timer(0, small)  # warms up
     one, few = _Fastest(lambda: timer(0, 1)), _Fastest(lambda: timer(0, small))
-    _repeat([one, few])
+    _repeat([one, few], "steps")
     if few.time * (large / small) > _LONGEST_RUN * 1e6 or large <= small:
         return StepCosts(*_chunk_line(one.time, few.time, few.time, 1, small))
     many = _Fastest(lambda: timer(0, large))
@@ -219,7 +220,7 @@ def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], w
     """
     until = time.perf_counter() + _MOST_SECONDS
     while True:
-        _repeat(measurements)
+        _repeat(measurements, what)
         reason = doubt()
         if not reason and not all(each.steady for each in measurements):
             reason = "the times of equal runs differ"
@@ -235,10 +236,12 @@ def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], w
             return
 
 
-def _repeat(measurements: Sequence[_Fastest]) -> None:
+def _repeat(measurements: Sequence[_Fastest], what: str) -> None:
+    progress = Progress(f"measuring {what}", _REPEATS * len(measurements), "runs", tell=log.info, bars=False)
     for _ in range(_REPEATS):
         for each in measurements:
             each.run()
+            progress.update()
 
 
 def profile_run(runner: Runner, num_tokens: int) -> None:
