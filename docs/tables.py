@@ -1,4 +1,4 @@
-"""The tables of options, metrics and limits in the documents, made from the code.
+"""The tables of options, metrics, limits and messages in the documents, made from the code.
 
     python -m docs.tables [--check]
 
@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -31,10 +32,11 @@ from pagewise_shared.config import (
 from pagewise_shared.config.groups import GROUPS
 from prometheus_client import CollectorRegistry
 
-from docs import vllm_tables
+from docs import vllm_tables, wire_tables
 
 _DOCS = Path(__file__).parent
-DOCUMENTS = (_DOCS / "options.md", _DOCS / "metrics.md", _DOCS / "vllm-flags.md", _DOCS.parent / "SECURITY.md")
+_WRITTEN = ("options", "metrics", "vllm-flags", "wire-protocol")
+DOCUMENTS = (*(_DOCS / f"{name}.md" for name in _WRITTEN), _DOCS.parent / "SECURITY.md")
 
 COMMANDS: dict[str, type[Struct]] = {
     "serve": ServeConfig,
@@ -332,6 +334,15 @@ def limits_table() -> str:
     return _table(("limit", "of", "default", "option"), rows)
 
 
+def wire_table(name: str) -> str:
+    """Each message of a direction, or each part of messages, with a table of its fields."""
+    parts = []
+    for what, rows in wire_tables.described(name):
+        heads = ("field", "type", "default", "meaning")
+        parts += [what, _table(heads, [_row(*row) for row in rows])] if rows else [what]
+    return "\n\n".join(parts)
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -341,6 +352,7 @@ def _table(heads: tuple[str, ...], rows: list[str]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    **{f"wire_{name}": partial(wire_table, name) for name in (*wire_tables.DIRECTIONS, "parts")},
     "options": options_table,
     "metrics": metrics_table,
     "limits": limits_table,

@@ -1,15 +1,18 @@
-"""The documents and ``compose.yaml`` know every option and every metric."""
+"""The documents and ``compose.yaml`` know every option, every metric and every message."""
 
 import re
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.metrics import MEMORY_EVENTS
 from pagewise_shared.config import VARIABLE_PREFIX, options_of
-from pagewise_shared.protocol import TIER_NAMES
+from pagewise_shared.protocol import TIER_NAMES, Blocks, FromExecutor, FromScheduler, ReadBlocks
+from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 
-from docs import tables
+from docs import tables, wire_tables
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -65,6 +68,41 @@ def test_a_document_asks_for_tables_that_there_are() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tables.written(text)
+
+
+def test_every_message_and_every_part_of_one_is_in_a_table_once_with_its_fields() -> None:
+    unions = (FromExecutor, FromScheduler, ReadBlocks | Blocks, FromGateway, ToGateway)
+    messages = {struct.__name__ for union in unions for struct in get_args(union)}
+    text = (ROOT / "docs/wire-protocol.md").read_text()
+    described = re.findall(r"^\*\*`(\w+)`\*\*", text, re.MULTILINE)
+    assert len(described) == len(set(described))
+    assert messages < set(described)
+    assert {"SamplingParams", "BlockCopies", "TokenLogprobs", "MetricSample"} < set(described)
+    (row,) = re.findall(r"^\| `keeps_blocks` .*", text, re.MULTILINE)
+    assert row.startswith("| `keeps_blocks` | bool | `false` | what the inventory of the Hello with the number `hello`")
+
+
+def test_fields_are_told_by_their_part_of_the_docstring() -> None:
+    class Told(msgspec.Struct):
+        """A struct. It has fields.
+
+        Fields:
+            first, second: of two kinds; 0: neither. third: a
+                long one.
+        """
+
+        first: int
+        second: int = 0
+        third: tuple[int, ...] | None = None
+        untold: bool = False
+
+    what, meanings = wire_tables._docstring(Told)
+    assert what == "A struct. It has fields."
+    assert meanings == {
+        "first": "of two kinds; 0: neither",
+        "second": "of two kinds; 0: neither",
+        "third": "a long one",
+    }
 
 
 def test_every_counter_of_the_memory_is_a_metric() -> None:

@@ -75,7 +75,10 @@ class SegmentMove(Piece, frozen=True):
     Tokens ``start`` to ``stop`` of ``row`` get the K and V that tokens ``start - distance`` to ``stop - distance`` have
     in the block table ``blocks``; K is rotated by ``distance`` positions.
 
-    ``blocks``: int32 bytes, of the original from its block number ``first`` on.
+    Fields:
+        row: whose sequence it is. start, stop: the tokens there. distance: from the original to there, in tokens.
+        first: the number of the first of ``blocks`` in the original. blocks: of the original, from there on (int32
+            bytes).
     """
 
     row: int
@@ -135,9 +138,12 @@ class TokenLogprobs(Piece, frozen=True, gc=False):
     """Log-probabilities for one token of a row.
 
     They are log-softmax of the raw logits in float32, before penalties and temperature.
-    ``index`` is the token's index in ``StepResult.tokens`` (or, for prompt tokens, its absolute position).
-    ``rank`` counts from 1. ``top_ids`` (int32, see ``pack_int32s``) and ``top_logprobs`` (float32, see
-    ``pack_float32s``) hold the alternatives, best first: packed, because a step may have tens of thousands of them.
+
+    Fields:
+        index: of the token in ``StepResult.tokens``, or for prompt tokens its absolute position.
+        rank: of the token, from 1.
+        top_ids, top_logprobs: the alternatives, best first (int32 and float32 bytes): packed, because a step may have
+            tens of thousands of them.
     """
 
     index: int
@@ -159,7 +165,7 @@ class PromptLogprobs(Piece, frozen=True):
 
 
 class StepError(Piece, frozen=True):
-    """Why a step failed: ``kind`` is "out_of_memory", "invalid_plan" or "internal"; ``message`` is for people."""
+    """Why a step failed. ``kind``: "out_of_memory", "invalid_plan" or "internal". ``message``: for people."""
 
     kind: str
     message: str
@@ -180,13 +186,17 @@ class RowFailure(Piece, frozen=True):
 class StepResult(Message, frozen=True):
     """What one step produced.
 
-    ``tokens`` (int32 bytes) holds one sampled token for every row of the decode set without a draft, in its order, then
-    for every draft of the plan one more than it has tokens, then one for every chunk of the plan that completed its
-    row's known tokens, in the plan's order. After a failed
-    step (``error``), the executor answers every further plan of the epoch with the same error and waits for
-    a Welcome with a new epoch, which empties all rows.
-    ``elapsed_us``: time the step took on the executor, microseconds.
-    ``failures``: sequences that fail alone, in ascending order.
+    After a failed step (``error``), the executor answers every further plan of the epoch with the same error and waits
+    for a Welcome with a new epoch, which empties all rows.
+
+    Fields:
+        tokens: one sampled token (int32 bytes) for every row of the decode set without a draft, in its order, then for
+            every draft of the plan one more than it has tokens, then one for every chunk of the plan that completed its
+            row's known tokens, in the plan's order.
+        logprobs: of these tokens, for rows that ask for them. prompt_logprobs: of the chunks of such rows.
+        elapsed_us: time the step took on the executor, microseconds.
+        error: why the step failed; None: it did not.
+        failures: sequences that fail alone, in ascending order.
     """
 
     epoch: int
