@@ -236,9 +236,43 @@ def test_images_run_as_an_ordinary_user_and_hold_no_more_than_they_need(stack: S
         assert stack.compose("exec", "-T", service, "id", "-u") == "10001"
     for service in ("gateway", "executor"):
         stack.compose("exec", "-T", service, "sh", "-c", "echo > /models/writable && rm /models/writable")
-    for service, absent in (("gateway", ["torch"]), ("scheduler", ["torch", "transformers", "tokenizers", "aiohttp"])):
+    for service, absent in (
+        ("gateway", ["torch"]),
+        ("scheduler", ["torch", "transformers", "tokenizers", "aiohttp"]),
+        ("executor", ["triton", "nvidia"]),
+    ):
         code = f"import importlib.util as u; print([name for name in {absent} if u.find_spec(name)])"
         assert stack.compose("exec", "-T", service, "python", "-c", code) == "[]"
+    code = "import torch; print(torch.version.cuda, torch.backends.cuda.is_built())"
+    assert stack.compose("exec", "-T", "executor", "python", "-c", code) == "None False"
+    search = "find / -xdev -name 'libcud*' -o -xdev -name 'libcublas*' -o -xdev -name 'libtriton*'"
+    assert stack.compose("exec", "-T", "executor", "sh", "-c", f"{search} 2>/dev/null || true") == ""
+
+
+def test_images_say_what_they_were_built_of_and_how_large_they_are(stack: Stack) -> None:
+    """``make images``: everything has been built already, so that it only puts the labels on."""
+    project = f"{stack.name}-labelled"
+    try:
+        printed = run(
+            ".ci/images.sh", environ={"COMPOSE_PROJECT_NAME": project, "SOURCE": "https://example.org/pagewise"}
+        )
+        sizes = dict(re.findall(rf"^{project}-(\w+) +(\d+) MB  sha256:\w+$", printed, re.MULTILINE))
+        assert sizes.keys() == SERVICES
+        revision = run("git", "rev-parse", "HEAD")
+        version = run("git", "grep", "-h", "^version = ", "HEAD", "--", "pyproject.toml").split('"')[1]
+        for service, megabytes in sizes.items():
+            image = f"{project}-{service}"
+            labels = json.loads(inspect(image, "{{json .Config.Labels}}"))
+            told = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+            assert told["revision"].removesuffix("-dirty") == revision
+            assert told["version"] == version
+            assert told["source"] == "https://example.org/pagewise"
+            assert told["title"] == f"Pagewise {service}"
+            assert told["licenses"] == "Apache-2.0"
+            assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", told["created"])
+            assert int(megabytes) == round(int(inspect(image, "{{.Size}}")) / 1e6)
+    finally:
+        run("docker", "image", "rm", "--force", *(f"{project}-{service}" for service in (*SERVICES, "keys")))
 
 
 def test_services_are_healthy_only_while_they_are_reached(stack: Stack) -> None:
