@@ -4,104 +4,48 @@
 """
 
 import asyncio
-import base64
 import contextlib
 import json
-import random
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pagewise_gateway
 from aiohttp import web
+from msgspec import Struct
+from pagewise_gateway.http.console.handlers import _BlockQuery, _parsed, _StreamQuery
+from pagewise_scheduler.core.console.prefixes import PrefixesFrame
+from pagewise_scheduler.core.console.reports import (
+    EndedReport,
+    FleetFrame,
+    GatewayState,
+    RequestsFrame,
+    SchedulerState,
+)
+from pagewise_scheduler.core.console.request_lines import ended_line
+from pagewise_scheduler.core.explanation import Explanation
+from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.memory_reports import (
+    ChunkReport,
+    EventReport,
+    ExecutorReport,
+    RequestReport,
+    SequenceReport,
+    later,
+)
+from pagewise_scheduler.core.requests.timeline import LENDER_GONE
+from pagewise_shared.protocol import SOURCES, ConsoleView
+
+from tests.console.fake_fleet import FakeExecutor, line
 
 STATIC = Path(pagewise_gateway.__file__).parent / "console" / "static"
 CSP = "default-src 'self'"
-STATES = ["free", "cached", "in use", "lent", "copying"]
-FREE, CACHED, IN_USE, LENT, COPYING = range(5)
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-
-
-class FakeExecutor:
-    """A pool of blocks in which something happens at every ``step``."""
-
-    def __init__(self, name: str, num_blocks: int, host_blocks: int) -> None:
-        self.name, self.num_blocks, self.host_blocks = name, num_blocks, host_blocks
-        self.states = bytearray(num_blocks)
-        self.host_used = 0
-        self.running = 0
-        self.demoting = False
-        self.rates = dict.fromkeys(
-            ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied", "written", "recalled"), 0.0
-        )
-        self._random = random.Random(name)
-
-    def step(self) -> None:
-        pick = self._random.sample(range(self.num_blocks), max(1, self.num_blocks // 40))
-        for block in pick if self.running else []:
-            here = self.states[block]
-            self.states[block] = self._random.choice([CACHED, IN_USE, IN_USE, LENT if here == IN_USE else IN_USE])
-        for rate in self.rates:
-            self.rates[rate] = 0.0
-        if self.running:
-            self.rates["copied"] = 3.0
-            self.rates["fetched"] = 6.0
-        if self.demoting:
-            for block in pick:
-                self.states[block] = self._random.choice([COPYING, FREE, IN_USE])
-            self.host_used = min(self.host_blocks, self.host_used + len(pick))
-            self.rates["demoted"] = self.rates["evicted"] = 2.0 * len(pick)
-            self.rates["loaded"] = 9.0
-
-    def counts(self) -> dict[str, int]:
-        return {name.replace(" ", "_"): self.states.count(state) for state, name in enumerate(STATES)}
-
-    def report(self) -> dict[str, Any]:
-        return {
-            "executor_id": self.name,
-            "state": "ready",
-            "role": "both",
-            "block_size": 16,
-            "bytes_per_block": 32768,
-            "num_blocks": self.num_blocks,
-            "counts": self.counts(),
-            "tiers": {
-                "host": {"num_blocks": self.host_blocks, "used": self.host_used, "storing": 0, "loading": 0},
-            },
-            "running": self.running,
-            "waiting": 0,
-            "preemptions": 0,
-            "tokens_per_second": 90.0 * self.running,
-            "rates": self.rates,
-            "prediction_error": 0.12,
-            "links": [{"tier": "host", "setup_us": 226.0, "block_us": 9.3, "error": 0.1, "loading": 0}],
-            "saved_blocks": 9 * self.running,
-        }
-
-    def map(self, query: Any) -> dict[str, Any]:
-        first = int(query.get("first", 0))
-        count = min(int(query.get("count", self.num_blocks)), self.num_blocks - first)
-        per_cell = -(-count // int(query.get("cells", 512)))
-        cells = bytearray()
-        for begin in range(first, first + count, per_cell):
-            some = self.states[begin : begin + per_cell]
-            best = max(range(5), key=some.count)
-            cells += bytes([best, 255 * some.count(best) // len(some)])
-        return {
-            "executor_id": self.name,
-            "tier": "device",
-            "first": first,
-            "count": count,
-            "num_blocks": self.num_blocks,
-            "blocks_per_cell": per_cell,
-            "colour": query.get("colour", "state"),
-            "counts": self.counts(),
-            "legend": list(enumerate(STATES)),
-            "cells": base64.b64encode(cells).decode(),
-        }
+_WAITED = 0.1
 
 
 class FakeGateway:
@@ -113,6 +57,10 @@ class FakeGateway:
             name: FakeExecutor(name, size, 1024) for name, size in (("executor-0", 480), ("executor-1", 1600))
         }
         self.placed: dict[str, str] = {}
+        self.moved_from: dict[str, str] = {}
+        self.ended: dict[str, tuple[RequestReport, float]] = {}
+        self.gateways = [GatewayState("gateway-0", "ready", 0)]
+        self.began = time.monotonic()
         self.aborted: list[str] = []
         self.streams: set[asyncio.Task[Any]] = set()
         self.down = False
@@ -124,23 +72,34 @@ class FakeGateway:
         """So many requests run, evenly placed."""
         names = list(self.executors)
         self.placed = {f"{number:032x}": names[number % len(names)] for number in range(requests)}
-        self._count()
+        self.moved_from = {}
+        self._serve()
 
     def kill(self, name: str) -> None:
         """The executor is gone, and its requests are elsewhere."""
         del self.executors[name]
         (other, *_) = self.executors
+        self.moved_from |= {request: name for request, at in self.placed.items() if at == name}
         self.placed = {request: other if at == name else at for request, at in self.placed.items()}
-        self._count()
+        self._serve()
+
+    def end(self, request: str) -> None:
+        """A request has all its tokens."""
+        report = self._report(request)
+        report.sequences[0].status, report.sequences[0].finish_reason = "finished", "length"
+        report.ended_seconds_ago = 0.0
+        self.ended[request] = report, time.monotonic()
+        del self.placed[request]
+        self._serve()
 
     def cut(self) -> None:
         """Every stream breaks, and new ones are refused while ``down``."""
         for task in self.streams:
             task.cancel()
 
-    def _count(self) -> None:
+    def _serve(self) -> None:
         for executor in self.executors.values():
-            executor.running = list(self.placed.values()).count(executor.name)
+            executor.serve([request for request, at in self.placed.items() if at == executor.name])
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -181,8 +140,8 @@ class FakeGateway:
         self._check(request)
         if self.down:
             raise web.HTTPServiceUnavailable
-        unknown = set(request.query) - {"parts", "executor", "tier", "first", "count", "colour", "cells"}
-        assert not unknown, unknown
+        query = _parsed(request, _StreamQuery)
+        assert query.colour == "state" or query.executor, "the real gateway wants one"
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         task = asyncio.current_task()
@@ -190,164 +149,128 @@ class FakeGateway:
         self.streams.add(task)
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):
             while True:
-                for name, data in self.events(request.query):
-                    await answer.write(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode())
+                for name, data in self.events(query):
+                    await answer.write(b"event: %b\ndata: %b\n\n" % (name.encode(), data))
                 await asyncio.sleep(self.pause)
         self.streams.discard(task)
         if request.transport is not None:
             request.transport.close()
         return answer
 
-    def events(self, query: Any) -> list[tuple[str, dict[str, Any]]]:
+    def events(self, query: _StreamQuery) -> Iterator[tuple[str, bytes]]:
+        """One of each kind that is asked for."""
+        parts, encode = query.parts.split(","), msgspec.json.encode
         for executor in [] if self.still else self.executors.values():
             executor.step()
-        maps = [
-            ("map", executor.map(query))
-            for executor in self.executors.values()
-            if query.get("executor", executor.name) == executor.name
-        ]
-        events = [("fleet", self.fleet()), *maps, ("requests", self.requests()), ("prefixes", self.prefixes())]
-        return [(name, data) for name, data in events if name in query["parts"].split(",")]
+        if "fleet" in parts:
+            yield "fleet", b'%b,"consoles":%d}' % (encode(self.fleet())[:-1], len(self.streams))
+        shown = [one for one in self.executors.values() if query.executor in ("", one.name)]
+        for tier in query.tier.split(",") if "map" in parts else []:
+            view = ConsoleView("map", query.executor, tier, query.first, query.count, query.colour, query.cells)
+            for executor in shown:
+                yield "map", encode(executor.map(view))
+        if "requests" in parts:
+            yield "requests", encode(self.requests())
+        if "prefixes" in parts:
+            yield "prefixes", encode(PrefixesFrame([one.prefixes() for one in shown]))
 
-    def fleet(self) -> dict[str, Any]:
-        executors = [executor.report() for executor in self.executors.values()]
-        return {
-            "time": time.time(),
-            "model": "pagewise-demo",
-            "scheduler": {
-                "uptime_seconds": 4711.0,
-                "version": "0.1.0",
-                "requests_running": len(self.placed),
-                "requests_waiting": 0,
-                "unplaced": 0,
-                "tokens_per_second": sum(each["tokens_per_second"] for each in executors),
-                "prompt_tokens_per_second": 100.0,
-                "hit_rate": {"device": 0.5, "host": 0.125, "peer": 0.0, "disk": 0.0, "redis": 0.0},
-            },
-            "gateways": [{"gateway_id": "gateway-0", "state": "ready", "requests": len(self.placed)}],
-            "executors": executors,
-            "consoles": len(self.streams),
-        }
+    def fleet(self) -> FleetFrame:
+        """The processes."""
+        names = list(self.executors)
+        states = [one.state([peer for peer in names if peer != one.name]) for one in self.executors.values()]
+        hits = dict.fromkeys(SOURCES, 0.0) | {"device": 0.5, "host": 0.125}
+        tokens = sum(one.tokens_per_second for one in states)
+        scheduler = SchedulerState(4711.0, "0.1.0", len(self.placed), 0, 0, tokens, 100.0, hits)
+        return FleetFrame(time.time(), "pagewise-demo", scheduler, self.gateways, states)
 
-    def requests(self) -> dict[str, Any]:
-        running = [
-            {
-                "request_id": name,
-                "client_request_id": "",
-                "key": "",
-                "executor_id": at,
-                "status": "decoding",
-                "prompt_tokens": 284,
-                "output_tokens": 12,
-                "computed_tokens": 284,
-                "blocks": 19,
-                "shared_blocks": 17,
-                "cached_tokens": {"device": 32, "host": 240},
-                "preemptions": 0,
-                "arrived_seconds_ago": 1.5,
-                "queue_seconds": 0.0004,
-                "first_token_seconds": 0.012,
-            }
-            for name, at in self.placed.items()
-        ]
-        return {"running": running, "waiting": [], "ended": [], "truncated": False}
+    def requests(self) -> RequestsFrame:
+        """Those that run and have ended."""
+        age = self._age()
+        running = [line(name, at, age, moved_from=self.moved_from.get(name)) for name, at in self.placed.items()]
+        ended = [ended_line(EndedReport(report, time.monotonic() - then)) for report, then in self.ended.values()]
+        return RequestsFrame(running, [], ended, truncated=False)
 
-    def prefixes(self) -> dict[str, Any]:
-        trunk = {"id": 0, "parent": -1, "depth": 1, "num_blocks": 17, "forks": 8, "references": len(self.placed) // 2}
-        runs = [trunk] + [
-            {"id": number, "parent": 0, "depth": 18, "num_blocks": number, "forks": 0, "references": number % 3}
-            for number in range(1, 9)
-        ]
-        for run in runs:
-            run |= {"tiers": {"device": run["num_blocks"], "host": 0}, "price": 0.004, "text": "class Point:"}  # type: ignore[operator]
-        evictions = [{"block": 11, "depth": 25, "price": 0.0001, "why": "not used for 40 s"}]
-        return {
-            "executors": [
-                {"executor_id": name, "runs": runs, "saved_blocks": 99, "next_evictions": evictions, "truncated": False}
-                for name in self.executors
-            ]
-        }
+    def _age(self) -> float:
+        return round(1.5 + time.monotonic() - self.began, 3)
 
     async def block(self, request: web.Request) -> web.Response:
         self._check(request)
-        executor = self.executors[request.query["executor"]]
-        block = int(request.query["block"])
-        return web.json_response(
-            {
-                "block": block,
-                "state": STATES[executor.states[block]],
-                "hash": f"{block:032x}",
-                "references": 3,
-                "requests": ["0" * 32],
-                "depth": 4,
-                "tokens": 16,
-                "copies": {"host": 7},
-                "elsewhere": [{"executor_id": "executor-9", "tier": "host", "block": 12}],
-                "age_seconds": 3.25,
-                "price": 0.002,
-            }
-        )
+        query = _parsed(request, _BlockQuery)
+        return _json(self.executors[query.executor].block(query.tier, query.block))
 
     async def abort(self, request: web.Request) -> web.Response:
         self._check(request)
         self.aborted.append(request.match_info["name"])
         self.placed.pop(request.match_info["name"], None)
-        self._count()
+        self._serve()
         return web.Response(status=204)
 
     async def request(self, request: web.Request) -> web.Response:
         self._check(request)
         name = request.match_info["name"]
+        if name in self.ended:
+            report, then = self.ended[name]
+            return _json(later(report, time.monotonic() - then))
         if name not in self.placed:
             return web.json_response({"error": {"message": f"no request {name} is known"}}, status=404)
-        history = [
-            {
-                "seconds_ago": 1.4,
-                "kind": "started",
-                "method": "load",
-                "device_tokens": 32,
-                "loaded_tokens": 240,
-                "source": "host",
-                "predicted_seconds": {"load": 0.003, "recompute": 0.02},
-                "actual_seconds": 0.004,
-            },
-            {"seconds_ago": 1.0, "kind": "preempted", "reason": "decodes", "blocks": 19, "freed": 2},
-            {"seconds_ago": 0.7, "kind": "resumed", "method": "load", "device_tokens": 272},
-        ]
-        sequence = {
-            "index": 0,
-            "status": "running",
-            "num_prompt_tokens": 284,
-            "num_output_tokens": 12,
-            "num_computed_tokens": 295,
-            "num_blocks": 19,
-            "shared": 17,
-            "preemptions": 1,
-            "history": history,
-        }
-        return web.json_response(
-            {
-                "request_id": name,
-                "client_request_id": "",
-                "key": "",
-                "priority": 0,
-                "arrived_seconds_ago": 1.5,
-                "queue_seconds": 0.1,
-                "first_token_seconds": 0.3,
-                "executors": [{"executor_id": self.placed[name], "seconds_ago": 1.45}],
-                "cached_tokens": {"device": 32, "host": 240},
-                "sequences": [sequence],
-                "truncated": False,
-            }
+        return _json(self._report(name))
+
+    def _report(self, name: str) -> RequestReport:
+        """Every second request was preempted for the first one; the others lost what they were to load."""
+        age = self._age()
+        lost = (
+            EventReport(age - 0.5, "started over", reason=LENDER_GONE, blocks=19, freed=2)
+            if int(name, 16) % 2
+            else EventReport(age - 0.5, "preempted", reason="decoding sequences need blocks", blocks=19, freed=2)
+        )
+        if lost.kind == "preempted":
+            lost.by, lost.by_key = f"{1:032x}", ""
+        started = EventReport(
+            age - 0.1,
+            "started",
+            method="load",
+            device_tokens=32,
+            loaded_tokens=240,
+            source="host",
+            predicted_seconds={"load": 0.003, "recompute": 0.02, "both": 0.01},
+            actual_seconds=0.004,
+        )
+        resumed = EventReport(age - 0.8, "resumed", method="load", device_tokens=272, loaded_tokens=0, source="device")
+        places = [(self.moved_from[name], 0.05), (self.placed[name], 0.9)] if name in self.moved_from else []
+        sequence = SequenceReport(0, "decode", 284, 12, 295, 19, 17, 1, history=[started, lost, resumed])
+        return RequestReport(
+            request_id=name,
+            client_request_id="",
+            key="",
+            priority=0,
+            arrived_seconds_ago=age,
+            queue_seconds=_WAITED,
+            first_token_seconds=0.3,
+            executors=[ExecutorReport(at, age - then) for at, then in places or [(self.placed[name], 0.05)]],
+            cached_tokens=dict.fromkeys(SOURCES, 0) | {"device": 32, "host": 240},
+            sequences=[sequence],
+            chunks=[ChunkReport(age - 0.1, 8), ChunkReport(age - 0.2, 4)],
         )
 
     async def explain(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "request_id": request.match_info["name"],
-                "sentences": ["It waited 100 ms, because two prefills were before it."],
-            }
+        name, age = request.match_info["name"], self._age()
+        told = Explanation(
+            request_id=name,
+            client_request_id="",
+            key="",
+            state="ended" if name in self.ended else "running",
+            arrived=time.time() - age,
+            total_seconds=age,
+            prompt_tokens=284,
+            output_tokens=12,
+            queue_seconds=_WAITED,
+            first_token_seconds=0.3,
+            cached_tokens={"device": 32, "host": 240},
+            executors=[*self.executors],
+            waits={"rows": _WAITED},
         )
+        told.sentences = sentences(told)
+        return _json(told)
 
     async def tokenize(self, _: web.Request) -> web.Response:
         return web.json_response({"tokens": [3, 59, 7], "token_strs": ["<|user|>", "Write", "Ġthis"], "count": 3})
@@ -364,6 +287,10 @@ class FakeGateway:
         await answer.write(f"data: {json.dumps({'id': 'chatcmpl-1', 'choices': [], 'usage': usage})}\n\n".encode())
         await answer.write(b"data: [DONE]\n\n")
         return answer
+
+
+def _json(value: Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 @contextlib.asynccontextmanager

@@ -1,35 +1,15 @@
 """The console's page in a real browser, over executors that are made up."""
 
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from tests.console.chromium import NARROW, VIEWS, WIDE, chromium, console
-from tests.console.fake_gateway import FakeGateway, serving_console
+from tests.console.chromium import NARROW, VIEWS, WIDE, console
+from tests.console.fake_gateway import FakeGateway
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
 FIRST = "0" * 32
 """The id of the first request that runs."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as running:
-        yield running
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def gateway() -> FakeGateway:
-    return FakeGateway()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def url(gateway: FakeGateway) -> AsyncIterator[str]:
-    async with serving_console(gateway) as address:
-        yield address
 
 
 @pytest.mark.parametrize("width", [WIDE, NARROW])
@@ -174,10 +154,11 @@ async def test_a_request_is_found_explained_and_aborted(browser: Browser, gatewa
         await search.fill(FIRST)
         await search.press("Enter")
         found = page.page.get_by_role("article", name="The request that was found")
-        await expect(found).to_contain_text("because two prefills were before it")
+        await expect(found).to_contain_text("because other sequences had all rows of the executor")
         await expect(found).to_contain_text("240 tokens were in host, these were loaded, predicted 3 ms, took 4 ms")
         await expect(found).to_contain_text("it let go of 19 blocks")
         await found.get_by_role("button", name="Abort…").click()
+        await expect(found).to_contain_text("Its client gets what was generated so far, with the finish reason abort")
         await found.get_by_role("button", name="Abort it").click()
         await expect(found).to_contain_text("It is being aborted.")
         assert gateway.aborted == [FIRST]

@@ -10,11 +10,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from benchmarks.processes import EXECUTOR, Served, serving
-from tests.console.chromium import VIEWS, Console, chromium, console
+from tests.console.chromium import VIEWS, Console, console
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
@@ -25,12 +24,6 @@ BEGINNING = (
 
 WAIT = 60_000
 """ms in which what is expected has to be seen, on a machine that has other work."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with chromium() as running:
-        yield running
 
 
 @contextlib.asynccontextmanager

@@ -169,8 +169,9 @@ def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
 
 def _event(event: dict[str, Any]) -> str:
     ago = f"{event['seconds_ago']:9.3f} s ago  {event['kind']:<10}"
-    if event["kind"] == "preempted":
-        return f"{ago}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
+    if event["kind"] in ("preempted", "started over"):
+        by = f"for request {event['by']}, " if event.get("by") else ""
+        return f"{ago} {by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
     if (source := event["source"]) != TIER_NAMES[0]:
         place = event.get("peer") or "another executor" if source == "peer" else f"the {source}"

@@ -85,6 +85,83 @@ async def test_requests_that_wait_run_and_have_ended(tmp_path: Path) -> None:
             await stack.all_free()
 
 
+async def test_a_request_that_has_moved_says_from_where(tmp_path: Path) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        async with executor(tmp_path, "first", step_seconds=0.01):
+            await stack.ready(1)
+            run = await stack.gateway.submit([1, 2, 3], max_tokens=80, request_id="moves")
+            await run.until_tokens(2)
+            (frame,) = await shown(stack, "requests")
+            assert "moved_from" not in frame["running"][0]
+        await stack.ready(0)
+        (frame,) = await shown(stack, "requests")
+        (line,) = frame["waiting"]
+        assert (line["executor_id"], line["moved_from"]) == ("", "first"), "it is on no executor now"
+        async with executor(tmp_path, "second", step_seconds=0.01):
+            await run.until_tokens(30)
+            (frame,) = await shown(stack, "requests")
+            (line,) = frame["running"]
+            assert (line["executor_id"], line["moved_from"]) == ("second", "first")
+            await run.result()
+            (frame,) = await shown(stack, "requests")
+            (line,) = frame["ended"]
+            assert (line["executor_id"], line["moved_from"]) == ("second", "first")
+        async with executor(tmp_path, "second"):
+            await (await stack.gateway.submit([1, 2, 3], max_tokens=4, request_id="stays")).result()
+            (frame,) = await shown(stack, "requests")
+            assert "moved_from" not in next(one for one in frame["ended"] if one["request_id"] == "stays")
+
+
+async def test_gateways_are_ready_silent_left_or_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def states() -> dict[str, tuple[str, int, str]]:
+        (frame,) = await shown(stack, "fleet")
+        return {one["gateway_id"]: (one["state"], one["requests"], one.get("reason", "")) for one in frame["gateways"]}
+
+    async with running(tmp_path, gateway_timeout=6.0) as stack, executor(tmp_path, step_seconds=0.05):
+        await stack.ready(1)
+        async with gateway(tmp_path, "leaves") as leaves, gateway(tmp_path, "falls silent") as silent:
+            await (await silent.submit([1, 2, 3], max_tokens=200, request_id="ends with it")).until_tokens(1)
+            assert await states() == {
+                "gateway": ("ready", 0, ""),
+                "leaves": ("ready", 0, ""),
+                "falls silent": ("ready", 1, ""),
+            }
+            await leaves.close(goodbye=True)
+            await until(lambda: len(stack.gateways) == 2)
+            state, _, reason = (await states())["leaves"]
+            assert (state, reason.startswith("it left")) == ("left", True)
+            await silent.stop_reading()
+            async with asyncio.timeout(5):
+                while (await states())["falls silent"][0] == "ready":
+                    await asyncio.sleep(0.1)
+            assert (await states())["falls silent"] == ("silent", 1, "")
+            await until(lambda: len(stack.gateways) == 1)
+            state, requests, reason = (await states())["falls silent"]
+            assert (state, requests) == ("lost", 1)
+            assert reason.startswith("no heartbeat for ")
+        async with gateway(tmp_path, "leaves"):
+            assert (await states())["leaves"] == ("ready", 0, ""), "it has come back"
+        await stack.all_free()
+        monkeypatch.setattr(console_module, "_GONE_SECONDS", 0.0)
+        assert list(await states()) == ["gateway"]
+
+
+async def test_each_executor_s_hits_are_told_by_tier(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "a"):
+        await stack.ready(1)
+        await shown(stack, "fleet")
+        for _ in range(2):
+            await (await stack.gateway.submit(list(range(1, 41)), max_tokens=2)).result()
+        await until(lambda: stack.engines[0].watch.cached_tokens["device"])  # it is counted once a second
+        async with executor(tmp_path, "b"):
+            await stack.ready(2)
+            (frame,) = await shown(stack, "fleet")
+        rates = {one["executor_id"]: one["hit_rate"] for one in frame["executors"]}
+        assert 0.4 < rates["a"]["device"] < 0.5, "nearly all of the second prompt"
+        assert rates["a"] == frame["scheduler"]["hit_rate"]
+        assert set(rates["b"].values()) == {0.0}
+
+
 async def test_an_operator_ends_a_request_of_any_gateway(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01), gateway(tmp_path, "other") as other:
         await stack.ready(1)

@@ -113,6 +113,14 @@ async def test_a_report_tells_times_and_executors(tmp_path: Path) -> None:
             assert [one["executor_id"] for one in again["executors"]] == ["first", "second"]
             assert again["first_token_seconds"] == seen["first_token_seconds"], "it had its first token before it moved"
             assert again["arrived_seconds_ago"] > seen["arrived_seconds_ago"]
+            assert seen["ended_seconds_ago"] is None
+            lasted = again["arrived_seconds_ago"] - again["ended_seconds_ago"]
+            await asyncio.sleep(0.1)
+            later = await report(stack, "run-0")
+            assert later is not None
+            assert later["ended_seconds_ago"] >= again["ended_seconds_ago"] + 0.1
+            assert later["arrived_seconds_ago"] - later["ended_seconds_ago"] == pytest.approx(lasted, abs=1e-4)
+            assert lasted > again["first_token_seconds"]
             late = await report(stack, "waits")
             assert late is not None
             assert late["first_token_seconds"] >= late["queue_seconds"] > 0

@@ -19,6 +19,7 @@ from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.recent_requests import EndedRequest
 from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.console.block_colours import coloured_cells
 from pagewise_scheduler.core.console.block_details import block_details
 from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
@@ -41,6 +42,8 @@ _SHARED = 0.8
 _MOST_OF_CORE = 0.003
 """The share of a core that answers may take: if they would take more, those that take the most are made less often."""
 _LONGEST_PAUSE = 10.0
+_SILENT_SECONDS, _GONE_SECONDS = 3 * HEARTBEAT_MS / 1000, 60.0
+"""After how many seconds without a heartbeat a gateway is called silent, and for how many one that went is shown."""
 _FORGOTTEN_SECONDS = 5.0
 """A gateway asks for what a console shows at least every two seconds."""
 _MOST_VIEWS = 256
@@ -243,14 +246,30 @@ class Console:
             round(time.time(), 3),
             self._model_name,
             self._scheduler_state(now, rates.values()),
-            [GatewayState(one.name, "ready", len(one.peer.submissions)) for one in self._gateways],
+            self._gateway_states(now),
             [_executor_state(engine, rates[engine], names, now) for engine in engines],
         )
 
+    def _gateway_states(self, now: float) -> list[GatewayState]:
+        """Those that are in, and those that went a moment ago and have not come back under their name."""
+        states = [
+            GatewayState(
+                one.name,
+                "silent" if now - one.last_seen > _SILENT_SECONDS else "ready",
+                len(one.peer.submissions),
+            )
+            for one in self._gateways
+        ]
+        here = {one.gateway_id for one in states}
+        gone = {
+            one.name: GatewayState(one.name, "left" if one.loss is Loss.LEFT else "lost", one.requests, one.reason)
+            for one in self._gateways.gone
+            if one.name not in here and now - one.time < _GONE_SECONDS
+        }
+        return [*states, *gone.values()]
+
     def _scheduler_state(self, now: float, rates: Iterable[Rates]) -> SchedulerState:
         rates = list(rates)
-        prompt = sum(one.prompt_of_last_minute for one in rates)
-        hits = {source: sum(one.hits[source] for one in rates) for source in SOURCES}
         return SchedulerState(
             round(now - self._started, 1),
             package_version(),
@@ -259,7 +278,7 @@ class Console:
             len(self._router.unplaced),
             round(sum(one.tokens for one in rates), 1),
             round(sum(one.prompt_tokens for one in rates), 1),
-            {source: round(min(1.0, count / prompt), 4) if prompt else 0.0 for source, count in hits.items()},
+            _hit_rate(rates),
         )
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -301,6 +320,13 @@ def _tier(engine: Engine, name: str) -> Tier | None:
     return next((tier for number, tier in tiers.items() if tier_name(number) == name), None)
 
 
+def _hit_rate(rates: list[Rates]) -> dict[str, float]:
+    """The share of the prompt tokens of the last minute that was found in a cache, by where."""
+    prompt = sum(one.prompt_of_last_minute for one in rates)
+    hits = {source: sum(one.hits[source] for one in rates) for source in SOURCES}
+    return {source: round(min(1.0, count / prompt), 4) if prompt else 0.0 for source, count in hits.items()}
+
+
 def _executor_state(engine: Engine, rates: Rates, names: dict[str, str], now: float) -> ExecutorState:
     scheduler, hello = engine.scheduler, engine.hello
     pool = scheduler.kv.pool
@@ -321,4 +347,5 @@ def _executor_state(engine: Engine, rates: Rates, names: dict[str, str], now: fl
         round(scheduler.costs.prefill.error, 4),
         link_states(scheduler, names),
         saved_blocks(scheduler),
+        _hit_rate([rates]),
     )

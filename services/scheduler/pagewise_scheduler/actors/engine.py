@@ -259,7 +259,7 @@ class Engine:
 
     def _forget(self, live: LiveRequest) -> None:
         now, request = clock(), live.request
-        self.recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT), now)
+        self.recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT, ended=True), now)
         del self._live[request.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:

@@ -1,9 +1,10 @@
 """The gateways: their requests, and the frames in which they are told what is new."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 MAX_GATEWAYS = 256
 """Gateways that may be in at once."""
 
+_MOST_GONE = 32
+
 Answer = Callable[[Query], bytes | None]
 """What a query asks for; None: it is not known."""
 
@@ -82,9 +85,19 @@ class Gateway:
         return streams.start not in self.submissions and not any(stream in self.streams for stream in streams)
 
 
+class GoneGateway(NamedTuple):
+    """A gateway that went at ``time``, in seconds of ``clock``. ``requests``: those of it that ended with that."""
+
+    name: str
+    time: float
+    loss: Loss
+    reason: str
+    requests: int
+
+
 class Gateways(Sessions[Gateway]):
     """Admits gateways, takes their requests, and tells them what becomes of those; gives up who does not listen.
-    ``on_ended``: called with each prompt of which nothing runs any more.
+    ``on_ended``: called with each prompt of which nothing runs any more. ``gone``: the last few that went, in order.
 
     A gateway that is lost takes its own requests along: they are aborted, and their blocks are free at once.
     """
@@ -114,6 +127,7 @@ class Gateways(Sessions[Gateway]):
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
+        self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.on_ended: Callable[[LiveRequest], None] = lambda live: None
 
     @property
@@ -180,6 +194,7 @@ class Gateways(Sessions[Gateway]):
         log.log(level, "gateway %s is gone: %s; %d requests end", session.name, reason, len(gateway.submissions))
         self.metrics.gateways_ready.set(len(self))
         self.metrics.gateways.gone(session.identity)
+        self.gone.append(GoneGateway(session.name, clock(), loss, reason, len(gateway.submissions)))
         for submission in list(gateway.submissions.values()):
             self._abort(gateway, submission)
 

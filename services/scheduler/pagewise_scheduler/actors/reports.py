@@ -57,4 +57,4 @@ def _request(
         return None
     report = min(found, key=lambda report: (report.request_id != name, report.arrived_seconds_ago))
     names = {engine.scheduler.recoveries.endpoint: engine.executor_id for engine in engines}
-    return shown(report, names, hashes=not key)
+    return shown(report, names, key)

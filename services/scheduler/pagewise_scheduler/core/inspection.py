@@ -26,6 +26,7 @@ from pagewise_scheduler.core.memory_reports import (
 from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
+from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
@@ -87,9 +88,14 @@ def _link_report(link: Link) -> LinkReport:
     return LinkReport(setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests)
 
 
-def request_report(request: Request, scheduler: Scheduler, now: float, limit: int) -> RequestReport:
-    """At most ``limit`` of a request's sequences, of their blocks, and of what happened to them."""
-    return _request_report(request, scheduler, now, _Room(limit))
+def request_report(
+    request: Request, scheduler: Scheduler, now: float, limit: int, *, ended: bool = False
+) -> RequestReport:
+    """At most ``limit`` of a request's sequences, of their blocks, and of what happened to them. ``ended``: it ends at
+    ``now``."""
+    report = _request_report(request, scheduler, now, _Room(limit))
+    report.ended_seconds_ago = 0.0 if ended else None
+    return report
 
 
 def _request_report(request: Request, scheduler: Scheduler, now: float, room: _Room) -> RequestReport:
@@ -168,8 +174,17 @@ def _copies(node: CachedBlock, pool: BlockPool) -> dict[str, int]:
 
 def _event(event: object, now: float) -> EventReport:
     if isinstance(event, Preempted):
-        seconds = round(now - event.time, 6)
-        return EventReport(seconds, "preempted", reason=event.reason, blocks=event.blocks, freed=event.freed)
+        kind = "started over" if event.reason in (BLOCKS_SPOILED, LENDER_GONE) else "preempted"
+        seconds, by = round(now - event.time, 6), event.by
+        return EventReport(
+            seconds,
+            kind,
+            reason=event.reason,
+            blocks=event.blocks,
+            freed=event.freed,
+            by=by.request_id if by is not None else None,
+            by_key=by.key if by is not None else None,
+        )
     assert isinstance(event, Recovery)
     report = EventReport(
         round(now - event.began, 6),

@@ -80,7 +80,9 @@ class EventReport(Struct, omit_defaults=True):
     Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
     ``loaded_tokens`` came from ``source``, one of ``SOURCES``, which had them also if they were computed;
     ``peer``: the block endpoint of that other executor, or its name),
-    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held).
+    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held; ``by``: the id
+    of the request that needed them, ``by_key``: the name of its API key),
+    "started over" (the same for no other request: what was to be loaded for it had not come).
     """
 
     seconds_ago: float
@@ -93,6 +95,8 @@ class EventReport(Struct, omit_defaults=True):
     peer: str | None = None
     blocks: int | None = None
     freed: int | None = None
+    by: str | None = None
+    by_key: str | None = None
     predicted_seconds: dict[str, float] | None = None
     actual_seconds: float | None = None
 
@@ -138,6 +142,7 @@ class RequestReport(Struct):
         executors: where it was placed, the last few, the newest last.
         cached_tokens: by where they were found when it first ran.
         chunks: in which it was prefilled; of more than 32, neighbours are told as one.
+        ended_seconds_ago: since it ended, None if it has not.
         truncated: sequences, blocks or events were left out.
     """
 
@@ -153,6 +158,7 @@ class RequestReport(Struct):
     sequences: list[SequenceReport]
     truncated: bool = False
     chunks: list[ChunkReport] = []
+    ended_seconds_ago: float | None = None
 
 
 class RunReport(Struct):
@@ -209,19 +215,26 @@ def later(report: RequestReport, seconds: float) -> RequestReport:
         executors=[replace(one, seconds_ago=round(one.seconds_ago + seconds, 6)) for one in report.executors],
         sequences=sequences,
         chunks=[replace(one, seconds_ago=round(one.seconds_ago + seconds, 6)) for one in report.chunks],
+        ended_seconds_ago=round((report.ended_seconds_ago or 0.0) + seconds, 6),
     )
 
 
-def shown(report: RequestReport, names: Mapping[str, str], *, hashes: bool) -> RequestReport:
+def shown(report: RequestReport, names: Mapping[str, str], key: str) -> RequestReport:
     """A report as somebody gets it who asks for this one request.
 
-    ``names``: of executors, by their block endpoints; others are left out. ``hashes``: whether block hashes stay.
+    ``names``: of executors, by their block endpoints; others are left out. ``key``: the name of the API key that asks,
+    "" for an operator's: only operators see block hashes, and the ids of other keys' requests.
     """
+
+    def shown_event(event: EventReport) -> EventReport:
+        event = replace(event, peer=names.get(event.peer or ""))
+        return replace(event, by=None, by_key=None) if key and event.by_key != key else event
+
     sequences = [
         replace(
             sequence,
-            blocks=sequence.blocks if hashes else [replace(block, hash="") for block in sequence.blocks],
-            history=[replace(event, peer=names.get(event.peer or "")) for event in sequence.history],
+            blocks=[replace(block, hash="") for block in sequence.blocks] if key else sequence.blocks,
+            history=[shown_event(event) for event in sequence.history],
         )
         for sequence in report.sequences
     ]

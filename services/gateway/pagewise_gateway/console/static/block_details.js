@@ -1,7 +1,7 @@
 // What is known of the block that is pointed at.
 
 import { getJson } from "./api.js";
-import { count, num, percent, seconds } from "./format.js";
+import { count, num, percent } from "./format.js";
 import { href } from "./route.js";
 import { html, useEffect, useState } from "./htm-preact.js";
 
@@ -70,7 +70,6 @@ function Known({ block, error }) {
       <dd class="code">${block.hash || "none: it is not full, or not computed yet"}</dd>
       ${block.depth !== undefined && block.depth !== null && html`<dt>Depth in its prefix</dt><dd>${count(block.depth, "block")}</dd>`}
       ${block.tokens !== undefined && html`<dt>Tokens</dt><dd>${num(block.tokens)}</dd>`}
-      ${block.age_seconds !== undefined && block.age_seconds !== null && html`<dt>Last used</dt><dd>${seconds(block.age_seconds)} ago</dd>`}
       ${block.price !== undefined && block.price !== null && html`<dt>Price of eviction</dt><dd>${priceOf(block.price)}</dd>`}
       ${block.unused_for > 0 && html`<dt>Not used for</dt><dd>${count(block.unused_for, "block")} that came in since</dd>`}
       ${block.why && html`<dt>Why it stays or goes</dt><dd>${block.why}</dd>`}

@@ -11,7 +11,7 @@ export function captions(store) {
     return [{ tone: "bad", title: "The scheduler does not answer", text: `${store.problems.fleet}. Streams pause, and go on when it is back.` }];
   }
   if (!fleet) return [{ tone: "calm", title: "Waiting for the first update", text: "The stream is being opened." }];
-  const found = [...goneExecutors(store), ...scheduler(store), ...noExecutor(fleet), ...announced(fleet)];
+  const found = [...goneExecutors(store), ...scheduler(store), ...noExecutor(fleet), ...goneGateways(fleet)];
   found.push(...pressure(store), ...work(store), ...recovered(store));
   return found;
 }
@@ -36,13 +36,20 @@ function scheduler({ restarted, now }) {
 
 function noExecutor({ executors }) {
   if (executors.some(({ state }) => state === "ready")) return [];
-  const joining = executors.filter(({ state }) => state === "joining").length;
-  const title = joining ? `${count(joining, "executor")} joining, none ready yet` : "No executor is ready";
-  return [{ tone: "bad", title, text: "Requests wait until one is, for a bounded time." }];
+  return [{ tone: "bad", title: "No executor is ready", text: "Requests wait until one is, for a bounded time." }];
 }
 
-function announced({ events = [] }) {
-  return events.slice(0, 2).map(({ text }) => ({ tone: "warn", title: text, text: "" }));
+function goneGateways({ gateways }) {
+  const lost = gateways.filter(({ state }) => state === "lost");
+  const silent = gateways.filter(({ state }) => state === "silent");
+  return [
+    ...lost.map(({ gateway_id: name, requests, reason }) => ({
+      tone: "bad",
+      title: `The gateway ${name} is lost`,
+      text: `${count(requests, "request")} of its clients ended: ${reason}.`,
+    })),
+    ...silent.map(({ gateway_id: name }) => ({ tone: "warn", title: `The gateway ${name} is silent`, text: "Some of its heartbeats have not come." })),
+  ];
 }
 
 function pressure(store) {
@@ -102,7 +109,6 @@ function work({ fleet }) {
 export function pools(fleet) {
   const sum = { total: 0, free: 0, cached: 0, inUse: 0, saved: 0, savedBytes: 0 };
   for (const executor of fleet?.executors ?? []) {
-    if (executor.state === "gone") continue;
     const { counts = {} } = executor;
     sum.total += executor.num_blocks;
     sum.free += counts.free ?? 0;

@@ -10,31 +10,28 @@ const STATES = ["in_use", "lent", "copying", "cached", "free"];
 export function FleetView({ store }) {
   const { fleet } = store;
   if (!fleet) return html`<div class="panel"><${Empty}>Waiting for the first update.<//></div>`;
-  const gone = fleet.executors.filter(({ state }) => state === "gone").map(({ executor_id: name }) => name);
-  const missed = [...store.gone.keys()].filter((name) => !gone.includes(name));
+  const gone = [...store.gone.keys()];
   return html`
     <${Scheduler} scheduler=${fleet.scheduler} store=${store} model=${fleet.model} />
     <section aria-label="Executors">
       <h2 class="section">Executors</h2>
       <div class="cards">
-        ${fleet.executors.map((each) =>
-          each.state === "gone"
-            ? html`<${Gone} key=${each.executor_id} name=${each.executor_id} />`
-            : html`<${Executor} key=${each.executor_id} executor=${each} tokens=${store.executorTokens.get(each.executor_id)?.values() ?? []} />`,
+        ${fleet.executors.map(
+          (each) => html`<${Executor} key=${each.executor_id} executor=${each} tokens=${store.executorTokens.get(each.executor_id)?.values() ?? []} />`,
         )}
-        ${missed.map((name) => html`<${Gone} key=${name} name=${name} />`)}
-        ${!fleet.executors.length && !missed.length && html`<div class="panel"><${Empty}>No executor has joined.<//></div>`}
+        ${gone.map((name) => html`<${Gone} key=${name} name=${name} />`)}
+        ${!fleet.executors.length && !gone.length && html`<div class="panel"><${Empty}>No executor has joined.<//></div>`}
       </div>
     </section>
-    <${Links} executors=${fleet.executors.filter(({ state }) => state !== "gone")} />
+    <${Links} executors=${fleet.executors} />
     <section class="panel">
       <h2>Gateways</h2>
       <${Table} label="Gateways" head=${["Gateway", "State", "Requests"]}>
         ${fleet.gateways.map(
           (each) => html`<tr key=${each.gateway_id}>
             <th scope="row">${short(each.gateway_id, 24)}</th>
-            <td><${State} value=${each.state} /></td>
-            <td>${num(each.requests)}</td>
+            <td><${State} value=${each.state} />${each.reason && html` <small>${each.reason}</small>`}</td>
+            <td>${num(each.requests)}${each.reason && " ended"}</td>
           </tr>`,
         )}
       <//>
@@ -55,11 +52,13 @@ function Scheduler({ scheduler, store, model }) {
       <//>
       <${Fact} name="Prompt tokens from cache" value=${percent(tiers.reduce((sum, { value }) => sum + value, 0))}>
         <${Bar} label="Found in" total=${1} parts=${tiers} />
-        <small>${tiers.filter(({ value }) => value > 0).map(({ label, value }) => `${label} ${percent(value)}`).join(", ") || "last minute"}</small>
+        <small>${shares(tiers) || "last minute"}</small>
       <//>
     </dl>
   </section>`;
 }
+
+const shares = (tiers) => tiers.filter(({ value }) => value > 0).map(({ label, value }) => `${label} ${percent(value)}`).join(", ");
 
 function Executor({ executor, tokens }) {
   const { executor_id: name, state, role, running, waiting, counts = {}, num_blocks: blocks, tiers = {}, preemptions } = executor;
@@ -78,6 +77,8 @@ function Executor({ executor, tokens }) {
       <dt>Device</dt>
       <dd>${num(blocks - (counts.free ?? 0) - (counts.cached ?? 0))} in use, ${num(counts.cached)} cached, ${num(counts.free)} free</dd>
       ${Object.entries(tiers).map(([tier, pool]) => html`<dt>${tier[0].toUpperCase() + tier.slice(1)}</dt><dd>${num(pool.used)} of ${count(pool.num_blocks, "block")}</dd>`)}
+      <dt>Prompt tokens from cache</dt>
+      <dd>${shares(hitsOf(executor)) || "none in the last minute"}</dd>
       <dt>Sharing saves</dt>
       <dd>${count(executor.saved_blocks ?? 0, "block")}</dd>
       <dt>Preemptions</dt>

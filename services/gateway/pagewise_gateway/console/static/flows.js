@@ -18,7 +18,7 @@ const SHOWN = [
 export function Flows({ store, executor }) {
   const live = new Map(
     (store.fleet?.executors ?? [])
-      .filter(({ executor_id: name, state }) => state !== "gone" && (!executor || name === executor))
+      .filter(({ executor_id: name }) => !executor || name === executor)
       .map((each) => [each.executor_id, each.rates ?? {}]),
   );
   const storage = ["written", "recalled"].some((flow) => store.lastMinute(flow, executor) > 0);

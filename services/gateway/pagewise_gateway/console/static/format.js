@@ -53,9 +53,3 @@ export function bytes(value) {
 export function short(id, most = 12) {
   return id && id.length > most ? `${id.slice(0, most - 1)}…` : id || "–";
 }
-
-/** Cached tokens: a number, or one for each tier. */
-export function total(value) {
-  if (value && typeof value === "object") return Object.values(value).reduce((sum, each) => sum + each, 0);
-  return value || 0;
-}

@@ -1,10 +1,12 @@
 // What the colours stand for, and how many blocks have each.
 
 import { num, percent } from "./format.js";
-import { colours, isNeutral } from "./palette.js";
+import { ageOf, colours, isNeutral } from "./palette.js";
 import { html } from "./htm-preact.js";
 
 const MOST = 12;
+
+const rank = ({ label }) => ageOf(label) ?? Number.MAX_SAFE_INTEGER;
 
 const MEANING = {
   free: "holds nothing",
@@ -27,7 +29,7 @@ export function Legend({ maps, counts, title }) {
         ({ label, colour, blocks }) =>
           html`<li key=${label} title=${MEANING[label]}>
             <span class=${`swatch ${label.replaceAll(" ", "-")}`} style=${{ background: colour }} aria-hidden="true"></span>
-            <span class="name">${label || "none"}</span>
+            <span class="name">${label}</span>
             <span class="blocks">${num(Math.round(blocks))}</span>
             <span class="share">${percent(blocks / total)}</span>
           </li>`,
@@ -64,5 +66,6 @@ function fromCells(maps) {
   const ordered = [...rows.values()];
   const groups = maps[0].colour === "request" || maps[0].colour === "prefix";
   if (groups) ordered.sort((a, b) => isNeutral(a.label) - isNeutral(b.label) || b.blocks - a.blocks);
+  if (maps[0].colour === "age") ordered.sort((a, b) => rank(a) - rank(b));
   return ordered;
 }

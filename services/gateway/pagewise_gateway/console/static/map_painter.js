@@ -219,7 +219,7 @@ function number(context, block, x, y, side, onEmpty) {
 
 /** Rare states are told by more than their colour: lent blocks by a stripe, copies by a dot. */
 function pattern(context, label, x, y, side) {
-  if (label !== "lent" && label !== "copying" && label !== "storing" && label !== "loading") return;
+  if (label !== "lent" && label !== "copying") return;
   context.save();
   context.beginPath();
   context.rect(x, y, side, side);

@@ -39,7 +39,7 @@ export function memoryQuery(params) {
 
 export function MemoryView({ store, params }) {
   const [at, setAt] = useState(null);
-  const executors = (store.fleet?.executors ?? []).filter(({ state }) => state !== "gone");
+  const executors = store.fleet?.executors ?? [];
   const only = params.executor;
   const maps = shownMaps(store, params, executors);
   const counts = (params.colour || "state") === "state" && sumOf(maps);

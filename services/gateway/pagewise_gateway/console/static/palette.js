@@ -5,14 +5,10 @@ const STATES = {
   light: { free: "#e3e8ef", cached: "#5aa9e0", in_use: "#e08a00", lent: "#008f68", copying: "#b0478f" },
   dark: { free: "#232c3b", cached: "#3d8fd1", in_use: "#f5ac33", lent: "#2cc295", copying: "#e08cc2" },
 };
-STATES.light.used = STATES.light.cached;
-STATES.dark.used = STATES.dark.cached;
-STATES.light.storing = STATES.light.loading = STATES.light.copying;
-STATES.dark.storing = STATES.dark.loading = STATES.dark.copying;
 
 const TIERS = {
-  light: { device: "#e08a00", host: "#5aa9e0", disk: "#008f68", storage: "#008f68", peer: "#b0478f" },
-  dark: { device: "#f5ac33", host: "#3d8fd1", disk: "#2cc295", storage: "#2cc295", peer: "#e08cc2" },
+  light: { device: "#5b5fc7", host: "#8a7a00", device_and_host: "#c64a00" },
+  dark: { device: "#9a9df5", host: "#e6d84a", device_and_host: "#ff8a4c" },
 };
 
 const AGES = {
@@ -30,12 +26,13 @@ const FLASHES = {
   dark: { evicted: "#ff6b57", taken: "#ffffff", arrived: "#a8dcff", released: "#a8dcff", copying: "#ffc4ec", changed: "#ffffff" },
 };
 
+/** Whether a label of a legend stands for nothing at all. */
+export const isNeutral = (label) => label === "free";
+
 /** "light" or "dark". */
 export function theme() {
   return document.documentElement.dataset.theme === "dark" ? "dark" : "light";
 }
-
-const neutral = (label) => ["free", "none", "no request", "nobody", "", "-", "–"].includes(label.toLowerCase());
 
 /**
  * Keeps the colour of a request or prefix as long as it is in view, and gives it to another one later.
@@ -61,25 +58,32 @@ class Slots {
 
 const slots = new Slots();
 
+/** How long a block of the colour "age" has not been used; undefined for blocks that have no age. */
+export function ageOf(label) {
+  if (label === "used last") return 0;
+  const known = /^unused for (\d+) or less$/.exec(label);
+  return known ? Number(known[1]) : undefined;
+}
+
 /** CSS colours of a legend ([[index, label], …]), by index. `mode`: state, request, prefix, age or tier. */
 export function colours(mode, legend) {
   const now = theme();
   const found = new Map();
   if (mode === "request" || mode === "prefix") {
-    const assigned = slots.assign(legend.map(([, label]) => label).filter((label) => !neutral(label)));
+    const assigned = slots.assign(legend.map(([, label]) => label).filter((label) => !isNeutral(label)));
     for (const [index, label] of legend) {
       const state = STATES[now][label.replaceAll(" ", "_")];
-      found.set(index, neutral(label) ? STATES[now].free : (state ?? group(now, assigned.get(label))));
+      found.set(index, state ?? group(now, assigned.get(label)));
     }
     return found;
   }
-  const named = mode === "tier" ? { ...STATES[now], ...TIERS[now] } : STATES[now];
-  const ages = legend.filter(([, label]) => !neutral(label));
+  const named = { ...STATES[now], ...TIERS[now] };
+  const ages = legend.map(([, label]) => ageOf(label)).filter((age) => age !== undefined);
+  ages.sort((a, b) => a - b);
   for (const [index, label] of legend) {
-    const place = ages.findIndex(([each]) => each === index);
-    if (neutral(label)) found.set(index, STATES[now].free);
-    else if (mode === "age") found.set(index, AGES[now][Math.round((place * 7) / Math.max(ages.length - 1, 1))]);
-    else found.set(index, named[label.replaceAll(" ", "_")] ?? group(now, place));
+    const place = ages.indexOf(ageOf(label));
+    if (place >= 0) found.set(index, AGES[now][Math.round((place * 7) / Math.max(ages.length - 1, 1))]);
+    else found.set(index, named[label.replaceAll(" ", "_")] ?? group(now, index));
   }
   return found;
 }
@@ -88,9 +92,6 @@ function group(now, slot) {
   const all = GROUPS[now];
   return all[slot % all.length];
 }
-
-/** Which labels of a legend stand for nothing at all, such as free blocks. */
-export const isNeutral = neutral;
 
 /** The colour in which a change flashes. */
 export function flashColour(kind) {

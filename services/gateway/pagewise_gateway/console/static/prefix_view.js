@@ -68,7 +68,7 @@ function Tree({ executor_id: name, runs, next_evictions: next = [], truncated })
               <td>${num(run.num_blocks)}</td>
               <td>${run.references > 1 ? html`<b>${num(run.references)}</b>` : num(run.references)}</td>
               <td>${tiersOf(run)}</td>
-              <td>${run.next_evicted === undefined || run.next_evicted === null ? "" : `${num(run.next_evicted + 1)}.`}</td>
+              <td>${run.next_evicted === undefined || run.next_evicted === null ? "" : `${num(run.next_evicted)}.`}</td>
               <td>${priceOf(run.price)}</td>
               ${withText && html`<td class="code text">${run.text}</td>`}
             </tr>`,
@@ -148,7 +148,7 @@ function Drawing({ name, ordered, children }) {
 }
 
 function sharedClass({ references, tiers = {} }) {
-  if (!references) return tiers.device === 0 ? "s5" : "s0";
+  if (!references) return tiers.device ? "s0" : "s5";
   return references < 2 ? "s1" : references < 4 ? "s2" : references < 16 ? "s3" : "s4";
 }
 
@@ -163,7 +163,7 @@ function Evictions({ next }) {
     <ol>
       ${next.slice(0, 6).map(
         ({ block, depth, price, why }) =>
-          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}: ${why || `price ${priceOf(price)}`}</li>`,
+          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}, price ${priceOf(price)}: ${why}</li>`,
       )}
     </ol>
   </section>`;

@@ -7,7 +7,8 @@ import { href } from "./route.js";
 import { TimeLine } from "./time_line.js";
 import { html, useEffect, useState } from "./htm-preact.js";
 
-const AGAIN = 1500; // ms
+const AGAIN = 1500; // ms after which it is asked again what a request has
+const WHY_AGAIN = 3000; // and where its time went: that is more to find out
 
 /** `live`: what the stream says about it, undefined if it is not among what is sent. */
 export function RequestDetails({ id, live }) {
@@ -36,10 +37,20 @@ export function RequestDetails({ id, live }) {
   }, [id, ended]);
   useEffect(() => {
     const abort = new AbortController();
-    getJson(`/debug/explain/${encodeURIComponent(id)}`, { signal: abort.signal })
-      .then(setWhy)
-      .catch(() => setWhy(null)); // not every server explains
-    return () => abort.abort();
+    let timer = 0;
+    const ask = async () => {
+      try {
+        setWhy(await getJson(`/debug/explain/${encodeURIComponent(id)}`, { signal: abort.signal }));
+      } catch (failure) {
+        if (failure.status === 404) return; // nobody knows it, or the server does not explain
+      }
+      if (!ended && !abort.signal.aborted) timer = setTimeout(ask, WHY_AGAIN);
+    };
+    ask();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+    };
   }, [id, ended]);
 
   const status = live?.status ?? known?.sequences?.[0]?.status;
@@ -99,7 +110,7 @@ function Abort({ id }) {
   if (said) return html`<span role="status">${said}</span>`;
   if (!asked) return html`<button type="button" onClick=${() => setAsked(true)}>Abort…</button>`;
   return html`<span role="group" aria-label="Abort this request?" class="confirm">
-    Its client gets an end without a result.
+    Its client gets what was generated so far, with the finish reason abort, where its API has one.
     <button type="button" class="danger" onClick=${abort}>Abort it</button>
     <button type="button" onClick=${() => setAsked(false)}>Keep it</button>
   </span>`;

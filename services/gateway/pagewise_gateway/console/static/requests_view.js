@@ -1,6 +1,6 @@
 // Requests: who runs, who waits, who has ended, and where the time of one of them went.
 
-import { count, num, seconds, short, total } from "./format.js";
+import { count, num, seconds, short } from "./format.js";
 import { Empty, State, Table } from "./parts.js";
 import { RequestDetails } from "./request_details.js";
 import { go, href } from "./route.js";
@@ -65,12 +65,12 @@ function List({ label, list, selected }) {
             <a class="code" href=${href("requests", { id: each.request_id })}>${short(each.client_request_id || each.request_id)}</a>
           </th>
           <td>
-            <${State} value=${each.finish_reason ? `${each.status === "aborted" ? "aborted" : `ended: ${each.finish_reason}`}` : each.status} />
+            <${State} value=${each.finish_reason ? `ended: ${each.finish_reason}` : each.status} />
             ${each.preemptions > 0 && html` <small>preempted ${num(each.preemptions)}×</small>`}
           </td>
-          <td>${each.executor_id || "–"}${each.moved_from && html` <small>from ${each.moved_from}</small>`}</td>
+          <td>${each.executor_id || "–"}${each.moved_from && html` <small>moved from ${each.moved_from}</small>`}</td>
           <td>${prefill(each)}</td>
-          <td>${num(total(each.cached_tokens))}</td>
+          <td>${num(each.cached_tokens)}</td>
           <td>${num(each.output_tokens)}</td>
           <td>${num(each.blocks)}</td>
           <td>${num(each.shared_blocks)}</td>

@@ -75,7 +75,6 @@ export class Store {
     const present = new Set();
     for (const executor of fleet.executors) {
       const name = executor.executor_id;
-      if (executor.state === "gone") continue;
       present.add(name);
       this.#takeRates(name, executor, elapsed);
       if (!this.executorTokens.has(name)) this.executorTokens.set(name, new Ring(POINTS));
@@ -83,7 +82,6 @@ export class Store {
     }
     this.#noticeGone(present, fleet.time);
     for (const executor of fleet.executors) {
-      if (executor.state === "gone") continue;
       const { state, running, preemptions } = executor;
       this.#seen.set(executor.executor_id, { state, running, preemptions });
     }

@@ -1,18 +1,21 @@
 // The time line of a request: waiting, recovery and prefill, tokens, preemptions, and on which executor it was.
 
-import { num, seconds } from "./format.js";
+import { count, num, seconds } from "./format.js";
+import { href } from "./route.js";
 import { html } from "./htm-preact.js";
+
+const LOSSES = ["preempted", "started over"]; // kinds of events in which a sequence loses its blocks
 
 /** `report`: of /debug/requests. `live`: of the stream, if it is there. Times are in seconds since the arrival. */
 export function TimeLine({ report, live }) {
   const age = report.arrived_seconds_ago;
   const events = eventsOf(report, age);
-  const end = endOf(report, live, age, events);
+  const end = Math.max(age - (report.ended_seconds_ago ?? 0), 1e-6);
   const spans = spansOf(report, events, end);
   const at = (time) => `${(100 * Math.max(0, Math.min(time, end))) / end}%`;
   const wide = (from, to) => `${Math.max(0.3, (100 * (Math.min(to, end) - from)) / end)}%`;
   return html`<section class="time-line">
-    <h3>Time line <small>${seconds(end)} since it arrived</small></h3>
+    <h3>Time line <small>${seconds(end)} ${isNumber(report.ended_seconds_ago) ? "from its arrival to its end" : "since it arrived"}</small></h3>
     <div class="lanes" aria-hidden="true">
       <div class="lane">
         ${spans.map(
@@ -21,7 +24,7 @@ export function TimeLine({ report, live }) {
               ><b>${(to - from) / end > 0.12 ? title : ""}</b></span
             >`,
         )}
-        ${report.first_token_seconds !== undefined && report.first_token_seconds !== null &&
+        ${isNumber(report.first_token_seconds) &&
         html`<i class="first" style=${{ left: at(report.first_token_seconds) }} title="first token"></i>`}
       </div>
       <div class="lane places">
@@ -33,7 +36,12 @@ export function TimeLine({ report, live }) {
       <div class="axis">${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<span key=${share}>${seconds(end * share)}</span>`)}</div>
     </div>
     <ol class="events">
-      ${sentences(report, events, live).map(({ time, text }) => html`<li key=${text}><span class="time">${time === undefined ? "" : seconds(time)}</span>${text}</li>`)}
+      ${sentences(report, events, live).map(
+        ({ time, text, by, rest }) => html`<li key=${text + (rest ?? "")}>
+          <span class="time">${time === undefined ? "" : seconds(time)}</span>${text}
+          ${by && html`<a class="code" href=${href("requests", { id: by })}>${by}</a>`}${rest}
+        </li>`,
+      )}
     </ol>
   </section>`;
 }
@@ -44,20 +52,13 @@ function eventsOf(report, age) {
     .sort((a, b) => a.time - b.time);
 }
 
-function endOf(report, live, age, events) {
-  const over = report.sequences.length > 0 && report.sequences.every(({ finish_reason: reason }) => reason);
-  const known = report.ended_seconds_ago ?? live?.ended_seconds_ago;
-  if (known !== undefined && known !== null) return Math.max(age - known, 1e-6);
-  const last = Math.max(report.first_token_seconds ?? 0, report.queue_seconds ?? 0, ...events.map(({ time }) => time), 1e-6);
-  // When it has ended is not always known; what is known of it fills most of the line then.
-  return over ? Math.min(age, last * 1.4) : Math.max(age, last);
-}
+const isNumber = (value) => typeof value === "number";
 
 function spansOf(report, events, end) {
   const queue = report.queue_seconds ?? end;
   const first = report.first_token_seconds ?? end;
   const spans = [{ kind: "waiting", from: 0, to: queue, title: "waiting" }];
-  if (report.queue_seconds === undefined || report.queue_seconds === null) return spans;
+  if (!isNumber(report.queue_seconds)) return spans;
   const started = events.find(({ kind, actual_seconds: took }) => kind === "started" && took > 0);
   const recovered = started ? Math.min(queue + started.actual_seconds, first) : queue;
   if (recovered > queue) spans.push({ kind: "recovery", from: queue, to: recovered, title: "recovery" });
@@ -65,9 +66,9 @@ function spansOf(report, events, end) {
   spans.push(...chunksOf(report, recovered, first));
   if (first < end) spans.push({ kind: "decode", from: first, to: end, title: "tokens" });
   for (const [index, event] of events.entries()) {
-    if (event.kind !== "preempted") continue;
+    if (!LOSSES.includes(event.kind)) continue;
     const back = events.slice(index).find(({ kind, output }) => kind === "resumed" && output === event.output);
-    spans.push({ kind: "preempted", from: event.time, to: back?.time ?? end, title: "preempted" });
+    spans.push({ kind: "preempted", from: event.time, to: back?.time ?? end, title: event.kind });
   }
   return spans.filter(({ from, to }) => to > from);
 }
@@ -102,8 +103,12 @@ function sentences(report, events, live) {
     const from = index ? ` It moved there from ${places[index - 1].executor_id}.` : "";
     found.push({ time: Math.max(0, age - ago), text: `It was placed on ${name}.${from}` });
   });
-  for (const event of events) found.push({ time: event.time, text: `${report.sequences.length > 1 ? `Output ${event.output + 1}: ` : ""}${sentenceOf(event)}` });
-  if (report.first_token_seconds !== undefined && report.first_token_seconds !== null)
+  for (const event of events) {
+    const output = report.sequences.length > 1 ? `Output ${event.output + 1}: ` : "";
+    const { text, ...others } = LOSSES.includes(event.kind) ? lossOf(event) : { text: startOf(event) };
+    found.push({ time: event.time, text: output + text, ...others });
+  }
+  if (isNumber(report.first_token_seconds))
     found.push({ time: report.first_token_seconds, text: "The first token was there." });
   found.sort((a, b) => a.time - b.time);
   const reasons = report.sequences.map(({ finish_reason: reason }) => reason).filter(Boolean);
@@ -113,12 +118,15 @@ function sentences(report, events, live) {
   return found;
 }
 
-function sentenceOf(event) {
-  const { kind, method, reason, device_tokens: device, loaded_tokens: loaded, source, peer, blocks, freed } = event;
-  if (kind === "preempted") {
-    const because = reason ? ` (${reason.replaceAll("_", " ")})` : "";
-    return `It was preempted${because}: it let go of ${num(blocks)} blocks, ${num(freed)} of which became free.`;
-  }
+/** The sentence of a preemption in up to three parts; the one in the middle is the request that it was for. */
+function lossOf({ kind, reason, blocks, freed, by }) {
+  const what = kind === "preempted" ? "It was preempted" : "It started over";
+  const rest = ` (${reason}): it let go of ${count(blocks, "block")}, ${num(freed)} of which became free.`;
+  return by ? { text: `${what} for request `, by, rest } : { text: what + rest };
+}
+
+function startOf(event) {
+  const { kind, method, device_tokens: device, loaded_tokens: loaded, source, peer } = event;
   const begin = kind === "resumed" ? "It resumed" : "It started";
   const parts = [];
   if (device) parts.push(`${num(device)} tokens were on the device`);

@@ -44,7 +44,8 @@ class LinkState(Struct, omit_defaults=True):
 
 class ExecutorState(Struct):
     """An executor. ``rates``: blocks per second, by event. ``prediction_error``: mean relative error of the predicted
-    times of prefills. ``saved_blocks``: how many more there would have to be if nobody shared any.
+    times of prefills. ``saved_blocks``: how many more there would have to be if nobody shared any. ``hit_rate``: as in
+    ``SchedulerState``, of the prompts that it has taken.
     """
 
     executor_id: str
@@ -63,14 +64,20 @@ class ExecutorState(Struct):
     prediction_error: float
     links: list[LinkState]
     saved_blocks: int
+    hit_rate: dict[str, float]
 
 
-class GatewayState(Struct):
-    """A gateway that has joined. ``requests``: those of its clients that have not ended."""
+class GatewayState(Struct, omit_defaults=True):
+    """A gateway that has joined, or that went a moment ago.
+
+    ``state``: "ready", "silent" (some heartbeats have not come), "left" (it said so) or "lost"; ``reason``: why it is
+    not in any more. ``requests``: those of its clients that have not ended, or that ended when it went.
+    """
 
     gateway_id: str
     state: str
     requests: int
+    reason: str = ""
 
 
 class SchedulerState(Struct):
@@ -101,7 +108,7 @@ class RequestLine(Struct, omit_defaults=True):
     """One request. Tokens and blocks are those of all its outputs together; times are in seconds.
 
     ``computed_tokens``: whose K and V are there. ``shared_blocks``: blocks at the beginning of its block tables that
-    others hold too.
+    others hold too. ``moved_from``: the executor at which it was before.
     """
 
     request_id: str
@@ -120,6 +127,7 @@ class RequestLine(Struct, omit_defaults=True):
     queue_seconds: float | None
     first_token_seconds: float | None
     finish_reason: str | None = None
+    moved_from: str | None = None
 
 
 class RequestsFrame(Struct):

@@ -57,6 +57,7 @@ def request_line(executor_id: str, request: Request, pool: BlockPool | None, now
         round(now - request.arrival_time, 3),
         _seconds(request.arrival_time, request.scheduled_time),
         _seconds(request.arrival_time, request.first_token_time),
+        moved_from=_moved_from([name for _, name in request.executors], executor_id),
     )
 
 
@@ -64,11 +65,12 @@ def ended_line(ended: EndedReport) -> RequestLine:
     """Return the line of a request that has ended, from the record that is kept of it."""
     report = ended.report
     outputs = report.sequences
+    executors = [one.executor_id for one in report.executors]
     return RequestLine(
         report.request_id,
         report.client_request_id,
         report.key,
-        report.executors[-1].executor_id if report.executors else "",
+        executors[-1] if executors else "",
         "finished",
         max((one.num_prompt_tokens for one in outputs), default=0),
         sum(one.num_output_tokens for one in outputs),
@@ -81,7 +83,14 @@ def ended_line(ended: EndedReport) -> RequestLine:
         report.queue_seconds,
         report.first_token_seconds,
         next((one.finish_reason for one in outputs if one.finish_reason), None),
+        _moved_from(executors, executors[-1]) if executors else None,
     )
+
+
+def _moved_from(executors: list[str], here: str) -> str | None:
+    """The last of ``executors``, where a request was placed in this order, that is not the one where it is: ``here``,
+    "" for none."""
+    return next((name for name in reversed(executors) if name != here), None)
 
 
 def _num_computed(sequence: Sequence) -> int:
