@@ -43,6 +43,8 @@ async def test_a_radio_button_changes_what_colours_tell(
     browser: Browser, gateway: FakeGateway, url: str, colour: str, labels: list[str]
 ) -> None:
     gateway.load(4)
+    for _ in range(20):
+        gateway.executors["executor-0"].step()
     gateway.still = True
     async with console(browser, url) as page:
         await page.show("memory")

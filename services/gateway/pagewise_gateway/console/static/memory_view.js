@@ -57,7 +57,7 @@ export function MemoryView({ store, params }) {
             height=${heightOf(maps.length, params)}
             executor=${executors.find(({ executor_id: name }) => name === map.executor_id) ?? {}}
             params=${params}
-            at=${at}
+            at=${current ? at : null}
             setAt=${setAt}
           />`,
         )}
