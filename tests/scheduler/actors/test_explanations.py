@@ -9,7 +9,8 @@ import pytest
 from pagewise_scheduler.actors.explanations import Explanations
 from pagewise_shared.protocol import DEVICE, HOST, Copied, SharedStorage, StepError, StepPlan, StepResult
 
-from tests.scheduler.actors.stack import RawExecutor, Stack, executor, int32s, joined, running, until
+from tests.scheduler.actors.played_gateway import PlayedGateway
+from tests.scheduler.actors.stack import RawExecutor, Stack, executor, gateways_of, int32s, joined, running, until
 
 
 async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
@@ -121,6 +122,22 @@ async def test_a_restart_of_the_scheduler(tmp_path: Path) -> None:
         told = await explained(stack, name)
         assert told["resumed"] >= told["arrived"]
         assert "it came from another scheduler" in text(told)
+
+
+async def test_executors_that_are_to_come_back_after_a_restart_of_the_scheduler(tmp_path: Path) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        knows = PlayedGateway(gateways_of(tmp_path), "knows")
+        knows.ready_executors = 2
+        await knows.join()
+        async with executor(tmp_path):
+            await stack.ready(1)
+            request = await stack.gateway.submit([1, 2, 3], request_id="waits")
+            await request.result()
+            told = await explained(stack, "waits")
+        await knows.close()
+    assert 0.5 < told["waits"]["restart"] < 5.0
+    assert max(told["waits"], key=lambda cause: told["waits"][cause]) == "restart"
+    assert "for the executors to come back after a restart of the scheduler" in text(told)
 
 
 async def test_a_key_is_told_of_its_own_requests_only(tmp_path: Path) -> None:

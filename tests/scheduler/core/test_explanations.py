@@ -13,12 +13,15 @@ from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import HOST, Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
 from pagewise_shared.sampling import SamplingParams
 
-from tests.scheduler.core.driving import executor_for
+from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.driving import executor_for, run
+from tests.scheduler.core.fleets import fleet
 
 STEP = 0.1
 GREEDY = SamplingParams(temperature=0.0)
@@ -177,6 +180,46 @@ def test_a_grammar() -> None:
     assert "until the executor had compiled its grammar" in text(told)
 
 
+@pytest.mark.parametrize(("cause", "said"), [("rows", "had all rows"), ("prefill", "the prompts of others")])
+def test_what_it_waits_for_after_a_prefix(cause: str, said: str) -> None:
+    player = Player(max_num_seqs=3, max_num_batched_tokens=64, num_blocks=1024)
+    prefix = list(range(500, 628))
+    first = player.send([*prefix, 1], 1)
+    player.step()
+    waits = player.send([*prefix, 2])
+    player.step()
+    others = (
+        [player.send(4, 40, priority=-1) for _ in range(3)] if cause == "rows" else [player.send(1600, priority=-1)]
+    )
+    for _ in range(20):
+        player.step()
+    live = player.explain(waits)
+    player.finish(first, *others, waits)
+    told = player.explain(waits)
+    assert told.waits["prefix"] < 3.5 * STEP
+    assert told.waits[cause] > 20 * STEP
+    assert sum(told.waits.values()) == pytest.approx(told.queue_seconds)
+    assert sum(live.waits.values()) == pytest.approx(live.total_seconds)
+    assert live.waits["prefix"] == told.waits["prefix"] > 0
+    assert said in text(told)
+
+
+def test_a_step_in_flight() -> None:
+    player = Player()
+    running = player.send(4, 12)
+    player.step()
+    player.step()
+    waits = player.send(4)
+    assert player.explain(waits).waits == {}
+    player.now += STEP / 2
+    assert player.explain(waits).waits == {"step": pytest.approx(STEP / 2)}
+    player.step()
+    player.finish(running, waits)
+    told = player.explain(waits)
+    assert told.waits == {"step": pytest.approx(STEP / 2)}
+    assert "It waited 50 ms for steps in flight to return." in text(told)
+
+
 def test_an_adapter_that_is_loaded() -> None:
     player = Player()
     adapter = Adapter("poet", "/p", b"\1" * 32, 1000, 8)
@@ -248,15 +291,82 @@ def test_chunks_of_a_prefill_are_kept_and_bounded() -> None:
     assert chunks[0].time == pytest.approx(100.0)
     assert [later.time - one.time for one, later in pairwise(chunks)][1:] == pytest.approx([STEP, STEP])
     told = request_report(prompt, player.scheduler, player.now, 100)
-    assert [(one.tokens, one.seconds_ago) for one in told.chunks] == [
-        (one.tokens, pytest.approx(player.now - one.time)) for one in chunks
-    ]
+    assert [one.tokens for one in told.chunks] == [one.tokens for one in chunks]
+    assert [one.seconds_ago for one in told.chunks] == pytest.approx([player.now - one.time for one in chunks])
     long = player.send(1600, 1)
     player.finish(long)
     chunks = long.timeline.chunks
     assert len(chunks) <= 32
     assert sum(one.tokens for one in chunks) == 1600
     assert sorted(one.time for one in chunks) == [one.time for one in chunks]
+
+
+def test_an_executor_that_lent_blocks_and_is_gone() -> None:
+    holder, fetcher = fleet(2)
+    prompt = list(range(50))
+    holder.scheduler.add(create_request(prompt=prompt, max_tokens=3))
+    run(holder.scheduler, holder.executor)
+    fetches = create_request(prompt=prompt, max_tokens=3)
+    fetcher.scheduler.add(fetches)
+    plan = fetcher.scheduler.schedule(1.0)
+    assert plan is not None
+    result = fetcher.executor.execute(plan)
+    fetcher.executor.peers = {}
+    assert fetcher.scheduler.recoveries.directory is not None
+    del fetcher.scheduler.recoveries.directory.peers["node 0"]
+    fetcher.scheduler.peer_lost("node 0")
+    fetcher.scheduler.update(result)
+    run(fetcher.scheduler, fetcher.executor)
+    told = explain(fetches, 2.0, 0.0, ended=True)
+    (started_over,) = told.preemptions
+    assert (started_over.reason, started_over.by) == ("the executor that lent its blocks is gone", None)
+    assert "it started over (the executor that lent its blocks is gone)" in " ".join(sentences(told))
+
+
+def test_a_reset_of_what_runs_and_of_what_waits() -> None:
+    player = Player(max_num_seqs=1)
+    runs, waits = player.send(8, 4), player.send(8, 4)
+    player.step()
+    player.step()
+    reset = Reset(player.now, "e")
+    for request in (runs, waits):
+        request.timeline.interrupted(reset, player.now)
+    player.scheduler.fail(2, blame_step=False)
+    player.executor = executor_for(player.scheduler)
+    player.results.clear()
+    player.finish(runs, waits)
+    told = player.explain(runs)
+    assert [one.resumed for one in told.recoveries] == [False, True]
+    assert "it went on with 0 tokens of KV on the device, and the rest was computed again" in text(told)
+    assert "the executor e was reset after an error and lost all KV, which had to be computed again" in text(told)
+    told = player.explain(waits)
+    assert [one.resumed for one in told.recoveries] == [False]
+    assert "the executor e was reset after an error, while it waited there; " in text(told)
+    assert "again" not in text(told)
+
+
+def test_a_move_of_what_runs_and_of_what_waits() -> None:
+    player, other = Player(max_num_seqs=1), Player()
+    runs, waits = player.send(8, 12, n=2), player.send(8, 4)
+    for _ in range(3):
+        player.step()
+    player.scheduler.finish(runs.sequences[0], "stop")  # only another output of it goes on
+    player.step()
+    other.now = player.now
+    for request in player.scheduler.release_all():
+        request.timeline.left("e", "drain", other.now)
+        request.placed("f", other.now)
+        other.scheduler.add(request)
+    other.finish(runs, waits)
+    told = other.explain(runs)
+    assert told.decode is not None
+    assert told.decode.steps >= 12, "those at both executors"
+    assert [one.resumed for one in told.recoveries][-1]
+    assert "it went on with 0 tokens" in text(told)
+    told = other.explain(waits)
+    assert [one.resumed for one in told.recoveries] == [False]
+    assert "it moved, because the executor e was stopped: it was placed on f" in text(told)
+    assert "again" not in text(told)
 
 
 # ---- where the prefix was lost ---------------------------------------------------------------------------

@@ -115,11 +115,13 @@ class Move(Struct):
 
 
 class Interruption(Struct):
-    """The executor was reset at ``time``, after an error; its first step after that came back ``seconds`` later."""
+    """The executor was reset at ``time``, after an error; its first step after that came back ``seconds`` later.
+    ``ran``: it had begun to run there, and did not only wait."""
 
     time: float
     executor_id: str
     seconds: float | None
+    ran: bool
 
 
 class Phase(Struct):
@@ -154,7 +156,6 @@ class Explanation(Struct, omit_defaults=True):
     waits: dict[str, float] = {}
     ahead: list[Share] = []
     computes_prefix: Who | None = None
-    waited_for_prefix: bool = False
     prefill: Phase | None = None
     decode: Phase | None = None
     lost: list[LostPrefix] = []
@@ -196,14 +197,14 @@ def explain(request: Request, now: float, since_1970: float, *, ended: bool = Fa
         waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
         ahead=[Share(_who(one.request), one.tokens) for one in timeline.ahead if one.request is not request.ref],
         computes_prefix=_who(timeline.computes_prefix),
-        waited_for_prefix="prefix" in timeline.waits,
         prefill=_phase(timeline.prefill, first - request.scheduled_time, len(request.prompt_token_ids) - cached),
         decode=_phase(timeline.decode, now - first, output) if ended else None,
         recoveries=[_recovered(one, timeline, since_1970) for one in history if isinstance(one, Recovery)],
         preemptions=_preemptions(history, since_1970),
         moves=_moves(timeline.departures, request.executors, since_1970),
         resets=[
-            Interruption(one.time + since_1970, one.executor_id, _after(one.time, one.ended)) for one in timeline.resets
+            Interruption(one.time + since_1970, one.executor_id, _after(one.time, one.ended), not isnan(time))
+            for one, time in timeline.interruptions
         ],
         resumed=None if timeline.resumed is None else timeline.resumed + since_1970,
         finish_reason=next((one.finish_reason for one in request.sequences if one.finish_reason), None),
@@ -296,10 +297,11 @@ def _together(one: LostPrefix, other: LostPrefix) -> bool:
 
 def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> RecoveredPrefix:
     estimate, source = event.estimate, event.plan.source
-    before = [*(one.time for one in timeline.departures), *(one.time for one in timeline.resets)]
+    broken_off = [one.time for one in timeline.departures if one.ran] + [one.time for one in timeline.interruptions]
+    again = not event.first_start and any(time <= event.began for time in broken_off)
     return RecoveredPrefix(
         time=event.began + since_1970,
-        resumed=event.resumed or any(time <= event.began for time in before),
+        resumed=event.resumed or again,
         method=event.method,
         source=event.origin,
         peer=(source.peer or None) if source is not None else None,

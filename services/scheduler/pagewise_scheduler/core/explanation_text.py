@@ -258,10 +258,8 @@ def _reset(event: Interruption) -> str:
         if event.seconds is None
         else f"its first step after that came back {duration(event.seconds)} later"
     )
-    return (
-        f"At {clock_time(event.time)} the executor {event.executor_id} was reset after an error and lost all KV, which "
-        f"had to be computed again; {back}."
-    )
+    what = " and lost all KV, which had to be computed again" if event.ran else ", while it waited there"
+    return f"At {clock_time(event.time)} the executor {event.executor_id} was reset after an error{what}; {back}."
 
 
 def _decode(told: Explanation) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Where a request's time goes: what is noted of it at its turning points, from which an explanation is made."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import nan
+from math import isnan, nan
 from typing import Literal, NamedTuple, Protocol
 
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
@@ -53,11 +54,13 @@ class Work(Protocol):
 
 
 class Departure(NamedTuple):
-    """It left an executor: at ``time``, because of ``reason``. ``next_token``: when its next token came, if one has."""
+    """It left an executor: at ``time``, because of ``reason``. ``ran``: it had begun to run there. ``next_token``: when
+    its next token came, if one has."""
 
     time: float
     executor_id: str
     reason: str
+    ran: bool
     next_token: float | None = None
 
 
@@ -78,6 +81,13 @@ class Chunk(NamedTuple):
 
     time: float
     tokens: int
+
+
+class Interrupted(NamedTuple):
+    """The reset of an executor that it was at. ``time``: when that interrupted what ran, NaN if it only waited."""
+
+    reset: Reset
+    time: float
 
 
 class Steps(NamedTuple):
@@ -135,7 +145,8 @@ class Timeline:
         waits: seconds by cause, before it ran. ahead: whose prompts were being computed when it came, and how much of
             them; computes_prefix: who computed the prefix that it waited for.
         prefill, decode: steps between its start and its first token, and from there to its end.
-        missed: why its prefix was not cached. departures: from executors, and resets: of those it was at; the last few.
+        missed: why its prefix was not cached. departures: from executors, and interruptions: by resets of those it was
+            at; the last few.
         computed: tokens that steps have computed of it beside its decodes, those that they computed again included.
         chunks: what each of these steps computed; of many, neighbours are told as one.
     """
@@ -148,16 +159,15 @@ class Timeline:
     decode: Steps | None = None
     missed: MissedPrefix | None = None
     departures: tuple[Departure, ...] = ()
-    resets: tuple[Reset, ...] = ()
+    interruptions: tuple[Interrupted, ...] = ()
     computed: int = 0
     chunks: tuple[Chunk, ...] = ()
     _waits_since: tuple[WaitCause, float] | None = None
-    _held: tuple[WaitCause, float] | None = None
-    _queued: tuple[Work, float, Sums] | None = None
+    _queued: tuple[Work, float, Sums] | None = None  # since what it waits for there was noted last
+    _held: WaitCause | None = None
     _running: tuple[Work, Sums, int] | None = None
     _steps: Steps | None = None
     _waited_until: float = float("-inf")
-    _held_seconds: float = 0.0
 
     def computes(self, tokens: int, now: float) -> None:
         """A step that is planned now computes so many of its tokens."""
@@ -187,19 +197,33 @@ class Timeline:
             self._waits_since, self._waited_until = None, now
 
     def queued(self, work: Work, now: float) -> None:
-        """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait."""
+        """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait; told for each of its
+        sequences that comes there, of which the first tells."""
+        if any(one is not None and one[0] is work for one in (self._queued, self._running)):
+            return
         self.end(now)
         now = max(now, self._waited_until)
-        self._queued, self._held, self._held_seconds = (work, now, work.sums(now)), None, 0.0
+        self._queued, self._held = (work, now, work.sums(now)), None
         if not self.ahead:
             self.ahead = work.ahead()
 
-    def held(self, cause: WaitCause, now: float) -> None:
-        """It could have started but for this: told in each step in which that is so."""
-        since = self._held[1] if self._held is not None and self._held[0] == cause else now
-        self.add(cause, now - since)
-        self._held_seconds += now - since
-        self._held = cause, now
+    def held(self, cause: WaitCause, computes: RequestRef | None, now: float) -> None:
+        """It could start in the queue but for this, from ``now`` until ``released``; it may be told again meanwhile.
+
+        ``computes``: who computes the prefix that it waits for, if anybody.
+        """
+        if self._queued is None:
+            return  # it waits because it was preempted
+        self.computes_prefix = computes or self.computes_prefix
+        if cause != self._held:
+            self._note_wait(now)
+            self._held = cause
+
+    def released(self, now: float) -> None:
+        """What held it in the queue does so no more."""
+        if self._held is not None:
+            self._note_wait(now)
+            self._held = None
 
     def started(self, now: float) -> None:
         """It runs, for the first time at this executor, or since that was reset."""
@@ -211,30 +235,42 @@ class Timeline:
         """Note for what it has waited in a queue; returns whose queue that is, None if it is in none."""
         if self._queued is None:
             return None
-        work, since, before = self._queued
-        self._queued = None
-        if self._held is not None:
-            self.held(self._held[0], now)
-            self._held = None
-        after, left = work.sums(now), now - since - self._held_seconds
-        for cause, then, until in zip(SHARED_CAUSES, before.waited, after.waited, strict=True):
-            seconds = min(until - then, left)
-            self.add(cause, seconds)
-            left -= max(0.0, seconds)
-        self.add("step", left)
+        work = self._queued[0]
+        self._note_wait(now)
+        self._queued = self._held = None
         return work
+
+    def _note_wait(self, now: float) -> None:
+        """Add what it has waited for in the queue since this was noted last."""
+        if self._queued is not None:
+            for cause, seconds in self._wait_until(now):
+                self.add(cause, seconds)
+            work = self._queued[0]
+            self._queued = work, now, work.sums(now)
+
+    def _wait_until(self, now: float) -> Iterator[tuple[WaitCause, float]]:
+        """What it has waited for, and how long, since that was noted last."""
+        if self._waits_since is not None:
+            cause, since = self._waits_since
+            yield cause, now - since
+        elif self._queued is not None:
+            work, since, before = self._queued
+            left = now - since
+            if self._held is not None:
+                yield self._held, left
+                return
+            for cause, then, until in zip(SHARED_CAUSES, before.waited, work.sums(now).waited, strict=True):
+                seconds = max(0.0, min(until - then, left))
+                yield cause, seconds
+                left -= seconds
+            yield "step", left
 
     def waits_until(self, now: float) -> dict[WaitCause, float]:
         """Seconds by cause, with what it waits for at ``now``."""
         waits = dict(self.waits)
-        if self._waits_since is not None:
-            cause, since = self._waits_since
-            waits[cause] = waits.get(cause, 0.0) + now - since
-        elif self._queued is not None:
-            work, _, before = self._queued
-            for shared, then, until in zip(SHARED_CAUSES, before.waited, work.sums(now).waited, strict=True):
-                if until > then:
-                    waits[shared] = waits.get(shared, 0.0) + until - then
+        for cause, seconds in self._wait_until(now):
+            if seconds > 0.0:
+                waits[cause] = waits.get(cause, 0.0) + seconds
         return waits
 
     def answered(self, now: float) -> None:
@@ -250,13 +286,17 @@ class Timeline:
 
     def left(self, executor_id: str, reason: str, now: float) -> None:
         """It goes on elsewhere."""
-        self.departures = (*self.departures[1 - _DEPARTURES :], Departure(now, executor_id, reason))
+        departure = Departure(now, executor_id, reason, ran=self._running is not None)
+        self.departures = (*self.departures[1 - _DEPARTURES :], departure)
         self._leave(now)
 
     def interrupted(self, reset: Reset, now: float) -> None:
         """Its executor starts over: it is queued there again, and waits from ``now`` on."""
-        if reset not in self.resets:
-            self.resets = (*self.resets[1 - _DEPARTURES :], reset)
+        known, time = self.interruptions, nan if self._running is None else now
+        if known and known[-1].reset is reset:  # a further error before a step has come back
+            time = time if isnan(known[-1].time) else known[-1].time
+            known = known[:-1]
+        self.interruptions = (*known[1 - _DEPARTURES :], Interrupted(reset, time))
         self._leave(now)
         self._waited_until = now
 

@@ -59,6 +59,7 @@ class PrefillSet:
         self.grammars = CompiledGrammars()
         self._admission = Admission(kv, waiting, self.segments, self.grammars)
         self.activity = Activity()
+        self._held: set[Sequence] = set()
         self._free_rows = free_rows
         self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
@@ -74,6 +75,7 @@ class PrefillSet:
         self.segments.clear()
         self.shares.clear()
         self.grammars.clear()
+        self._held.clear()
 
     def arrive(self, sequence: Sequence) -> None:
         """A sequence waits from now on.
@@ -84,9 +86,7 @@ class PrefillSet:
         """
         self._waiting.push(sequence)
         request = sequence.request
-        if sequence.index == 0:
-            since = request.executors[-1][0] if request.executors else request.arrival_time
-            request.timeline.queued(self.activity, since)
+        request.timeline.queued(self.activity, request.executors[-1][0] if request.executors else request.arrival_time)
         if not sequence.request.segments:
             return
         prefix, start = self._admission.cached_prefix(sequence)
@@ -164,18 +164,25 @@ class PrefillSet:
         started = self._started(budget, num_decoding, in_flight, now)
         budget -= _num_computed(started)
         chunks += self._continued(members[first:], budget) + started
-        cause = self._cause(budget, num_decoding, now) if head is not None and self._waiting else None
+        if self._admission.held or self._held:
+            self._note_held(now)
+        cause = self._cause(budget, num_decoding) if head is not None and self._waiting else None
         self.activity.planned(num_decoding, chunks, cause, now)
         return chunks
 
-    def _cause(self, budget: int, num_decoding: int, now: float) -> WaitCause:
-        """What those wait for who wait when a step has been planned; ``budget``: tokens that it had left for them."""
+    def _note_held(self, now: float) -> None:
+        """Note who waits for a grammar or a prefix from this step on, and who did so up to now and does no more."""
+        before, self._held = self._held, set()
         for sequence, computes in self._admission.held.items():
             if sequence.index == 0 and sequence.status is SequenceStatus.WAITING:
-                timeline = sequence.request.timeline
                 grammar = computes is None and not self.grammars.is_ready(sequence.sampling.grammar)
-                timeline.held("grammar" if grammar else "prefix", now)
-                timeline.computes_prefix = computes or timeline.computes_prefix
+                sequence.request.timeline.held("grammar" if grammar else "prefix", computes, now)
+                self._held.add(sequence)
+        for sequence in before - self._held:
+            sequence.request.timeline.released(now)
+
+    def _cause(self, budget: int, num_decoding: int) -> WaitCause:
+        """What those wait for who wait when a step has been planned; ``budget``: tokens that it had left for them."""
         if not self._free_rows or num_decoding + len(self._members) >= self._limits.max_num_seqs:
             return "rows"
         if budget <= 0 or self._plan_is_full:
@@ -206,6 +213,7 @@ class PrefillSet:
         """First chunks of waiting sequences, while all their known tokens fit beside what runs."""
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
+            self._admission.held.clear()  # nobody is asked for in this step
             return chunks
         owed = self.blocks_owed()
         self._tell_computing(in_flight)
