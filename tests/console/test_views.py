@@ -231,6 +231,9 @@ async def test_a_time_line_names_the_request_that_it_gave_way_to(
             f"It was preempted for request {SECOND} (decoding sequences need blocks): {lost}"
         )
         await expect(found(page).locator(".lane .preempted")).to_have_attribute("title", "preempted: 300 ms")
+        chunks = found(page).locator(".lane .chunk")
+        await expect(chunks.nth(0)).to_have_attribute("title", re.compile("chunk of 8 tokens: "))
+        await expect(chunks.nth(1)).to_have_attribute("title", re.compile("chunk of 4 tokens: "))
         await event.get_by_role("link", name=SECOND).click()
         await expect(found(page)).to_contain_text(f"It started over ({LENDER_GONE}): {lost}")
         await expect(found(page)).not_to_contain_text("preempted")
