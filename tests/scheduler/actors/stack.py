@@ -2,6 +2,7 @@
 that say whatever a test wants."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -204,6 +205,28 @@ class RawExecutor:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+
+
+@asynccontextmanager
+async def flood(endpoint: str) -> AsyncIterator[None]:
+    """Meanwhile, a thread sends frames that nobody can decode, as many as it can."""
+    flooding = threading.Event()
+    flooding.set()
+
+    def send() -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(endpoint)
+            while flooding.is_set():
+                socket.send(b"x")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        flooding.clear()
+        await asyncio.to_thread(thread.join)  # it may wait until somebody reads what it sends
 
 
 def hello(**fields: object) -> Hello:

@@ -1,16 +1,45 @@
 """Explanations as gateways ask for them: causes outside of one executor, who may know what, and how many are kept."""
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
+from pagewise_scheduler.actors.engine import Life
 from pagewise_scheduler.actors.explanations import Explanations
-from pagewise_shared.protocol import DEVICE, HOST, Copied, SharedStorage, StepError, StepPlan, StepResult
+from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    Copied,
+    Goodbye,
+    Heartbeat,
+    Message,
+    SharedStorage,
+    StepError,
+    StepPlan,
+    StepResult,
+    Welcome,
+    encode,
+)
 
 from tests.scheduler.actors.played_gateway import PlayedGateway
-from tests.scheduler.actors.stack import RawExecutor, Stack, executor, gateways_of, int32s, joined, running, until
+from tests.scheduler.actors.stack import (
+    RawExecutor,
+    Stack,
+    executor,
+    executors_of,
+    flood,
+    gateways_of,
+    hello,
+    int32s,
+    joined,
+    running,
+    until,
+)
 
 
 async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
@@ -66,7 +95,7 @@ async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
     (move,) = told["moves"]
     assert (move["executor_id"], move["to"], move["reason"]) == ("first", "second", "lost")
     assert move["next_token_seconds"] > move["seconds"]
-    assert "because the executor first died: it was placed on second after" in text(told)
+    assert "because the executor first could not be reached any more: it was placed on second after" in text(told)
     assert told["finish_reason"] == "length"
     assert told["output_tokens"] == 60
 
@@ -229,6 +258,118 @@ async def test_a_move_away_from_an_executor_that_was_stopped(tmp_path: Path) -> 
     (move,) = told["moves"]
     assert (move["executor_id"], move["to"], move["reason"]) == ("one", "two", "drain")
     assert "because the executor one was stopped: it was placed on two after" in text(told)
+
+
+def leave(raw: RawExecutor, welcome: Welcome, *before: Message) -> None:
+    """Say ``before``, more than is read at a time, and goodbye, and be gone before anything of that is read."""
+    raw.socket.setsockopt(zmq.LINGER, 5000)
+    for message in (*before, *[Heartbeat(welcome.epoch)] * 400, Goodbye(welcome.epoch, "stopped")):
+        raw.socket.send(encode(message))
+    raw.close()
+    time.sleep(0.1)  # this thread is the scheduler's, too
+
+
+@pytest.mark.parametrize("gone_when", ["a step is sent", "others are looked for"])
+async def test_a_farewell_that_is_read_late(tmp_path: Path, gone_when: str) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0, executor_timeout=20.0, gateway_timeout=20.0) as stack:
+        raw, welcome = await joined(tmp_path, executor_id="one")
+        await stack.ready(1)
+        request = await stack.gateway.submit([5, 6, 7], max_tokens=4, request_id="moves")
+        while not isinstance(plan := await raw.receive(), StepPlan):
+            pass
+        if gone_when == "a step is sent":
+            leave(raw, welcome, StepResult(plan.epoch, plan.step, int32s(5)))
+        else:
+            other, _ = await joined(tmp_path, executor_id="other")
+            await stack.ready(2)
+            other.close()
+            await asyncio.sleep(0.02)  # it is noticed, and told of a little later
+            leave(raw, welcome)
+        await stack.ready(0)
+        async with executor(tmp_path, "two"):
+            assert len((await request.result())[0]) == 4
+            told = await explained(stack, "moves")
+    move = told["moves"][0]
+    assert (move["executor_id"], move["reason"]) == ("one", "drain")
+
+
+async def test_one_that_is_gone_is_given_up_although_another_one_never_stops_sending(tmp_path: Path) -> None:
+    patient = {"executor_timeout": 30.0, "step_timeout": 30.0, "gateway_timeout": 30.0}
+    async with running(tmp_path, unplaced_timeout=30.0, **patient) as stack:
+        raw, _ = await joined(tmp_path, executor_id="one")
+        await stack.ready(1)
+        request = await stack.gateway.submit([5, 6, 7], max_tokens=4, request_id="moves")
+        async with flood(executors_of(tmp_path)):
+            await until(lambda: stack.dropped("undecodable") > 1000)
+            raw.close()
+            await stack.ready(0)
+        async with executor(tmp_path, "two"):
+            await request.result()
+            told = await explained(stack, "moves")
+    assert [move["reason"] for move in told["moves"]] == ["lost"]
+
+
+async def say_hello_again(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    engine = stack.engines[0]
+    while engine.life is not Life.LOST:  # only so many are heard in a second
+        await raw.send(hello(vocab_size=4096, executor_id="one"))
+        await asyncio.sleep(0.2)
+
+
+async def come_back(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    again = RawExecutor(stack.path)
+    await again.send(hello(vocab_size=4096, executor_id="one", block_endpoint="ipc:///one", block_format="x"))
+    await again.receive()
+    again.close()
+
+
+async def send_nonsense(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    await raw.send(StepResult(welcome.epoch, 7, int32s(5)))
+
+
+async def send_the_impossible(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    await raw.send(StepResult(welcome.epoch, 1, int32s(-5)))
+
+
+async def hold_a_step_up(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    while len(stack.fleet):
+        await raw.send(Heartbeat(welcome.epoch))
+        await asyncio.sleep(0.05)
+
+
+async def make_its_engine_fail(stack: Stack, raw: RawExecutor, welcome: Welcome) -> None:
+    stack.engines[0].take_result = None  # type: ignore[method-assign, assignment]
+    await raw.send(StepResult(welcome.epoch, 1, int32s(5)))
+
+
+@pytest.mark.parametrize(
+    ("do", "reason", "said"),
+    [
+        (say_hello_again, "rejoined", "the executor one joined anew: it was placed on one again, which had come back,"),
+        (come_back, "rejoined", "the executor one joined anew: it was placed on one again"),
+        (send_nonsense, "misbehaved", "what the executor one sent made no sense:"),
+        (send_the_impossible, "misbehaved", "what the executor one sent made no sense:"),
+        (hold_a_step_up, "stalled", "a step or a copy of the executor one did not return in time:"),
+        (make_its_engine_fail, "failed", "the scheduler failed in its work for the executor one:"),
+    ],
+)
+async def test_why_it_left_its_executor(
+    tmp_path: Path, do: Callable[[Stack, RawExecutor, Welcome], Awaitable[None]], reason: str, said: str
+) -> None:
+    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+        lends = {"block_endpoint": "ipc:///one", "block_format": "x"}
+        raw, welcome = await joined(tmp_path, executor_id="one", **lends)
+        await stack.ready(1)
+        await stack.gateway.submit([5, 6, 7], max_tokens=4, request_id="moves")
+        while not isinstance(await raw.receive(), StepPlan):
+            pass
+        (engine,) = stack.engines
+        await do(stack, raw, welcome)
+        await until(lambda: engine.life is Life.LOST)
+        told = await explained(stack, "moves")
+        raw.close()
+    assert told["moves"][0]["reason"] == reason
+    assert f"because {said}" in text(told)
 
 
 async def test_an_answer_from_storage(tmp_path: Path) -> None:

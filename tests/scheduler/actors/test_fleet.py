@@ -4,14 +4,12 @@ import asyncio
 import gc
 import subprocess
 import sys
-import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
 import pytest
-import zmq
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -40,7 +38,7 @@ from pagewise_shared.protocol import (
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.actors.played_gateway import FailedPromptError, RefusedRequestError
-from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, hello, joined, running
+from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, flood, hello, joined, running
 
 
 async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
@@ -166,30 +164,14 @@ async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_
 
 
 async def test_a_sender_that_never_ends_leaves_time_for_the_others(tmp_path: Path) -> None:
-    async with running(tmp_path) as stack:
-        flooding = threading.Event()
-        flooding.set()
-
-        def flood() -> None:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.linger = 0
-                socket.connect(executors_of(tmp_path))
-                while flooding.is_set():
-                    socket.send(b"x")
-
-        thread = threading.Thread(target=flood)
-        thread.start()
-        try:
-            most, before, until = 0.0, 0.0, monotonic() + 2
-            while monotonic() < until:
-                await asyncio.sleep(0)
-                dropped = stack.dropped("undecodable")
-                most, before = max(most, dropped - before), dropped
-            assert before > 1000
-            assert most <= 64, "frames that are looked at before anybody else has a turn"
-        finally:
-            flooding.clear()
-            await asyncio.to_thread(thread.join)  # it may wait until somebody reads what it sends
+    async with running(tmp_path) as stack, flood(executors_of(tmp_path)):
+        most, before, until = 0.0, 0.0, monotonic() + 2
+        while monotonic() < until:
+            await asyncio.sleep(0)
+            dropped = stack.dropped("undecodable")
+            most, before = max(most, dropped - before), dropped
+        assert before > 1000
+        assert most <= 64, "frames that are looked at before anybody else has a turn"
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])

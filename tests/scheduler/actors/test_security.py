@@ -91,15 +91,18 @@ async def test_a_key_that_is_revoked_is_cut_off_at_once_and_stays_out(folder: Pa
         raw = RawExecutor(folder, Keys(folder, "one"))
         epoch = await joined(raw)
         await stack.ready(1)
+        await stack.gateway.submit([1, 2, 3], request_id="moves")
         public_file(folder, "one").unlink()
         async with asyncio.timeout(10):
             while stack.engines:
                 await raw.send(Heartbeat(epoch))
                 await asyncio.sleep(0.05)
+        told = await stack.gateway.ask("request", "moves", detail="explain")
+        assert b"because the key of the executor raw was revoked: " in told.body
         # The connection stands: what comes over it counts for nothing.
         await raw.send(hello())
         while not isinstance(answer := await raw.receive(), Refused):
-            assert isinstance(answer, HeartbeatAck | Rejoin)
+            assert isinstance(answer, HeartbeatAck | Rejoin | StepPlan)
         assert "revoked" in answer.reason
         raw.close()
         again = RawExecutor(folder, Keys(folder, "one"))

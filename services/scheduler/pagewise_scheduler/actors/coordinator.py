@@ -25,7 +25,7 @@ from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick
+from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick, Unreachable
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket, Wire
@@ -172,8 +172,6 @@ class Coordinator:
             self.draining.advance()
         self.fleet.plan()
         self.gateways.flush()
-        if self.fleet.agenda:  # a gateway was lost just now: what it leaves is planned for in the next round
-            self._mailbox.put(Tick())
 
     def _handle(self, message: MailboxMessage) -> None:
         match message:
@@ -185,6 +183,10 @@ class Coordinator:
                 self.fleet.probe()
             case ConnectionsBroke(kind="gateway"):
                 self.gateways.probe()
+            case Unreachable(kind="executor", identity=identity):
+                self.fleet.give_up(identity)
+            case Unreachable(kind="gateway", identity=identity):
+                self.gateways.give_up(identity)
             case Tick():
                 self._watch()
 

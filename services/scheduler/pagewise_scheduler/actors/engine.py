@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, about, printable
-from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, Message, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome
 from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
 from pagewise_scheduler.actors.clock import clock
@@ -132,30 +132,26 @@ class Engine:
     # ---- steps ---------------------------------------------------------------------------------------
 
     def plan_ahead(self) -> None:
-        """Send plans while there is something to run and room in flight.
-
-        Raises:
-            EngineLostError: the executor cannot be reached.
-        """
+        """Send plans while there is something to run and room in flight."""
         if self.life in (Life.SERVING, Life.DRAINING):
             for load in self.scheduler.adapter_loads(clock()):
-                self._send(load)
+                self._link.send(load)
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
                 if (plan := self.scheduler.schedule(now)) is None:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
-                self._send(plan)
+                self._link.send(plan)
             for question in self.scheduler.grammars.take_questions(self.scheduler.epoch):
-                self._send(question)
+                self._link.send(question)
         self._cancel_fetches()
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
         """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
 
         Raises:
-            EngineLostError: the result does not answer that step, or the executor cannot be reached.
+            EngineLostError: the result does not answer that step.
         """
         self.touch()
         if result.error is not None:
@@ -205,11 +201,7 @@ class Engine:
             live.fail("invalid" if failure.invalid else "internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
-        """Copies have been made, or have failed.
-
-        Raises:
-            EngineLostError: the executor cannot be reached.
-        """
+        """Copies have been made, or have failed."""
         self.touch()
         if copied.error is not None:
             message = printable(copied.error.message)
@@ -273,7 +265,7 @@ class Engine:
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
-        self._send(self.welcome())
+        self._link.send(self.welcome())
 
     def _tell_step(self, step: int, requests: Iterable[Request], text: str) -> None:
         """Log what became of a step, and of which requests: lines of the executor have its epoch and number alone."""
@@ -299,10 +291,6 @@ class Engine:
             keeps_blocks=keeps_blocks,
             hello=hello,
         )
-
-    def _send(self, message: Message) -> None:
-        if not self._link.send(message):
-            raise EngineLostError("it cannot be reached")
 
     # ---- copies --------------------------------------------------------------------------------------
 
@@ -358,13 +346,13 @@ class Engine:
         self.scheduler.kv.close()
         self._link = GONE
         moved, self._live = list(self._live.values()), {}
-        self._metrics.request_moves("left" if loss is Loss.LEFT else "lost").inc(len(moved))
+        self._metrics.request_moves("left" if loss.expected else "lost").inc(len(moved))
         return moved
 
     def _blame(self, loss: Loss) -> None:
         """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side; and
         the drafts in these steps."""
-        if loss is Loss.LEFT:
+        if loss.expected:
             return
         suspects = set[Request](self.scheduler.requests if loss is Loss.FAILED else ())
         for step in self.scheduler.steps_in_flight:

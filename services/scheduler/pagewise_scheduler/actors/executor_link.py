@@ -10,13 +10,13 @@ from pagewise_shared.protocol import Message
 class ExecutorLink:
     """How the engine reaches its executor.
 
-    ``send``: sends one message, False if the executor cannot be reached. ``next_epoch``: begins an epoch, higher than
-    any before; what the executor sends under older ones is dropped from then on.
+    ``send``: sends one message; an executor that cannot be reached is lost soon. ``next_epoch``: begins an epoch,
+    higher than any before; what the executor sends under older ones is dropped from then on.
     """
 
-    send: Callable[[Message], bool]
+    send: Callable[[Message], None]
     next_epoch: Callable[[], int]
 
 
-GONE = ExecutorLink(lambda message: False, lambda: 0)
+GONE = ExecutorLink(lambda message: None, lambda: 0)
 """Of an engine that is lost. Its own link holds its session, which holds the engine."""

@@ -143,7 +143,7 @@ class Fleet(Sessions[Executor]):
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         if isinstance(error, EngineLostError):
-            self._end(engine, str(error), Loss.DIED)
+            self._end(engine, str(error), Loss.MISBEHAVED)
         else:
             log.error("the engine of %s failed", engine.executor_id, exc_info=error)
             self._end(engine, "its engine failed", Loss.FAILED)
@@ -167,10 +167,11 @@ class Fleet(Sessions[Executor]):
         for session in self:
             engine = session.peer.engine
             if (began := engine.oldest_step_time) is not None and now - began > most:
-                self.lose(session, f"a step has not returned for {now - began:.1f} s")
+                self.lose(session, f"a step has not returned for {now - began:.1f} s", Loss.STALLED)
             elif (due := engine.scheduler.recoveries.transfers.oldest_due) is not None and now > due:
                 if now - due > most:
-                    self.lose(session, f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late")
+                    late = f"a copy to or from one of its lower tiers or a peer is {now - due:.1f} s late"
+                    self.lose(session, late, Loss.STALLED)
                 else:
                     engine.cancel_late_fetches(now)
             with self.guarded(engine):
@@ -195,7 +196,7 @@ class Fleet(Sessions[Executor]):
             # The same process on another connection: the old one has broken, which nobody may have noticed yet.
             same = (other.name, other.peer.hello.block_endpoint, other.key)
             if hello.block_endpoint and same == (hello.executor_id, hello.block_endpoint, key):
-                self.lose(other, "it is back on another connection", Loss.LEFT)
+                self.lose(other, "it is back on another connection", Loss.REJOINED)
         others = self.others(identity)
         refusal = (
             flaw_of_offer(hello)
@@ -207,7 +208,7 @@ class Fleet(Sessions[Executor]):
             return
         self._fingerprint = hello.model_fingerprint
         epoch = self._next_epoch()
-        link = ExecutorLink(lambda message: self.socket.send(identity, message), lambda: self._begin_epoch(session))
+        link = ExecutorLink(lambda message: self.send(session, message), lambda: self._begin_epoch(session))
         engine = Engine(hello, self._scheduler(hello, epoch), link, self.agenda, self.metrics)
         engine.scheduler.kv.losses.executor_id, engine.scheduler.kv.losses.lost = hello.executor_id, self._lost_blocks
         session = Session(identity, key, hello.executor_id, Executor(hello, engine), epoch, now, now)
@@ -303,7 +304,7 @@ class Fleet(Sessions[Executor]):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
-            self.lose(session, f"it told of {error}")
+            self.lose(session, f"it told of {error}", Loss.MISBEHAVED)
 
     def _count_refused(self, executor: Executor, refused: int) -> None:
         if refused > executor.refused:
@@ -330,12 +331,12 @@ class Fleet(Sessions[Executor]):
     def _lost(self, session: Session[Executor], reason: str, loss: Loss) -> None:
         engine = session.peer.engine
         del self._session_of[engine]
-        level = logging.INFO if loss is Loss.LEFT else logging.WARNING
+        level = logging.INFO if loss.expected else logging.WARNING
         log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
         self.router.left(engine)
         moved = engine.lose(loss)
         for live in moved:
-            live.request.timeline.left(engine.executor_id, "drain" if loss is Loss.LEFT else "lost", clock())
+            live.request.timeline.left(engine.executor_id, loss.value, clock())
         endpoint = self.sharing.end(engine)
         if endpoint is not None:
             for other in self.engines:

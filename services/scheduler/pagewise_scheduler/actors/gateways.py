@@ -140,10 +140,10 @@ class Gateways(Sessions[Gateway]):
         changed, self._told = self._told != self._router.capacity, self._router.capacity
         for session in self:
             if changed:
-                self._send(session, self._fleet_state(session))
+                self.send(session, self._fleet_state(session))
             self._tell_adapters(session)
             if (outputs := session.peer.outputs.take(session.epoch)) is not None:
-                self._send(session, outputs)
+                self.send(session, outputs)
 
     # ---- joining and leaving -------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class Gateways(Sessions[Gateway]):
         log.info("gateway %s joined%s", hello.gateway_id, spoken_version(hello))
         self._router.expect(hello.ready_executors)
         self._registry.adopt(hello.adapters_version, hello.adapters)
-        self._send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
-        self._send(session, self._fleet_state(session))
+        self.send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
+        self.send(session, self._fleet_state(session))
         self._tell_adapters(session)
 
     def _misfit(self, hello: GatewayHello) -> str | None:
@@ -182,15 +182,9 @@ class Gateways(Sessions[Gateway]):
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
         return FleetState(session.epoch, *self._router.capacity)
 
-    def _send(self, session: Session[Gateway], message: Message) -> None:
-        if not self.socket.send(session.identity, message):
-            # A gateway without requests may have left, and its last message was not read yet: no reason to warn.
-            loss = Loss.DIED if session.peer.submissions else Loss.LEFT
-            self.lose(session, "it does not read what it is sent, or its connection broke", loss)
-
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
-        level = logging.INFO if loss is Loss.LEFT else logging.WARNING
+        level = logging.INFO if loss.expected else logging.WARNING
         log.log(level, "gateway %s is gone: %s; %d requests end", session.name, reason, len(gateway.submissions))
         self.metrics.gateways_ready.set(len(self))
         self.metrics.gateways.gone(session.identity)
@@ -217,9 +211,9 @@ class Gateways(Sessions[Gateway]):
                 self._registry.unregister(message, lambda answer: self._tell_adapter(session, answer))
             case Query():
                 body = self._answer(message)
-                self._send(session, QueryAnswer(message.number, body is not None, body or b""))
+                self.send(session, QueryAnswer(message.number, body is not None, body or b""))
             case AbortRequest(number=number, request_id=name):
-                self._send(session, QueryAnswer(number, self._end_called(name)))
+                self.send(session, QueryAnswer(number, self._end_called(name)))
             case MetricsSnapshot(families=families):
                 if not self.metrics.gateways.take(session.identity, gateway.instance, families, older=gateway.older):
                     # No reason to give it up, and all its requests with it.
@@ -229,13 +223,13 @@ class Gateways(Sessions[Gateway]):
     def _tell_adapters(self, session: Session[Gateway]) -> None:
         if session.peer.told_version < self._registry.version:
             session.peer.told_version = self._registry.version
-            self._send(session, self._registry.state(session.epoch))
+            self.send(session, self._registry.state(session.epoch))
 
     def _tell_adapter(self, session: Session[Gateway], answer: AdapterAnswer) -> None:
         if session not in list(self):
             return  # it has left, or has joined again: its client has an error
         self._tell_adapters(session)  # whoever loads an adapter can use it at once
-        self._send(session, answer)
+        self.send(session, answer)
 
     def _submit(self, session: Session[Gateway], submit: Submit) -> None:
         gateway = session.peer

@@ -29,11 +29,19 @@ class ConnectionsBroke(NamedTuple):
     kind: PeerKind
 
 
+class Unreachable(NamedTuple):
+    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. What had come before that
+    is before this in the mailbox."""
+
+    kind: PeerKind
+    identity: bytes
+
+
 class Tick(NamedTuple):
     """Time has passed: look for those that are late."""
 
 
-MailboxMessage = Received | ConnectionsBroke | Tick
+MailboxMessage = Received | ConnectionsBroke | Unreachable | Tick
 
 
 class Mailbox:

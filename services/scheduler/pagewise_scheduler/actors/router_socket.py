@@ -7,6 +7,7 @@ frames afterwards (``zmq_getsockopt(3)``, ZMQ_FD).
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -19,13 +20,16 @@ from pagewise_shared.protocol import Message, encode
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
 from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
-from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received
+from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received, Unreachable
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""
+_TURNS_BEFORE_TOLD = 256
+"""Turns of so many frames that are waited for, until all that had come is read, before one that cannot be reached is
+told of: its farewell may be among them, and where frames never end, all of them are never read."""
 _PARTS_AT_ONCE = 64
 """Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
 _PING_MS = 2000
@@ -105,6 +109,8 @@ class RouterSocket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._will_read = False
         self._has_more_parts = False  # of a message that has brought its frame, and is none
+        self._turns = 0
+        self._unreachable: deque[tuple[bytes, int]] = deque()  # who is to be told of, and in which turn at the latest
 
     async def run(self) -> None:
         """Receive until cancelled, then close."""
@@ -117,7 +123,6 @@ class RouterSocket:
             while True:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
-                    self._read()  # first what had come before: one that leaves has said so, and is not lost
                     self._mailbox.put(ConnectionsBroke(self.kind))
                 elif event.hung_up and not self._has_keys:  # a process that was stopping
                     log.debug("a connection ended before its handshake was over")
@@ -151,6 +156,11 @@ class RouterSocket:
             return False
         return True
 
+    def tell_unreachable(self, identity: bytes) -> None:
+        """Leave ``Unreachable`` in the mailbox, behind what has come: who has left may have said so."""
+        self._unreachable.append((identity, self._turns + _TURNS_BEFORE_TOLD))
+        self._read_soon()
+
     def _check_unread(self) -> None:
         if self._loop is not None:
             self._unread.check()
@@ -173,6 +183,8 @@ class RouterSocket:
         for _ in range(_FRAMES_AT_ONCE):
             # Asked first, because to be refused a frame costs three times as much.
             if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
+                while self._unreachable:
+                    self._mailbox.put(Unreachable(self.kind, self._unreachable.popleft()[0]))
                 return
             if self._has_more_parts:
                 self._drop_parts()
@@ -184,6 +196,9 @@ class RouterSocket:
             except ProtocolError as error:
                 message = error
             self._mailbox.put(Received(self.kind, identity, key, message))
+        self._turns += 1
+        while self._unreachable and self._unreachable[0][1] <= self._turns:
+            self._mailbox.put(Unreachable(self.kind, self._unreachable.popleft()[0]))
         self._read_soon()
 
     def _receive(self) -> tuple[bytes, str, bytes]:

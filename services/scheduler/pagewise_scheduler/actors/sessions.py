@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import Generic, TypeVar
 
 import msgspec
@@ -42,15 +42,25 @@ PeerT = TypeVar("PeerT")
 
 
 class Loss(Enum):
-    """How a process was lost.
+    """How a process was lost; the values are reasons of a ``Move``.
 
-    LEFT: it said so, or is back in another session. DIED: it broke, fell silent, or makes no sense. FAILED: the
-    scheduler itself failed while it did something for it.
+    LEFT: it said so. REJOINED: it is back in another session. DIED: its connection broke, it fell silent, or it was
+    started again. STALLED: a step or a copy does not return. MISBEHAVED: what it sends makes no sense. REVOKED: its key
+    was. FAILED: the scheduler itself failed while it did something for it.
     """
 
-    LEFT = auto()
-    DIED = auto()
-    FAILED = auto()
+    LEFT = "drain"
+    REJOINED = "rejoined"
+    DIED = "lost"
+    STALLED = "stalled"
+    MISBEHAVED = "misbehaved"
+    REVOKED = "revoked"
+    FAILED = "failed"
+
+    @property
+    def expected(self) -> bool:
+        """Whether the process itself has ended its session, and nothing has failed."""
+        return self in (Loss.LEFT, Loss.REJOINED)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +71,7 @@ class Session(Generic[PeerT]):
         identity: of its connection. key: its public key, "" without CURVE. name: for people.
         peer: what the scheduler knows of it beside that.
         epoch: fences its lives: what it sends under another one is not applied.
+        unreachable: something could not be sent to it. It is given up when all is read that it had sent before.
     """
 
     identity: bytes
@@ -70,6 +81,7 @@ class Session(Generic[PeerT]):
     epoch: int
     joined: float
     last_seen: float
+    unreachable: bool = False
 
 
 class Sessions(ABC, Generic[PeerT]):
@@ -155,7 +167,7 @@ class Sessions(ABC, Generic[PeerT]):
     def enter(self, session: Session[PeerT]) -> None:
         """Let a process in; one of the same name that has fallen silent is its former life."""
         if (before := self._sessions.get(session.identity)) is not None:
-            self.lose(before, "it said Hello again", Loss.LEFT)
+            self.lose(before, "it said Hello again", Loss.REJOINED)
         for other in self:
             # One that was started again under its old name: no need to wait until its old life times out. Two that
             # are alive under one name are both kept: names are for people.
@@ -182,7 +194,7 @@ class Sessions(ABC, Generic[PeerT]):
         if seen == 1 and detail:
             self._complaints.warning("dropped a frame (%s): %s", reason, detail)
         if seen >= MAX_BAD_FRAMES and (session := self._sessions.get(identity)) is not None:
-            self.lose(session, "it keeps sending frames that cannot be decoded")
+            self.lose(session, "it keeps sending frames that cannot be decoded", Loss.MISBEHAVED)
 
     # ---- who is lost ---------------------------------------------------------------------------------
 
@@ -203,13 +215,25 @@ class Sessions(ABC, Generic[PeerT]):
             if now - session.last_seen > self.timeout:
                 self.lose(session, f"no heartbeat for {now - session.last_seen:.1f} s")
             elif session.key in revoked:
-                self.lose(session, "its key was revoked")
+                self.lose(session, "its key was revoked", Loss.REVOKED)
 
     def probe(self) -> None:
-        """Connections have broken: give up those that cannot be reached, without waiting for their heartbeats."""
+        """Connections have broken: find those that cannot be reached, without waiting for their heartbeats."""
         for session in self:
-            if not self.socket.send(session.identity, HeartbeatAck(session.epoch)):
-                self.lose(session, "its connection broke")
+            self.send(session, HeartbeatAck(session.epoch))
+
+    def send(self, session: Session[PeerT], message: Message) -> None:
+        """Send a message to a process that is in. If it cannot be reached, it is given up soon, and in any case: it
+        lacks that message. It is not given up at once, because it may have left, and its Goodbye was not read yet."""
+        if not self.socket.send(session.identity, message) and not session.unreachable:
+            session.unreachable = True
+            self.socket.tell_unreachable(session.identity)
+
+    def give_up(self, identity: bytes) -> None:
+        """What had come from one that cannot be reached is handled: it is lost, if it has not left."""
+        if (session := self._sessions.get(identity)) is not None and session.unreachable:
+            self.lose(session, "its connection broke, or it does not read what it is sent")
+            self.socket.send(identity, Rejoin())
 
     # ---- what it means -------------------------------------------------------------------------------
 

@@ -103,8 +103,10 @@ class Preemption(Struct):
 
 class Move(Struct):
     """It left an executor at ``time`` for ``to``, where it was placed ``seconds`` later. ``reason``: "decode" (its
-    prompt was computed), "drain" (the executor was stopped), or "lost" (it had died). ``next_token_seconds``: how long
-    after ``time`` its next token came, None if none did."""
+    prompt was computed), "drain" (the executor was stopped), "rejoined" (it began a new session), "lost" (it could not
+    be reached any more), "stalled" (a step or a copy did not return), "misbehaved" (what it sent made no sense),
+    "revoked" (its key was), or "failed" (the scheduler did, in its work for it). ``next_token_seconds``: how long after
+    ``time`` its next token came, None if none did."""
 
     time: float
     executor_id: str

@@ -20,7 +20,12 @@ _LEAST_SECONDS = 1e-3
 _REASONS = {
     "decode": "its prompt was computed, and {executor} does not decode",
     "drain": "{executor} was stopped",
-    "lost": "{executor} died",
+    "rejoined": "{executor} joined anew",
+    "lost": "{executor} could not be reached any more",
+    "stalled": "a step or a copy of {executor} did not return in time",
+    "misbehaved": "what {executor} sent made no sense",
+    "revoked": "the key of {executor} was revoked",
+    "failed": "the scheduler failed in its work for {executor}",
 }
 
 
