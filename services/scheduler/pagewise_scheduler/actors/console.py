@@ -65,8 +65,8 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer, when it was made and last asked for, and the seconds that it took to make, with those of the one
-    before: of two, the shorter time counts, because a garbage collection may come in between."""
+    """An answer, when it was made, when it was last asked for, and how many seconds making it and the answer before it
+    took. The shorter of the two times counts, because a garbage collection may have been part of the longer one."""
 
     body: bytes | None
     time: float

@@ -30,8 +30,8 @@ class ConnectionsBroke(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. What had come before that
-    is before this in the mailbox."""
+    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. What was received before
+    is in front of this message in the mailbox."""
 
     kind: PeerKind
     identity: bytes

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""
 _TURNS_BEFORE_TOLD = 256
-"""Turns of so many frames that are waited for, until all that had come is read, before one that cannot be reached is
-told of: its farewell may be among them, and where frames never end, all of them are never read."""
+"""A peer that cannot be reached is reported when everything received before has been read, because its Goodbye may be
+among that, and at the latest after so many turns of ``_FRAMES_AT_ONCE`` frames: others may never stop sending."""
 _PARTS_AT_ONCE = 64
 """Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
 _PING_MS = 2000
@@ -157,7 +157,7 @@ class RouterSocket:
         return True
 
     def tell_unreachable(self, identity: bytes) -> None:
-        """Leave ``Unreachable`` in the mailbox, behind what has come: who has left may have said so."""
+        """Put ``Unreachable`` into the mailbox behind what was received before: it may hold a Goodbye."""
         self._unreachable.append((identity, self._turns + _TURNS_BEFORE_TOLD))
         self._read_soon()
 

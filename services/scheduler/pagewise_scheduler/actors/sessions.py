@@ -223,14 +223,14 @@ class Sessions(ABC, Generic[PeerT]):
             self.send(session, HeartbeatAck(session.epoch))
 
     def send(self, session: Session[PeerT], message: Message) -> None:
-        """Send a message to a process that is in. If it cannot be reached, it is given up soon, and in any case: it
-        lacks that message. It is not given up at once, because it may have left, and its Goodbye was not read yet."""
+        """Send a message to a process that has joined. If it cannot be reached, it is lost soon, even if it comes back,
+        because it lacks that message. It is not lost at once, because its Goodbye may not have been read yet."""
         if not self.socket.send(session.identity, message) and not session.unreachable:
             session.unreachable = True
             self.socket.tell_unreachable(session.identity)
 
     def give_up(self, identity: bytes) -> None:
-        """What had come from one that cannot be reached is handled: it is lost, if it has not left."""
+        """Lose a process that cannot be reached, unless its last messages, handled by now, had its Goodbye."""
         if (session := self._sessions.get(identity)) is not None and session.unreachable:
             self.lose(session, "its connection broke, or it does not read what it is sent")
             self.socket.send(identity, Rejoin())

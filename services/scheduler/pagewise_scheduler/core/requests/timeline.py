@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """The reset of an executor that it was at. ``time``: when that interrupted what ran, NaN if it only waited."""
+    """A reset of the executor that had the request. ``time``: when it interrupted the request, NaN if that waited."""
 
     reset: Reset
     time: float

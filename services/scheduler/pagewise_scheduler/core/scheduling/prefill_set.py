@@ -182,7 +182,7 @@ class PrefillSet:
             sequence.request.timeline.released(now)
 
     def _cause(self, budget: int, num_decoding: int) -> WaitCause:
-        """What those wait for who wait when a step has been planned; ``budget``: tokens that it had left for them."""
+        """Return what the waiting sequences lack when a step has been planned; ``budget``: tokens that it had left."""
         if not self._free_rows or num_decoding + len(self._members) >= self._limits.max_num_seqs:
             return "rows"
         if budget <= 0 or self._plan_is_full:
