@@ -9,7 +9,8 @@
         NAME/NAME.key_secret        key pair of NAME, readable by its owner alone
 
 Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files are added, removed or changed,
-so that adding and revoking a key needs no restart. A key is of one kind: the socket for gateways refuses the key of an
+so that adding and revoking a key needs no restart. Whoever can write there lets in whom they like, so folders and files
+that another user or a group can change are refused. A key is of one kind: the socket for gateways refuses the key of an
 executor, and the socket for executors refuses that of a gateway.
 """
 
@@ -27,6 +28,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog
+from pagewise_shared.ownership import foreign_writers
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +77,22 @@ class Keys:
         """Read the pair of ``name`` and the public keys.
 
         Raises:
-            ConfigError: a file is missing or is no certificate; the text names it.
+            ConfigError: a file is missing or is no certificate, or other users can change a file or a folder; the text
+                names it.
         """
         self.name = name
         self._directory = directory
         path = secret_file(directory, name)
         self.public, secret = _load(path, name)
+        _check_writers(path.parent)
         if secret is None:
             raise ConfigError(f"{path} holds no secret key")
         if path.stat().st_mode & 0o004:
             log.warning("%s can be read by everybody on this machine: chmod 600 it", path)
         self.secret = secret
         self.scheduler = _load(public_file(directory, SCHEDULER), SCHEDULER)[0]
+        for folder in (directory, *filter(Path.exists, (_public_folder(directory, kind) for kind in KINDS))):
+            _check_writers(folder)
         self._complaints = BoundedLog(log)
         self._allowed = _AllowLists({kind: {} for kind in KINDS}, frozenset())
         self._refresh()
@@ -118,7 +124,7 @@ class Keys:
         """Read the allow-lists again if files have changed. They stay as they were if the files cannot be listed."""
         try:
             files = frozenset(_list_keys(self._directory))
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._complaints.warning("the allow-lists cannot be read and stay as they were: %s", error)
             return
         if files == self._allowed.files:
@@ -232,9 +238,14 @@ def secret_file(directory: Path, name: str) -> Path:
 
 
 def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
-    """Return public and secret key of a certificate."""
+    """Return public and secret key of a certificate.
+
+    Raises:
+        ConfigError: the file is missing, is no certificate, or other users can change it.
+    """
     if not path.exists():
         raise ConfigError(f"there is no key of {name!r}: no file {path}")
+    _check_writers(path)
     try:
         public, secret = load_certificate(path)
     except (OSError, ValueError) as error:
@@ -245,16 +256,36 @@ def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
+def _check_writers(path: Path) -> None:
+    """Refuse a file or folder of keys that another user can change.
+
+    Raises:
+        ConfigError: another user can, or its mode cannot be read.
+    """
+    try:
+        flaw = foreign_writers(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    if flaw is not None:
+        raise ConfigError(f"keys in {path} would not be safe: {flaw}")
+
+
 def _public_folder(directory: Path, kind: Kind) -> Path:
     return directory / PUBLIC / GATEWAYS if kind == "gateway" else directory / PUBLIC
 
 
 def _list_keys(directory: Path) -> Iterator[_KeyFile]:
-    """Yield the files of the public keys of executors and gateways."""
+    """Yield the files of the public keys of executors and gateways.
+
+    Raises:
+        ConfigError: other users can change their folder.
+        OSError: it cannot be listed.
+    """
     for kind in KINDS:
         folder = _public_folder(directory, kind)
         if kind == "gateway" and not folder.exists():  # there is no key of a gateway yet
             continue
+        _check_writers(folder)
         with os.scandir(folder) as entries:
             for entry in entries:
                 name = entry.name.removesuffix(".key")

@@ -30,6 +30,18 @@ def test_init_makes_a_pair_for_the_scheduler_one_for_executors_and_one_for_gatew
         assert (keys.owner(public), keys.kind(public)) == (name, name)
 
 
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077])
+def test_nobody_else_can_change_keys_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert run(tmp_path / "keys", "init") == 0
+        assert run(tmp_path / "keys", "add", "gpu-7") == 0
+    finally:
+        os.umask(before)
+    assert not [path for path in (tmp_path / "keys").rglob("*") if path.stat().st_mode & 0o022]
+    assert set(Keys(tmp_path / "keys", "scheduler").allowed().values()) == {"executor", "gpu-7"}
+
+
 def test_keys_are_added_for_a_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "init")
     assert run(tmp_path, "add", "--kind", "gateway", "edge-1", "edge-2") == 0

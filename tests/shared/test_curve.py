@@ -389,3 +389,30 @@ def test_warnings_that_others_cause_are_bounded(caplog: pytest.LogCaptureFixture
 def test_text_of_others_fits_into_a_line() -> None:
     assert printable("a\nb\x1b[31mc") == "a?b?[31mc"
     assert printable("x" * 1000, 3) == "xxx"
+
+
+@pytest.mark.parametrize("what", [".", "public", "public/scheduler.key", "scheduler", "scheduler/scheduler.key_secret"])
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_keys_that_others_can_change_are_refused(tmp_path: Path, what: str, mode: int) -> None:
+    make_key_pairs(tmp_path, "scheduler", "one")
+    path = tmp_path / what
+    path.chmod(path.stat().st_mode | mode)
+    with pytest.raises(
+        ConfigError, match=r"would not be safe: (its group|every user of this machine) can change .*chmod"
+    ):
+        Keys(tmp_path, "scheduler")
+
+
+def test_a_key_that_others_can_change_is_not_on_the_allow_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys(make_key_pairs(tmp_path, "scheduler", "one", "two"), "scheduler")
+    assert set(keys.allowed().values()) == {"one", "two"}
+    public_file(tmp_path, "one").chmod(0o666)
+    public_file(tmp_path, "one").write_bytes(public_file(tmp_path, "one").read_bytes() + b"\n")
+    assert set(keys.allowed().values()) == {"two"}
+    assert "every user of this machine can change" in caplog.text
+    # An attacker's key in a folder that others can write to changes nothing: the list stays as it was.
+    make_key_pairs(tmp_path, "attacker")
+    (tmp_path / "public").chmod(0o777)
+    assert set(keys.allowed().values()) == {"two"}

@@ -99,18 +99,24 @@ def _kind(directory: Path, name: str) -> Kind | None:
 
 
 def _make(directory: Path, name: str, kind: Kind) -> None:
-    """Make a pair: first the secret half, readable by its owner only, then the public half, complete or not at all."""
+    """Make a pair: first the secret half, readable by its owner only, then the public half, complete or not at all.
+
+    Whatever the umask is, nobody but the owner can write to the folders and files that this makes.
+    """
     public = public_file(directory, name, kind)
-    public.parent.mkdir(parents=True, exist_ok=True)
     before = os.umask(0o077)
+    os.umask(before | 0o022)
     try:
+        public.parent.mkdir(parents=True, exist_ok=True)
+        os.umask(0o077)
         secret_file(directory, name).parent.mkdir(exist_ok=True)
         made, _ = create_certificates(secret_file(directory, name).parent, name)
+        os.umask(before | 0o022)
+        unfinished = public.with_suffix(".new")
+        unfinished.write_bytes(Path(made).read_bytes())
+        unfinished.replace(public)
     finally:
         os.umask(before)
-    unfinished = public.with_suffix(".new")
-    unfinished.write_bytes(Path(made).read_bytes())
-    unfinished.replace(public)
     print(f"{name} made: {secret_file(directory, name)} is its secret")
 
 

@@ -90,3 +90,52 @@ def test_memory_that_cannot_be_pinned_is_given_back(tmp_path: Path, monkeypatch:
     assert len(pinned) == 1, "what failed, and nothing else"
     assert forgotten
     assert not list(tmp_path.iterdir())
+
+
+def forge(folder: Path, kind: str, others: Path) -> None:
+    """Put a file of the right size, with a block that claims to be ``NAME``, under the name that comes next."""
+    mine = open_memory(folder)
+    mine.slot(3)[:] = 66
+    mine.keep(3, NAME, 1)
+    path = mine.path
+    process_ends(mine)
+    if kind == "another user's":
+        os.chown(path, 65534, 65534)
+    elif kind == "open to all":
+        path.chmod(0o666)
+    elif kind == "second name":
+        os.link(path, others / "kept by the attacker")
+    elif kind == "link":
+        path.rename(others / "target")
+        path.symlink_to(others / "target")
+    else:
+        path.unlink()
+        os.mkfifo(path, 0o600) if kind == "pipe" else path.mkdir(0o700)
+
+
+@pytest.mark.parametrize("kind", ["another user's", "open to all", "second name", "link", "pipe", "folder"])
+def test_a_file_that_another_user_may_have_made_is_not_taken_over(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can make files of another user")
+    folder = tmp_path / "shm"
+    folder.mkdir(0o1777)
+    forge(folder, kind, tmp_path)
+    memory = open_memory(folder)
+    assert memory.number == 1
+    assert memory.names() == {}
+    assert not any(memory.is_inherited(block) for block in range(8))
+    assert "is not used as host memory" in caplog.text
+    memory.slot(3)[:] = 7
+    assert not (open_memory(folder).slot(3) == 7).any(), "no two executors share a file"
+
+
+def test_the_umask_neither_opens_nor_closes_the_file(tmp_path: Path) -> None:
+    for mask in (0, 0o777):
+        before = os.umask(mask)
+        try:
+            memory = open_memory(tmp_path)
+        finally:
+            os.umask(before)
+        assert memory.path.stat().st_mode & 0o777 == 0o600

@@ -253,3 +253,43 @@ def test_files_are_read_past_the_page_cache_where_that_works(tmp_path: Path, mon
     opened.clear()
     check(disk, names, [True, True])
     assert not any(flags & os.O_DIRECT for flags in opened), "it is not tried again"
+
+
+OTHER_USER = 65534
+
+
+def by_another_user(path: Path) -> None:
+    os.chown(path, OTHER_USER, OTHER_USER)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+@needs_root
+def test_blocks_that_another_user_wrote_are_not_read(tmp_path: Path) -> None:
+    """They have the right hash and checksum, as an attacker's would."""
+    names = prefix("a", 3)
+    disk = open_disk(tmp_path)
+    disk.write(names, content(names))
+    (path,) = (path for path in files(tmp_path) if names[1].hash.hex() in path.name)
+    by_another_user(path)
+    check(disk, names, [True, False, True])
+    assert disk.num_errors == 1
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir(0o700)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="belongs to another user, or others can write to it"):
+        open_disk(tmp_path)
+    folder.chmod(0o2770)  # the group of a pod's volume
+    open_disk(tmp_path)
+
+
+@needs_root
+def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir(0o700)
+    by_another_user(tmp_path / "x")
+    with pytest.raises(ConfigError, match="--disk-cache .*belongs to another user"):
+        open_disk(tmp_path)

@@ -6,6 +6,7 @@ that a killed process leaves behind is either whole or void.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.ownership import is_private_file
 
 from pagewise_executor.kv.kv_pool import Raw
 
@@ -131,7 +133,8 @@ class NamedMemory:
 
     ``content`` names the model, the format and the geometry of the blocks. The first file of the same content that no
     process holds is taken over with its blocks; if there is none, a new one is made. ``number``: of the file that is
-    tried first.
+    tried first. Other users may write to ``folder``, and can foresee the names: a file is only taken over if it belongs
+    to this user, who alone can read and write it; otherwise the next name is tried.
 
     Raises:
         OSError: the file cannot be made, for instance for lack of room, or cannot be pinned.
@@ -220,9 +223,8 @@ def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File, 
     """Open and lock a file of that kind that no other process holds; return its number, and whether it existed."""
     for number in [first, *(each for each in range(_MOST_SEGMENTS) if each != first)]:
         path = _path(folder, kind, number)
-        file = _File(path)
-        if not file.lock():
-            file.close()
+        file = _open_unheld(path)
+        if file is None:
             continue
         found = file.size() == size
         try:
@@ -233,27 +235,60 @@ def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File, 
             file.close()
             raise
         return number, file, found
-    raise OSError(f"{_MOST_SEGMENTS} executors hold host memory in {folder}")
+    raise OSError(f"{_MOST_SEGMENTS} executors, or other users, hold files of host memory in {folder}")
+
+
+def _open_unheld(path: Path) -> "_File | None":
+    """Open and lock a file, which is made if it does not exist; None if a process holds it or another user made it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    try:
+        file = _File(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        # A symbolic link, a folder, a socket, or a file that this user may not open. The kernel's ``protected_regular``
+        # answers EACCES to O_CREAT as well, so only the name can tell whether the folder refuses a new file.
+        if not os.path.lexists(path):
+            raise
+        log.warning("%s is not used as host memory: another user may have made it (%s)", path, error.strerror)
+        return None
+    if not file.is_private():
+        log.warning("%s is not used as host memory: it is not a regular file of mode 0600 of this user alone", path)
+    elif file.lock():
+        return file
+    file.close()
+    return None
 
 
 def _is_free(path: Path) -> bool:
     try:
-        file = _File(path)
+        file = _open_unheld(path)
     except OSError:
         return False
-    free = file.lock()
-    file.close()
-    return free
+    if file is not None:
+        file.close()
+    return file is not None
 
 
 class _File:
     """An open file. The kernel releases its lock when the process ends, however that happens."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(FileExistsError):
+            self._descriptor = os.open(path, flags | os.O_EXCL, 0o600)
+            os.fchmod(self._descriptor, 0o600)  # whatever the umask takes away
+            return
+        self._descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)  # a pipe would wait for its other end
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def is_private(self) -> bool:
+        return is_private_file(os.fstat(self._descriptor))
 
     def lock(self) -> bool:
         try:

@@ -2,8 +2,9 @@
 
 Executors of one machine share the folder, and those of several machines if it is a network mount. A block is written
 under a temporary name and then renamed, so two that write the same block do not disturb each other, and what was torn
-by a crash is found by its checksum. A file also tells the block before it, by its name, so whoever makes room knows
-from a listing alone which block follows which.
+by a crash is found by its checksum. Another user who may write to the folder (/tmp, or a mount that several users
+share) could put blocks there, so only files of the executor's own user are read. A file also tells the block before it,
+by its name, so whoever makes room knows from a listing alone which block follows which.
 """
 
 import errno
@@ -61,7 +62,7 @@ class DiskStorage:
         """Make the folder if it is not there.
 
         Raises:
-            ConfigError: that is not possible, or not one block fits.
+            ConfigError: that is not possible, or not one block fits, or its part for this content is another user's.
         """
         self.num_errors = 0
         self._root, self._folder = folder, folder / content
@@ -77,6 +78,7 @@ class DiskStorage:
         self._direct = getattr(os, "O_DIRECT", 0)
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV tells what was asked
+            _check_own(self._folder.stat(), self._folder)
             for number in range(256):
                 (self._folder / f"{number:02x}").mkdir(exist_ok=True)
             self.identity = f"{_identity(folder)} {content}"
@@ -134,6 +136,7 @@ class DiskStorage:
             self._direct = 0
             descriptor = os.open(path, os.O_RDONLY)
         try:
+            _check_own(os.fstat(descriptor), path)
             done = 0
             while done < self._file_bytes:  # one read brings it all, as a rule
                 got = os.preadv(descriptor, [content[done:].data], done)
@@ -281,6 +284,16 @@ def wipe(folder: Path, salt: str | None) -> int:
                 os.unlink(path)
                 num_wiped += 1
     return num_wiped
+
+
+def _check_own(status: os.stat_result, path: str | Path) -> None:
+    """Check that this process's user alone can change a file or folder, except for a group that it was given.
+
+    Raises:
+        PermissionError: another user can.
+    """
+    if status.st_uid != os.geteuid() or status.st_mode & 0o002:
+        raise PermissionError(f"{path} belongs to another user, or others can write to it")
 
 
 def _aligned(size: int) -> Rows:
