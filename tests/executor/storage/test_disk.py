@@ -291,5 +291,5 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_another_user_made_first_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir(0o700)
     by_another_user(tmp_path / "x")
-    with pytest.raises(ConfigError, match="--disk-cache .*belongs to another user"):
+    with pytest.raises(ConfigError, match=r"--disk-cache .*belongs to another user"):
         open_disk(tmp_path)
