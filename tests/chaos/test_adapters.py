@@ -55,9 +55,11 @@ async def test_streams_keep_their_adapters_when_executors_and_the_scheduler_are_
     tmp_path: Path, folders: dict[str, Path], expected: dict[tuple[str, str], str]
 ) -> None:
     lora = ("--enable-lora", "--max-lora-rank=8")
+    modules = ("--lora-modules", *(f"{name}={path}" for name, path in folders.items()))
     cluster = Cluster(
         tmp_path,
-        gateway_options=(*lora, "--lora-modules", *(f"{name}={path}" for name, path in folders.items())),
+        scheduler_options=modules,
+        gateway_options=(*lora, *modules),
         executor_options=(*lora, "--max-loras=1", "--num-blocks=60", "--max-num-seqs=8"),
     )
 

@@ -44,10 +44,12 @@ def expected(folders: dict[str, Path]) -> dict[str, str]:
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["", "2 ranks"])
 def cluster(tmp_path: Path, folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Cluster]:
     modules = ["--lora-modules", *(f"{name}={folders[name]}" for name in ("first", "second"))]
+    updating = ("--allow-runtime-lora-updating", *modules)
     cluster = Cluster(
         tmp_path,
         gateways=2,
-        gateway_options=(*LORA, "--allow-runtime-lora-updating", *modules),
+        scheduler_options=updating,
+        gateway_options=(*LORA, *updating),
         executor_options=(*LORA, "--max-loras=2", f"--tensor-parallel={request.param}"),
     )
     with running(cluster, 1):
@@ -72,9 +74,11 @@ def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str,
     computed = list(made)[::4]
     expected = {name: tokenizer.decode(greedy(peft_model(model, made[name]), prompt, count)[0]) for name in computed}
     assert len(set(expected.values())) > 4, "adapters that compute the same show nothing"
+    modules = ("--lora-modules", *(f"{name}={path}" for name, path in made.items()))
     cluster = Cluster(
         tmp_path,
-        gateway_options=(*LORA, "--lora-modules", *(f"{name}={path}" for name, path in made.items())),
+        scheduler_options=modules,
+        gateway_options=(*LORA, *modules),
         executor_options=(*LORA, "--max-loras=4", "--max-cpu-loras=8"),
     )
     with running(cluster, 1), ThreadPoolExecutor(32) as threads:

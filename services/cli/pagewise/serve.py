@@ -56,7 +56,13 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
     gateways = config.listen_gateways or f"ipc://{folder}/gateways.sock"
     return replace(
         config,
-        scheduler=replace(config.scheduler, listen=executors, listen_gateways=gateways),
+        scheduler=replace(
+            config.scheduler,
+            listen=executors,
+            listen_gateways=gateways,
+            # Nobody else's gateways can join.
+            gateways_end_any_request=config.scheduler.gateways_end_any_request or config.listen_gateways is None,
+        ),
         gateway=replace(config.gateway, scheduler=gateways, port=port, gateway_id="gateway"),
         executor=replace(config.executor, scheduler=executors),
     )

@@ -50,7 +50,9 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 class UpConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise up``: those of the services, and how a Ray cluster runs them."""
 
-    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
+    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways", "gateways_end_any_request")] = (
+        SchedulerConfig()
+    )
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port", "host")] = (
         GatewayConfig()
     )

@@ -1,9 +1,18 @@
-"""The options of gateways about the console."""
+"""The options about the console: those of gateways, and which of them the scheduler has to allow."""
 
 from typing import Annotated
 
 from pagewise_shared.config.chat import ChatConfig
 from pagewise_shared.config.kinds import described as _help
+
+ConsoleShowsText = Annotated[
+    bool,
+    _help(
+        "let the console show operators the text of cached blocks, which is that of clients' prompts",
+        more="The gateway and the scheduler both need it: without it, the scheduler sends no gateway the tokens of "
+        "cached blocks.",
+    ),
+]
 
 
 class ConsoleConfig(ChatConfig, frozen=True, kw_only=True):
@@ -19,6 +28,4 @@ class ConsoleConfig(ChatConfig, frozen=True, kw_only=True):
             more="Its data is for operators, as that of `/debug` is. [console.md](console.md) tells what it shows.",
         ),
     ] = True
-    console_shows_text: Annotated[
-        bool, _help("let the console show operators the text of cached blocks, which is that of clients' prompts")
-    ] = False
+    console_shows_text: ConsoleShowsText = False

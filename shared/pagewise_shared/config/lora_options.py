@@ -13,6 +13,24 @@ MAX_LORAS = 1024
 MAX_LORA_RANK = 512
 
 EnableLora = Annotated[bool, described("serve LoRA adapters of the model")]
+LoraModules = Annotated[
+    tuple[str, ...],
+    described(
+        "adapters to serve: what clients call them, and their folders or hub ids",
+        "NAME=PATH",
+        "Executors read them from the same paths ([lora.md](lora.md)). The scheduler needs the same list: it takes no "
+        "other adapters from gateways, unless `--allow-runtime-lora-updating` is given to it.",
+    ),
+]
+AllowRuntimeLoraUpdating = Annotated[
+    bool,
+    described(
+        "let operators load and unload adapters while the server runs",
+        more="Whoever has an operator's API key, or everybody if there are no keys, can then have any folder that "
+        "executors see, or any hub id, loaded as an adapter. The gateway and the scheduler both need it: without it, "
+        "the scheduler lets no gateway do that.",
+    ),
+]
 MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]
 
 
@@ -24,22 +42,8 @@ class GatewayLoraOptions(TracingOptions, frozen=True, kw_only=True):
 
     enable_lora: EnableLora = False
     max_lora_rank: MaxLoraRank = 16
-    lora_modules: Annotated[
-        tuple[str, ...],
-        described(
-            "adapters to serve: what clients call them, and their folders or hub ids",
-            "NAME=PATH",
-            "Executors read them from the same paths ([lora.md](lora.md)).",
-        ),
-    ] = ()
-    allow_runtime_lora_updating: Annotated[
-        bool,
-        described(
-            "let operators load and unload adapters while the server runs",
-            more="Whoever has an operator's API key, or everybody if there are no keys, can then have any folder that "
-            "executors see, or any hub id, loaded as an adapter.",
-        ),
-    ] = False
+    lora_modules: LoraModules = ()
+    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
 
 
 class ExecutorLoraOptions(LoggingOptions, frozen=True, kw_only=True):
@@ -68,7 +72,7 @@ def check_lora(values: dict[str, object]) -> None:
         )
     modules = values.get("lora_modules", ())
     assert isinstance(modules, tuple)
-    if modules and not values.get("enable_lora"):
+    if modules and values.get("enable_lora") is False:  # a scheduler has no such option
         raise ConfigError("--lora-modules needs --enable-lora")
     named_modules(modules)
 

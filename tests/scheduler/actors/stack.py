@@ -22,6 +22,7 @@ from pagewise_shared.config import ExecutorConfig, SchedulerConfig
 from pagewise_shared.curve import GATEWAY, Keys
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
+    AdapterState,
     FromScheduler,
     GatewayWelcome,
     Hello,
@@ -142,9 +143,12 @@ async def running(
 
 
 @asynccontextmanager
-async def gateway(path: Path, name: str = "gateway", keys: Keys | None = None) -> AsyncIterator[PlayedGateway]:
-    """One more gateway that is played."""
+async def gateway(
+    path: Path, name: str = "gateway", adapters: AdapterState | None = None, keys: Keys | None = None
+) -> AsyncIterator[PlayedGateway]:
+    """One more gateway that is played. ``adapters``: those of which it says that an earlier scheduler served them."""
     played = PlayedGateway(gateways_of(path), name, keys)
+    played.adapters = adapters or played.adapters
     try:
         assert isinstance(await played.join(), GatewayWelcome)
         yield played

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,9 +38,11 @@ from tests.scheduler.actors.played_gateway import (
     RefusedRequestError,
     prompts_of,
 )
-from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, gateway, joined, running, until
+from tests.scheduler.actors.stack import RawExecutor, executor, executors_of, gateway, joined, until
+from tests.scheduler.actors.stack import running as running_scheduler
 
 Kind = TypeVar("Kind", bound=Message)
+running = functools.partial(running_scheduler, allow_runtime_lora_updating=True)
 
 ONE = Adapter("one", "/adapters/one", b"1" * 32, 1000, 8)
 OTHER = Adapter("one", "/adapters/other", b"2" * 32, 1000, 8)
@@ -410,3 +413,30 @@ async def test_adapters_that_cannot_be_are_refused(adapter: Adapter | None, salt
         if adapter is not None:
             await register(stack.gateway, adapter)
             assert (await answer(stack.gateway)).kind == "refused"
+
+
+async def test_a_gateway_alone_brings_no_adapter_that_the_scheduler_does_not_name(tmp_path: Path) -> None:
+    """Executors read whatever path an adapter has, and one may take another's name: a gateway's key is not enough."""
+    runner = Runner()
+    elsewhere = Adapter("elsewhere", ONE.path, ONE.content, 1000, 8)
+    async with (
+        running_scheduler(tmp_path, lora_modules=("one=/adapters/one",)) as stack,
+        executor(tmp_path, runner=runner),
+        gateway(tmp_path, "attacker", AdapterState(0, 2**40, (OTHER, elsewhere))) as attacker,
+    ):
+        await stack.ready(1)
+        assert stack.coordinator.registry.state(0).adapters == ()
+        for number, adapter in enumerate((OTHER, elsewhere, BROKEN), 1):
+            await register(attacker, adapter, number, replace=True)
+            told = await answer(attacker, number)
+            assert told.kind == "refused"
+            assert f"neither with --lora-modules {adapter.name}={adapter.path} nor with" in told.message
+            with pytest.raises(RefusedRequestError, match="an adapter that it may not use"):
+                await (await submit(attacker, adapter)).result()
+        await attacker.send(UnregisterAdapter(attacker.epoch, 9, "one"))
+        assert (await answer(attacker, 9)).kind == "refused"
+        assert runner.loaded == []
+        assert stack.coordinator.registry.state(0).adapters == ()
+        await register(stack.gateway, ONE, replace=True)
+        assert (await answer(stack.gateway)).kind == ""
+        assert len((await (await submit(stack.gateway, ONE)).result())[0]) == 4

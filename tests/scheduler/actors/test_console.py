@@ -163,7 +163,11 @@ async def test_each_executor_s_hits_are_told_by_tier(tmp_path: Path) -> None:
 
 
 async def test_an_operator_ends_a_request_of_any_gateway(tmp_path: Path) -> None:
-    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01), gateway(tmp_path, "other") as other:
+    async with (
+        running(tmp_path, gateways_end_any_request=True) as stack,
+        executor(tmp_path, step_seconds=0.01),
+        gateway(tmp_path, "other") as other,
+    ):
         await stack.ready(1)
         run = await stack.gateway.submit([1, 2, 3], max_tokens=200, n=2, request_id="id", client_request_id="job")
         await run.until_tokens(4)
@@ -175,6 +179,21 @@ async def test_an_operator_ends_a_request_of_any_gateway(tmp_path: Path) -> None
         assert all(0 < len(one) < 200 for one in tokens)
         await stack.all_free()
         assert not await other.end_called("job")
+
+
+async def test_a_gateway_alone_ends_its_own_requests_only(tmp_path: Path) -> None:
+    """Its key may have been stolen."""
+    async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01), gateway(tmp_path, "other") as other:
+        await stack.ready(1)
+        run = await stack.gateway.submit([1, 2, 3], max_tokens=20, request_id="id", client_request_id="job")
+        await run.until_tokens(2)
+        assert not await other.end_called("id")
+        assert not await other.end_called("job")
+        assert len((await run.result())[0]) == 20
+        run = await stack.gateway.submit([1, 2, 3], max_tokens=200, request_id="id")
+        await run.until_tokens(2)
+        assert await stack.gateway.end_called("id")
+        assert len((await run.result())[0]) < 200
 
 
 async def test_an_operator_ends_a_request_that_waits(tmp_path: Path) -> None:
@@ -216,7 +235,7 @@ async def test_a_client_s_key_sees_nothing_of_it(tmp_path: Path) -> None:
 
 
 async def test_maps_and_prefixes_of_all_executors(tmp_path: Path) -> None:
-    async with running(tmp_path) as stack:
+    async with running(tmp_path, console_shows_text=True) as stack:
         assert await shown(stack, "prefixes") == [{"executors": []}]
         async with executor(tmp_path, "a", step_seconds=0.01), executor(tmp_path, "b"):
             await stack.ready(2)
@@ -252,6 +271,19 @@ async def test_maps_and_prefixes_of_all_executors(tmp_path: Path) -> None:
             await stack.gateway.abort(run)
             await stack.all_free()
         await stack.ready(0)
+
+
+async def test_gateways_get_no_tokens_of_prompts_unless_the_scheduler_allows_it(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path, "a"), gateway(tmp_path, "attacker") as attacker:
+        await stack.ready(1)
+        await (await stack.gateway.submit(list(range(1, 14)), max_tokens=2)).result()
+        view = ConsoleView("prefixes", "a", tokens=True)
+        tree = msgspec.json.decode((await attacker.ask("console", view=view)).body)
+        assert tree["executors"][0]["runs"][0]["num_blocks"] >= 3
+        for block in range(64):
+            view = ConsoleView("block", "a", block=block, tokens=True)
+            assert b"token_ids" not in (await attacker.ask("console", view=view)).body
+        assert "token_ids" not in str(tree)
 
 
 async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> dict[Kin
     processes: dict[Kind, ProcessPlan] = {
         "scheduler": ProcessPlan(
             kind="scheduler",
-            argv=to_argv(replace(config.scheduler, keys=None)),
+            argv=to_argv(replace(config.scheduler, keys=None, gateways_end_any_request=True)),
             variables={},
             keys=_keys_of(keys, "scheduler"),
             cpus=1,

@@ -9,8 +9,9 @@ decides which KV a request may use: requests name the content of their adapter.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.logs import printable
@@ -66,11 +67,22 @@ class _Trial:
 
 
 class AdapterRegistry:
-    """The adapters that are served. ``version``: see ``AdapterState``. ``engines``: those that take requests."""
+    """The adapters that are served. ``version``: see ``AdapterState``. ``engines``: those that take requests.
 
-    def __init__(self, engines: Callable[[], Sequence[Engine]]) -> None:
+    Executors load whatever path an adapter names, so gateways may name only the adapters of the scheduler's own
+    ``modules`` (paths by name), unless ``updating`` allows them any.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[Engine]],
+        modules: Mapping[str, str] = MappingProxyType({}),
+        *,
+        updating: bool = True,
+    ) -> None:
         self.version = 0
         self._engines = engines
+        self._modules, self._updating = modules, updating
         self._adapters: dict[str, Adapter] = {}
         # Of this life: the version of its first change and of what was taken over; and what was changed by name.
         self._first_version: int | None = None
@@ -78,6 +90,15 @@ class AdapterRegistry:
         self._loaded: set[str] = set()
         self._unloaded: dict[str, None] = {}
         self._pending: list[tuple[RegisterAdapter, Answer]] = []
+
+    def refusal(self, adapter: Adapter) -> str | None:
+        """Return why no gateway may have this adapter served; None if one may."""
+        if self._updating or self._modules.get(adapter.name) == adapter.path:
+            return None
+        return (
+            "the scheduler was started neither with --lora-modules "
+            f"{printable(adapter.name)}={printable(adapter.path)} nor with --allow-runtime-lora-updating"
+        )
 
     def state(self, epoch: int) -> AdapterState:
         """All of them, for a gateway."""
@@ -94,7 +115,10 @@ class AdapterRegistry:
         found = {
             adapter.name: adapter
             for adapter in adapters
-            if flaw_of_adapter(adapter) is None and adapter.name not in own and adapter.name not in self._unloaded
+            if flaw_of_adapter(adapter) is None
+            and self.refusal(adapter) is None
+            and adapter.name not in own
+            and adapter.name not in self._unloaded
         }
         for name in list(found)[MAX_ADAPTERS - len(own) :]:
             log.warning("the adapter %s is not taken over: %s", printable(name), _TOO_MANY)
@@ -111,7 +135,7 @@ class AdapterRegistry:
     def register(self, message: RegisterAdapter, answer: Answer) -> None:
         """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is told what became of it."""
         adapter = message.adapter
-        known, flaw = self._adapters.get(adapter.name), flaw_of_adapter(adapter)
+        known, flaw = self._adapters.get(adapter.name), flaw_of_adapter(adapter) or self.refusal(adapter)
         if flaw is None and known is None and len(self._adapters) >= MAX_ADAPTERS:
             flaw = _TOO_MANY
         if flaw is None and known is not None and not message.replace:
@@ -141,6 +165,10 @@ class AdapterRegistry:
 
     def unregister(self, message: UnregisterAdapter, answer: Answer) -> None:
         """Serve an adapter no more. Requests that run go on with it."""
+        if not self._updating:
+            text = "the scheduler was not started with --allow-runtime-lora-updating"
+            answer(AdapterAnswer(message.number, "refused", text))
+            return
         if self._adapters.pop(message.name, None) is None:
             answer(AdapterAnswer(message.number, "unknown", f"there is no adapter {printable(message.name)!r}"))
             return

@@ -104,8 +104,9 @@ class Console:
     as before. The first answer for a view is made at once.
     """
 
-    def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways) -> None:
-        self._model_name = model_name
+    def __init__(self, model_name: str, fleet: Fleet, router: Router, gateways: Gateways, *, shows_text: bool) -> None:
+        """``shows_text``: gateways get the tokens of cached blocks, which are those of all clients' prompts."""
+        self._model_name, self._shows_text = model_name, shows_text
         self._fleet = fleet
         self._router = router
         self._gateways = gateways
@@ -219,7 +220,11 @@ class Console:
         room = _MOST_TREE_BLOCKS // max(1, len(engines))
         trees = [
             executor_prefixes(
-                engine.executor_id, engine.scheduler, engine.hello.bytes_per_block, room, tokens=view.tokens
+                engine.executor_id,
+                engine.scheduler,
+                engine.hello.bytes_per_block,
+                room,
+                tokens=view.tokens and self._shows_text,
             )
             for engine in engines
         ]
@@ -232,7 +237,14 @@ class Console:
                 return None
             others = [(one.executor_id, one.scheduler) for one in self._fleet.engines if one is not engine]
             return _encode(
-                block_details(engine.executor_id, engine.scheduler, tier, view.block, others, tokens=view.tokens)
+                block_details(
+                    engine.executor_id,
+                    engine.scheduler,
+                    tier,
+                    view.block,
+                    others,
+                    tokens=view.tokens and self._shows_text,
+                )
             )
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 
 import zmq
-from pagewise_shared.config import SchedulerConfig, parse_speculative
+from pagewise_shared.config import SchedulerConfig, named_modules, parse_speculative
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
@@ -76,7 +76,11 @@ class Coordinator:
                 timeout=unplaced_timeout,
                 routing=config.routing,
             )
-            self.registry = AdapterRegistry(lambda: self.router.engines)
+            self.registry = AdapterRegistry(
+                lambda: self.router.engines,
+                named_modules(config.lora_modules),
+                updating=config.allow_runtime_lora_updating,
+            )
             self.fleet.on_joined = self.registry.engine_joined
             self.gateways = self._make_gateways(config, keys, on_traced)
         except zmq.ZMQError:
@@ -84,7 +88,9 @@ class Coordinator:
             raise
         self.draining = Draining(self.fleet, self.router, metrics)
         self.fleet.on_leaving = self.draining.begin
-        self._console = Console(metrics.model_name, self.fleet, self.router, self.gateways)
+        self._console = Console(
+            metrics.model_name, self.fleet, self.router, self.gateways, shows_text=config.console_shows_text
+        )
         self.explanations = Explanations(lambda: self.gateways.live_requests, lambda: self.fleet.engines)
         self.gateways.on_ended = self.explanations.ended
         self._gauges = Gauges(self.router, metrics)
@@ -134,7 +140,16 @@ class Coordinator:
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout
         return Gateways(
-            socket, guard, self.metrics, timeout, self.router, self._next_epoch, self._answer, self.registry, on_traced
+            socket,
+            guard,
+            self.metrics,
+            timeout,
+            self.router,
+            self._next_epoch,
+            self._answer,
+            self.registry,
+            on_traced,
+            end_any=config.gateways_end_any_request,
         )
 
     def _next_epoch(self) -> int:

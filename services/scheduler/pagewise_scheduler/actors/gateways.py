@@ -116,14 +116,20 @@ class Gateways(Sessions[Gateway]):
         answer: Answer,
         registry: AdapterRegistry,
         on_traced: Callable[[LiveRequest, float], None] | None = None,
+        *,
+        end_any: bool = False,
     ) -> None:
-        """``on_traced``: is called with each prompt whose gateway traces it, when it has ended, and with the time."""
+        """``on_traced``: is called with each prompt whose gateway traces it, when it has ended, and with the time.
+
+        ``end_any``: a gateway may end the requests of others, too.
+        """
         super().__init__(socket, guard, metrics, timeout)
         self._router = router
         self._next_epoch = next_epoch
         self._answer = answer
         self._registry = registry
         self._on_traced = on_traced
+        self._end_any = end_any
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
@@ -213,7 +219,7 @@ class Gateways(Sessions[Gateway]):
                 body = self._answer(message)
                 self.send(session, QueryAnswer(message.number, body is not None, body or b""))
             case AbortRequest(number=number, request_id=name):
-                self.send(session, QueryAnswer(number, self._end_called(name)))
+                self.send(session, QueryAnswer(number, self._end_called(name, session)))
             case MetricsSnapshot(families=families):
                 if not self.metrics.gateways.take(session.identity, gateway.instance, families, older=gateway.older):
                     # No reason to give it up, and all its requests with it.
@@ -240,6 +246,8 @@ class Gateways(Sessions[Gateway]):
             return
         try:
             check(submit, self._router.capacity.vocab_size)
+            if submit.adapter is not None and (refusal := self._registry.refusal(submit.adapter)) is not None:
+                raise ImpossibleError(f"an adapter that it may not use: {refusal}")
             submission, requests = self._admitted(gateway, submit)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
@@ -335,9 +343,13 @@ class Gateways(Sessions[Gateway]):
 
     # ---- what ends -----------------------------------------------------------------------------------
 
-    def _end_called(self, name: str) -> bool:
-        """An operator ends the newest request of this id, ours or its client's; False: none that lives has it."""
-        lives = [live for each in self for one in each.peer.submissions.values() for live in one.prompts]
+    def _end_called(self, name: str, asker: Session[Gateway]) -> bool:
+        """End the newest request of this id, ours or its client's, for an operator; return whether there was one.
+
+        The gateway that asks ends its own requests only, unless the scheduler was told to let it end all.
+        """
+        gateways = list(self) if self._end_any else [asker]
+        lives = [live for each in gateways for one in each.peer.submissions.values() for live in one.prompts]
         found = newest_called((live.request for live in lives if not live.done), name, "") if name else None
         for live in lives:
             if live.request is found:
