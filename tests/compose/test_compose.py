@@ -318,7 +318,7 @@ def test_a_store_keeps_what_everything_else_has_forgotten() -> None:
     found = subprocess.run(["docker", "pull", "--quiet", image], capture_output=True, text=True)
     if found.returncode and subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
         pytest.skip(f"there is no image {image}: {found.stderr.strip()} (STORE_IMAGE names another one)")
-    stack = Stack(PAGEWISE_STORE="redis://store:6379/0", STORE_IMAGE=image)
+    stack = Stack(PAGEWISE_STORE="redis://:open-sesame@store:6379/0", STORE_PASSWORD="open-sesame", STORE_IMAGE=image)
     up = ("--profile", "store", "up", "--build", "--detach", "--wait")
     prompt = "\n".join(f"def function_{number}(value): return value + {number}" for number in range(40))
     try:

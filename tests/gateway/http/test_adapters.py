@@ -149,3 +149,16 @@ def test_modules_that_cannot_be_served_are_refused_at_the_start(
         code = int(str(exit_of_parser.code))
     assert code
     assert said in capsys.readouterr().err
+
+
+async def test_only_operators_learn_in_which_folders_models_are(tmp_path: Path) -> None:
+    folder, keys = write_adapter(tmp_path / "one"), tmp_path / "keys"
+    keys.write_text(KEYS)
+    async with serving(FakeScheduler(), api_keys_file=str(keys), **LORA) as server:
+        await load(server, folder, key="sk-ops")
+        for key, shown in (("sk-alice", "one"), ("sk-ops", str(folder))):
+            client = server.openai.with_options(api_key=key)
+            listed = {model.id: model for model in (await client.models.list()).data}
+            assert listed["one"].root == (await client.models.retrieve("one")).root == shown  # type: ignore[attr-defined]
+            if key == "sk-alice":
+                assert listed[MODEL].root == MODEL  # type: ignore[attr-defined]

@@ -301,13 +301,15 @@ async def openapi(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.Response:
     """The model that is served, and its adapters."""
     service = request.app[Service.KEY]
-    return _json(ModelList([_model(service), *(_model(service, one) for one in service.link.adapters.all())]))
+    return _json(
+        ModelList([_model(request, service), *(_model(request, service, one) for one in service.link.adapters.all())])
+    )
 
 
 async def get_model(request: web.Request) -> web.Response:
     """The model or an adapter by its name."""
     service = request.app[Service.KEY]
-    return _json(_model(service, check_model(request.match_info["model"], service.limits)))
+    return _json(_model(request, service, check_model(request.match_info["model"], service.limits)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -366,11 +368,13 @@ async def detokenize(request: web.Request) -> web.Response:
     return _json(DetokenizeResponse(text))
 
 
-def _model(service: Service, adapter: Adapter | None = None) -> Model:
-    limits, longest = service.limits, _max_model_len(service)
+def _model(request: web.Request, service: Service, adapter: Adapter | None = None) -> Model:
+    """Describe the model, or an adapter; only operators learn in which folders of the servers they are."""
+    limits, longest, operator = service.limits, _max_model_len(service), request[CLIENT].rights.operator
     if adapter is None:
-        return Model(limits.model_name, _STARTED, longest, limits.root)
-    return Model(adapter.name, adapter.created, longest, adapter.path, limits.model_name)
+        return Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
+    root = adapter.path if operator else adapter.name
+    return Model(adapter.name, adapter.created, longest, root, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:
