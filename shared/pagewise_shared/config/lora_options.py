@@ -59,8 +59,8 @@ class ExecutorLoraOptions(LoggingOptions, frozen=True, kw_only=True):
     )
 
 
-def check_lora(values: dict[str, object]) -> None:
-    """Check the values of these options together.
+def check_lora(values: dict[str, object], *, loads: bool) -> None:
+    """Check the values of these options together. ``loads``: the command has ``--enable-lora``.
 
     Raises:
         ConfigError: they contradict each other, or a module is not NAME=PATH; the text names the option.
@@ -72,7 +72,7 @@ def check_lora(values: dict[str, object]) -> None:
         )
     modules = values.get("lora_modules", ())
     assert isinstance(modules, tuple)
-    if modules and values.get("enable_lora") is False:  # a scheduler has no such option
+    if modules and loads and not values.get("enable_lora"):
         raise ConfigError("--lora-modules needs --enable-lora")
     named_modules(modules)
 

@@ -124,7 +124,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
-    check_lora(values)
+    check_lora(values, loads=config_type is not SchedulerConfig)
     check_parallel(values)
     check_tracing(values)
     if values.get("speculative_config") is not None:

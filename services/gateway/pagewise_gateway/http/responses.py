@@ -179,8 +179,8 @@ class ChatChunk(Struct):
 class Model(Struct):
     """A model that is served, or an adapter of it.
 
-    ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its name. ``parent``: of an adapter, the
-    name of the model.
+    ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its
+    name. ``parent``: of an adapter, the name of the model.
     """
 
     id: str
