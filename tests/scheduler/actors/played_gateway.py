@@ -190,7 +190,7 @@ class PlayedGateway:
         await self.stop_reading()
         if goodbye:
             await self.send(Goodbye(self.epoch, "the test says so"))
-            await asyncio.sleep(0.05)
+            self.socket.setsockopt(zmq.LINGER, 5000)  # it goes out before the connection is closed
         self.socket.close()
         self.context.term()
 

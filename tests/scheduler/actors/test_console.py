@@ -132,15 +132,16 @@ async def test_gateways_are_ready_silent_left_or_lost(tmp_path: Path, monkeypatc
             assert (state, reason.startswith("it left")) == ("left", True)
             await silent.stop_reading()
             async with asyncio.timeout(5):
-                while (await states())["falls silent"][0] == "ready":
+                while (found := (await states())["falls silent"])[0] == "ready":
                     await asyncio.sleep(0.1)
-            assert (await states())["falls silent"] == ("silent", 1, "")
+            assert found == ("silent", 1, "")
             await until(lambda: len(stack.gateways) == 1)
             state, requests, reason = (await states())["falls silent"]
             assert (state, requests) == ("lost", 1)
             assert reason.startswith("no heartbeat for ")
         async with gateway(tmp_path, "leaves"):
             assert (await states())["leaves"] == ("ready", 0, ""), "it has come back"
+        await until(lambda: len(stack.gateways) == 1)  # it said no Goodbye: the scheduler finds its connection broken
         await stack.all_free()
         monkeypatch.setattr(console_module, "_GONE_SECONDS", 0.0)
         assert list(await states()) == ["gateway"]
