@@ -7,9 +7,10 @@ import torch
 from pagewise_executor.models import kernel_choice
 
 if not torch.cuda.is_available():
-    from tests.interpreter import integers_unchecked, patch_language_once
+    from tests.interpreter import integers_unchecked, patch_language_once, sum_products_in_order
 
     patch_language_once()
+    sum_products_in_order()
 
     @pytest.fixture(scope="module", autouse=True)
     def kernels_are_checked_in_their_own_tests() -> Iterator[None]:

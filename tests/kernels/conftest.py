@@ -10,9 +10,10 @@ from pagewise_kernels.cpu.build import Variant
 from tests.cpu_kernels import need_cpu_kernels, variants
 
 if not torch.cuda.is_available():
-    from tests.interpreter import patch_language_once
+    from tests.interpreter import patch_language_once, sum_products_in_order
 
     patch_language_once()
+    sum_products_in_order()
 
 
 @pytest.fixture(params=variants(), ids=lambda variant: variant.file)

@@ -41,7 +41,14 @@ def test_sums_are_added_in_the_order_of_ranks_wherever_an_element_lies(tmp_path:
 @pytest.mark.interpreted
 @pytest.mark.long
 @pytest.mark.timeout(500)
-def test_deterministic_results_of_four_ranks_are_the_same_bits_whatever_else_runs(tmp_path: Path) -> None:
+def test_deterministic_results_of_four_ranks_are_the_same_bits_whatever_else_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ranks in processes of their own interpret kernels too.
+    path = [str(tmp_path), str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    in_order = "from tests.interpreter import sum_products_in_order as in_order\n\nin_order()\n"
+    (tmp_path / "sitecustomize.py").write_text(in_order)
     build_model("llama", tmp_path, seed=7, num_hidden_layers=1)
     shared = list(range(20, 29))
     prompts = {0: [*shared, 3], 1: [*shared, 4, 5], 2: [7]}
