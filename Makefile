@@ -9,10 +9,10 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Make the virtual environment and install everything into it
 	@ls $(CPU_OPERATIONS)/*.so >/dev/null 2>&1 || { \
@@ -53,6 +53,12 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 test: setup ## All tests that take seconds and need no GPU, Docker, browser or Prometheus
 	@# Two processes: a file's tests stay in one, and in order; tests/conftest.py says in which order files are run.
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability and not browser" $(ARGS)
+
+# The variables are those of PyTorch (and of the CPU operations), oneDNN, MKL, OpenBLAS and NumPy, in this order.
+test-avx2: setup ## The tests of make test as on a processor with AVX2 and without AVX-512
+	@ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell \
+	NPY_DISABLE_CPU_FEATURES="$$($(PY) -c 'import numpy; print(*[name for name in numpy.show_config("dicts")["SIMD Extensions"].get("found", ()) if name == "X86_V4" or name.startswith("AVX512")])')" \
+	$(MAKE) test
 
 test-long: setup ## Tests that take minutes
 	$(PY) -m pytest -m "long and not agents and not ray" $(ARGS)
