@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pagewise_executor.kernel_checks import run
 from pagewise_executor.models import kernel_choice
 
 if not torch.cuda.is_available():
@@ -16,6 +17,13 @@ if not torch.cuda.is_available():
     def kernels_are_checked_in_their_own_tests() -> Iterator[None]:
         """For overflowing integers, among the rest. Here they compute for models of the same sizes, or smaller ones."""
         with integers_unchecked():
+            yield
+
+    @pytest.fixture(scope="session", autouse=True)
+    def kernels_are_not_checked_by_each_runner() -> Iterator[None]:
+        """That takes a second in the interpreter. ``test_kernel_checks.py`` checks them, also in a real executor."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "check_kernels", lambda *_: None)
             yield
 
 

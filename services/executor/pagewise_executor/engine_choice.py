@@ -39,9 +39,12 @@ def choose_engine(
     last_tokens: torch.Tensor,
     adapters: Adapters | None,
 ) -> EngineChoice:
-    """Choose by ``loaded.kernels``.
+    """Choose by ``loaded.kernels``. Triton kernels are checked before they are used.
 
     ``memory``: that of the pool if it is mapped. ``last_tokens``: see ``DecodeGraphs``. ``adapters``: of the executor.
+
+    Raises:
+        ModelError: a Triton kernel does not work on this device.
     """
     device, vocab_size = loaded.device, loaded.vocab_size
     if loaded.kernels == "triton":
@@ -72,11 +75,13 @@ def _with_triton(
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
     from pagewise_executor.cuda_graphs.model_body import ModelBody
     from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+    from pagewise_executor.kernel_checks.run import check_kernels
     from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
     shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
     kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, device)
+    check_kernels(config, loaded, kv_dtype)
     library, is_unfit = choose_prefill_library(config, device, shapes, kv_dtype)
     loaded.fallback |= is_unfit
     backend = TritonBackend(

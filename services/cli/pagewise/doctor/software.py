@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,9 @@ from pagewise.doctor.findings import Finding, gib
 from pagewise.preflight import EXECUTOR, GATEWAY
 
 _SECONDS = 120
+_KERNEL_SECONDS = 300
+"""For the kernels of all GPUs: where none is in Triton's cache, the first GPU compiles for half a minute."""
+_KERNEL_ADVICE = "try the tested versions of torch and triton; --kernels torch serves without kernels, more slowly"
 _SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "LD_PRELOAD")
 _NAMED_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
 """Only whether they are set: tokens, folders of people, and hosts."""
@@ -80,7 +84,43 @@ def check_torch() -> Iterator[Finding]:
         last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
         yield Finding("torch", last, "problem", "pip install --force-reinstall 'pagewise[executor]'")
         return
-    yield from torch_findings(json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    yield from torch_findings(found)
+    if found["devices"] or "TRITON_INTERPRET" in os.environ:
+        yield from check_kernels()
+
+
+def check_kernels() -> Iterator[Finding]:
+    """Run each Triton kernel once on each GPU, or in Triton's interpreter, in a process that one of them may end."""
+    command = [sys.executable, "-m", "pagewise_executor.kernel_checks.run"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_KERNEL_SECONDS)  # noqa: S603  # nosec B603 # no shell
+    except subprocess.TimeoutExpired as error:
+        printed = (error.stdout or b"").decode()  # bytes, whatever was asked for
+        yield from kernel_findings(printed, f"it had not ended after {_KERNEL_SECONDS} s")
+        return
+    last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    ended = f"it ended the process by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else last
+    yield from kernel_findings(done.stdout, ended if done.returncode else "")
+
+
+def kernel_findings(printed: str, ended: str) -> Iterator[Finding]:
+    """Say of each device which kernels do not work, by what ``kernel_checks`` has printed.
+
+    ``ended``: what ended the process before all kernels were checked; "" if nothing did.
+    """
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    checked = [line for line in lines if "flaw" in line]
+    for line in checked:
+        if line["flaw"]:
+            yield Finding("kernels", f"{line['device']}: {line['kernel']}: {line['flaw']}", "problem", _KERNEL_ADVICE)
+    if ended:
+        running = f"{lines[-1]['device']}: {lines[-1]['kernel']}: " if lines and "flaw" not in lines[-1] else ""
+        yield Finding("kernels", f"{running}{ended}", "problem", _KERNEL_ADVICE)
+    for device in dict.fromkeys(line["device"] for line in checked):
+        own = [line for line in checked if line["device"] == device and not line["flaw"]]
+        seconds = sum(line["seconds"] for line in own)
+        yield Finding("kernels", f"{device}: {len(own)} compute what PyTorch does, checked in {seconds:.1f} s")
 
 
 def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:

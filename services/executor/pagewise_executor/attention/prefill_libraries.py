@@ -188,7 +188,7 @@ class TriedLibrary:
         flaw = self._library.flaw(shape.head_dim, shape.dtype)
         if not flaw:
             try:
-                error = error_of(self._library, _small(shape), self._block_size, self._device)
+                error = error_of(self._library, with_small_limits(shape), self._block_size, self._device)
             except Exception as raised:  # a library of others, which may compile and load what does not fit
                 flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
             else:
@@ -306,7 +306,7 @@ def _shape_of(module: torch.nn.Module, kv_heads: int, head_dim: int, dtype: torc
     )
 
 
-def _small(shape: AttentionShape) -> AttentionShape:
+def with_small_limits(shape: AttentionShape) -> AttentionShape:
     """Return the same kind of layer with numbers that matter for contexts as short as those of ``error_of``."""
     window = None if shape.window is None else min(shape.window, 7)
     softcap = None if shape.softcap is None else min(shape.softcap, 2.0)

@@ -1,0 +1,347 @@
+"""The kernels, each with a check: it runs a kernel on a tiny problem and yields its results beside PyTorch's.
+
+PyTorch's results are those of the code that serves where there are no Triton kernels.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
+from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.kv_write import write_kv
+from pagewise_kernels.launch import interpreted
+from pagewise_kernels.logprobs import token_logprobs
+from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
+from pagewise_kernels.matmul import linear
+from pagewise_kernels.rope_write_kv import rope_write_kv
+from pagewise_kernels.segment_move import move_tokens
+from pagewise_shared.sampling import SamplingParams
+from torch import nn
+
+from pagewise_executor.attention.backend import ForwardContext, PagedLayer
+from pagewise_executor.attention.prefill_libraries import AttentionShape
+from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.kernel_checks.use import KernelUse
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.lora.triton_slots import make_tiles
+from pagewise_executor.models.operations import AttentionShape as FusedShape
+from pagewise_executor.models.operations import HeadNorm, Rotation, TorchOperations, TritonOperations
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.sampling.logprobs import compute_logprobs
+from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, FP8: 8e-2}
+"""The most by which a result may differ from PyTorch's, as a part of the largest value. Kernels that work stay below a
+quarter of it; one that reads another token, head or tile is wrong by about 1."""
+_CONTEXTS = (3, 20, 70) if interpreted() else (3, 37, 300)
+"""Context lengths in tokens: within a block, over a tile, and over several tiles, whose parts are merged."""
+
+
+class Compared(NamedTuple):
+    """A result of a kernel, PyTorch's, and how far they may be apart, as a part of the largest value; 0: not at all."""
+
+    found: torch.Tensor
+    expected: torch.Tensor
+    tolerance: float = 0.0
+
+
+class _Paged(NamedTuple):
+    """Three sequences in a pool of random K and V, in blocks that lie in disorder. ``written``: what the pool holds,
+    float32. ``tables`` int32 [3, blocks]."""
+
+    layer: PagedLayer
+    written: tuple[torch.Tensor, torch.Tensor]
+    tables: torch.Tensor
+
+    @property
+    def scales(self) -> Scales | None:
+        return Scales(*self.layer.scales) if self.layer.scales is not None else None
+
+    def expected(self, q: torch.Tensor, row: int, start: int, shape: AttentionShape) -> torch.Tensor:
+        """Return PyTorch's attention of q [queries, heads, head_dim] from position ``start`` on."""
+        k, v = (t[self.tables[row].long()].flatten(0, 1)[: start + len(q)] for t in self.written)
+        return attend_chunk(q.float(), k, v, start, shape.scale, shape.window, shape.softcap)
+
+
+def _empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> PagedLayer:
+    pool = KVPool([(shape.kv_heads, shape.head_dim)], num_blocks, use.block_size, use.kv_dtype, use.device)
+    return PagedLayer(pool.keys[0], pool.values[0], ForwardContext(), pool.scales[0])
+
+
+def _stored(layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of a layer in float32, as its blocks hold them."""
+    if layer.scales is None:
+        return layer.keys.float(), layer.values.float()
+    keys, values = layer.scales
+    return layer.keys.float() * keys[..., None], layer.values.float() * values[..., None]
+
+
+def _paged(use: KernelUse, shape: AttentionShape) -> _Paged:
+    width = -(-max(_CONTEXTS) // use.block_size)
+    order = torch.randperm(len(_CONTEXTS) * width, generator=torch.Generator().manual_seed(1))
+    layer = _empty_layer(use, shape, len(order))
+    for seed, part in enumerate((layer.keys, layer.values)):
+        part.copy_(use.draw(*part.shape, seed=seed).to(part.dtype))
+    if layer.scales is not None:
+        for seed, part in enumerate(layer.scales):
+            part.copy_(use.draw(*part.shape, seed=seed).float().abs() + 0.5)
+    return _Paged(layer, _stored(layer), order.view(len(_CONTEXTS), width).to(use.device, torch.int32))
+
+
+def _write_kv(use: KernelUse) -> Iterator[Compared]:
+    for shape in use.attention:
+        layer, slots = _empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
+        k, v = (use.draw(len(slots), shape.kv_heads, shape.head_dim, seed=seed) for seed in range(2))
+        write_kv(k, v, layer.keys, layer.values, slots, Scales(*layer.scales) if layer.scales is not None else None)
+        for found, expected in zip(_stored(layer), (k, v), strict=True):
+            yield Compared(found.flatten(0, 1)[slots], expected, _TOLERANCE[use.kv_dtype])
+
+
+class _Recorder:
+    """Takes the place of a step's attention: it keeps the K and V that it gets, and returns the queries."""
+
+    def attend(
+        self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        self.written = k, v
+        return q
+
+
+def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
+    shape, slots, positions = use.attention[0], use.ints(use.block_size + 1, 0, -1), use.ints(5, 0, 2)
+    rows, half = shape.heads + 2 * shape.kv_heads, shape.head_dim // 2
+    angles = torch.arange(6, device=use.device)[:, None] / torch.arange(1, half + 1, device=use.device)
+    cos, sin = angles.cos().to(use.dtype), angles.sin().to(use.dtype)
+    weight = use.draw(rows - shape.kv_heads, shape.head_dim, seed=1)
+    norm = HeadNorm(weight, 1e-6) if use.has_head_norm else None
+    layer, qkv, recorder = _empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
+    expected = TorchOperations().attend(
+        PagedLayer(layer.keys, layer.values, ForwardContext(recorder)), qkv.clone(),
+        FusedShape(shape.heads, shape.kv_heads, shape.scale, None),
+        Rotation(*(torch.cat([table, table], 1)[positions] for table in (cos, sin))), norm,
+    )  # fmt: skip
+
+    scales = Scales(*layer.scales) if layer.scales is not None else None
+    rope_write_kv(
+        qkv, positions, cos, sin, layer.keys, layer.values, slots, scales=scales,
+        head_norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0,
+    )  # fmt: skip
+    yield Compared(qkv[:, : shape.heads], expected, _TOLERANCE[use.dtype])
+    for found, written in zip(_stored(layer), recorder.written, strict=True):
+        yield Compared(found.flatten(0, 1)[slots[:2]], written[:2], _TOLERANCE[use.kv_dtype])
+
+
+def _decode_attention(use: KernelUse) -> Iterator[Compared]:
+    for shape in use.attention:
+        paged = _paged(use, shape)
+        q = use.draw(len(_CONTEXTS), shape.heads, shape.head_dim, seed=2)
+        plan = DecodePlan(
+            max_queries=len(q), heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            kv_dtype=use.kv_dtype, device=use.device, window=shape.window, deterministic=use.deterministic,
+            max_context=max(_CONTEXTS),
+        )  # fmt: skip
+        plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
+        found = decode_attention(
+            q, paged.layer.keys, paged.layer.values, paged.tables, plan, scale=shape.scale, softcap=shape.softcap,
+            scales=paged.scales,
+        )  # fmt: skip
+        expected = [paged.expected(q[row : row + 1], row, length - 1, shape) for row, length in enumerate(_CONTEXTS)]
+        yield Compared(found, torch.cat(expected), _TOLERANCE[use.dtype])
+
+
+def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
+    for shape in use.attention:
+        paged = _paged(use, shape)
+        chunks = [Chunk(0, 0, _CONTEXTS[1], 1), Chunk(_CONTEXTS[1], _CONTEXTS[2] - 5, 5, 2)]
+        q = use.draw(_CONTEXTS[1] + 5, shape.heads, shape.head_dim, seed=2)
+        plan = PrefillPlan(
+            chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=use.kv_dtype,
+            device=use.device, window=shape.window, deterministic=use.deterministic,
+        )  # fmt: skip
+        found = prefill_attention(
+            q, paged.layer.keys, paged.layer.values, paged.tables, plan, scale=shape.scale, softcap=shape.softcap,
+            scales=paged.scales,
+        )  # fmt: skip
+        expected = [paged.expected(q[c.first : c.first + c.size], c.table, c.start, shape) for c in chunks]
+        yield Compared(found, torch.cat(expected), _TOLERANCE[use.dtype])
+
+
+def _rms_norm(use: KernelUse) -> Iterator[Compared]:
+    x, weight = use.draw(3, use.hidden_size), use.draw(use.hidden_size, seed=1)
+    ours, torchs, tolerance = TritonOperations(), TorchOperations(), _TOLERANCE[use.dtype]
+    yield Compared(ours.rms_norm(x, weight, 1e-6), torchs.rms_norm(x, weight, 1e-6), tolerance)
+    sum_found, sum_expected = (use.draw(3, use.hidden_size, seed=2) for _ in range(2))
+    found = ours.add_rms_norm(x, sum_found, weight, 1e-6)
+    expected = torchs.add_rms_norm(x, sum_expected, weight, 1e-6)
+    yield Compared(found, expected, tolerance)
+    yield Compared(sum_found, sum_expected, tolerance)
+
+
+def _silu_mul(use: KernelUse) -> Iterator[Compared]:
+    assert use.gate_up is not None
+    size = len(use.gate_up.weight)  # type: ignore[arg-type]
+    operations = TritonOperations()
+    operations.gated_rows = 0
+    x = use.draw(3, size)
+    yield Compared(operations.gated(nn.Identity(), x), TorchOperations().gated(nn.Identity(), x), _TOLERANCE[use.dtype])
+
+
+def _gated_linear(use: KernelUse) -> Iterator[Compared]:
+    assert use.gate_up is not None
+    x = use.draw(3, use.hidden_size)
+    found, expected = (each.gated(use.gate_up, x) for each in (TritonOperations(), TorchOperations()))
+    yield Compared(found, expected, _TOLERANCE[use.dtype])
+
+
+def _linear(use: KernelUse) -> Iterator[Compared]:
+    x, weight = use.draw(3, use.hidden_size), use.draw(128, use.hidden_size, seed=1)
+    yield Compared(linear(x, weight), nn.functional.linear(x, weight), _TOLERANCE[use.dtype])
+
+
+def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
+    for layer in use.linears:
+        x = use.draw(3, layer.values.shape[1])
+        yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), _TOLERANCE[use.dtype])
+
+
+def _lora(use: KernelUse) -> Iterator[Compared]:
+    rank, size = padded_rank(use.lora_rank), use.hidden_size or 256
+    x, y = use.draw(3, size), use.draw(3, size, seed=1)
+    a, b = use.draw(2, rank, size, seed=2), use.draw(2, size, rank, seed=3)
+    slots = np.array([1, -1, 0])
+    tiles, order = (torch.from_numpy(each).to(use.device) for each in make_tiles(slots, LEAST_RANK))
+    expected = y.float().clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[row] += b[slot].float() @ (a[slot].float() @ x[row].float())
+    add_lora(x, y, a, b, (size,), LoraTiles(tiles, order, LEAST_RANK))
+    yield Compared(y, expected, _TOLERANCE[use.dtype])
+
+
+def _block_copies(use: KernelUse) -> Iterator[Compared]:
+    size = use.attention[0].kv_heads * use.attention[0].head_dim * use.block_size * use.kv_dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randint(256, (2, 6, size), dtype=torch.uint8, generator=generator).to(use.device)
+    before, blocks = pool.clone(), use.ints(4, 1)
+    copy_blocks(pool, use.ints(0, 5, 2, 3).view(2, 2))
+    before[:, [5, 3]] = before[:, [0, 2]]
+    yield Compared(pool, before)
+    # On the host, as the host tier has it, where there is one.
+    staged = torch.zeros(2, 2 * size, dtype=torch.uint8, pin_memory=use.device.type == "cuda")
+    gather_blocks(pool, blocks, staged)
+    _wait(use.device)
+    yield Compared(staged.to(use.device), torch.cat([before[0, [4, 1]], before[1, [4, 1]]], 1))
+    scatter_blocks(pool, use.ints(1, 2), staged)
+    before[:, [1, 2]] = before[:, [4, 1]]
+    yield Compared(pool, before)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _decode_inputs(use: KernelUse) -> Iterator[Compared]:
+    rows, lengths = use.ints(1, 0, 0, dtype=torch.int32), use.ints(18, 0, 3, dtype=torch.int32)
+    tables = use.ints(7, 8, 9, 5, 6, 4, dtype=torch.int32).view(2, 3)
+    ids, positions, slots = (torch.zeros(3, dtype=torch.int64, device=use.device) for _ in range(3))
+    decode_inputs(rows, lengths, tables, use.ints(11, 12), block_size=16, ids=ids, positions=positions, slots=slots)
+    yield Compared(ids, use.ints(12, 0, 11))
+    yield Compared(positions, use.ints(17, 0, 2))
+    yield Compared(slots, use.ints(6 * 16 + 1, -1, 7 * 16 + 2))
+
+
+def _move_tokens(use: KernelUse) -> Iterator[Compared]:
+    assert use.rotation is not None
+    paged = _paged(use, use.attention[0])
+    layer, (keys, values) = paged.layer, (each.flatten(0, 1) for each in paged.written)
+    sources, targets, distances = use.ints(3, 0), use.ints(2 * use.block_size, use.block_size + 1), use.ints(7, 1000)
+    cos, sin = use.rotation.angles(distances)
+    move_tokens(
+        layer.keys, layer.values, sources, targets, cos, sin, interleaved=use.rotation.interleaved, scales=paged.scales
+    )
+    moved_keys, moved_values = (each.flatten(0, 1)[targets] for each in _stored(layer))
+    yield Compared(moved_keys, use.rotation.rotate(keys[sources], cos, sin), _TOLERANCE[use.kv_dtype])
+    yield Compared(moved_values, values[sources])
+
+
+_PARAMS = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.7, seed=2**63 + 5, top_k=5, presence_penalty=0.5),
+    SamplingParams(temperature=1.3, seed=7, top_p=0.8, min_p=0.01, frequency_penalty=0.7),
+    SamplingParams(temperature=1.0, seed=9),
+]
+
+
+def _logits(use: KernelUse) -> torch.Tensor:
+    return 3 * use.draw(len(_PARAMS), use.vocab_size).float()
+
+
+def _sample(use: KernelUse) -> Iterator[Compared]:
+    samplers = TritonTokenSampler(len(_PARAMS), use.device), TorchTokenSampler(use.device)
+    rows, positions = list(range(len(_PARAMS))), use.ints(5, 70, 0, 2**33)
+    for sampler in samplers:
+        for row in rows:
+            sampler.join(row, _PARAMS[row])
+    found, expected = (sampler.sample(_logits(use), rows, positions) for sampler in samplers)
+    yield Compared(found, expected)
+
+
+def _logprobs(use: KernelUse) -> Iterator[Compared]:
+    tokens = use.ints(0, 1, 2, use.vocab_size - 1)
+    for logits in {use.dtype: _logits(use).to(use.dtype), torch.float32: _logits(use)}.values():
+        found, expected = (compute(logits, tokens) for compute in (token_logprobs, compute_logprobs))
+        yield Compared(found[0], expected[0], _TOLERANCE[torch.float32])
+        yield Compared(found[1], expected[1])
+
+
+def _penalise(use: KernelUse) -> Iterator[Compared]:
+    rows, tokens = list(range(len(_PARAMS))), np.array([1, 2, 2, 3, 3, 3], np.int32)
+    found, expected = _logits(use), _logits(use)
+    ways: list[tuple[Penalties, torch.Tensor]] = [
+        (TritonPenalties(len(rows), use.vocab_size, use.device), found),
+        (TorchPenalties(use.vocab_size, use.device), expected),
+    ]
+    for penalties, logits in ways:
+        for row in rows:
+            penalties.join(row, tokens, 2, _PARAMS[row])
+        penalties.apply(logits, rows, rows)
+    yield Compared(found, expected, _TOLERANCE[torch.float32])
+
+
+def _always(_: KernelUse) -> bool:
+    return True
+
+
+Check = Callable[[KernelUse], Iterator[Compared]]
+KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
+    "decode inputs": (_always, _decode_inputs),
+    "RMSNorm": (lambda use: use.hidden_size > 0, _rms_norm),
+    "RoPE with KV write": (lambda use: use.hidden_size > 0, _rope_write_kv),
+    "KV write": (lambda use: use.writes_kv, _write_kv),
+    "decode attention": (_always, _decode_attention),
+    "prefill attention": (_always, _prefill_attention),
+    "SiLU": (lambda use: use.hidden_size > 0, _silu_mul),
+    "gated linear": (lambda use: type(use.gate_up) is nn.Linear, _gated_linear),
+    "deterministic linear": (lambda use: use.deterministic, _linear),
+    "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
+    "LoRA": (lambda use: use.lora_rank > 0, _lora),
+    "block copies": (_always, _block_copies),
+    "segment moves": (lambda use: use.rotation is not None, _move_tokens),
+    "sampling": (_always, _sample),
+    "penalties": (_always, _penalise),
+    "log-probabilities": (_always, _logprobs),
+}
+"""By name, whether a configuration uses a kernel, and its check, which yields results beside PyTorch's."""
+READS_KV = {"RoPE with KV write", "KV write", "decode attention", "prefill attention", "segment moves"}
+
+
+def kernels_of(use: KernelUse) -> list[str]:
+    """Return the names of the kernels that are used, in the order in which a step runs them."""
+    return [name for name, (is_used, _) in KERNELS.items() if is_used(use)]

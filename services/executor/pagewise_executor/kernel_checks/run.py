@@ -1,0 +1,126 @@
+"""Checks the kernels: those of an executor before it joins, or all of them on all GPUs for ``pagewise doctor``.
+
+So a kernel which the device, its driver or a version of Triton cannot run ends the executor with one sentence, and one
+that is compiled wrongly never serves. ``python -m pagewise_executor.kernel_checks.run`` prints JSON, a line before each
+kernel and one after it, so that the last line names the kernel that ended the process.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from pagewise_kernels.launch import capability, interpreted
+from pagewise_shared.errors import ModelError
+from torch import nn
+
+from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.kernel_checks.kernels import KERNELS, READS_KV, kernels_of
+from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.models.quantised_linear import QuantisedLinear, make_fast
+from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise
+
+log = logging.getLogger(__name__)
+
+
+class Checked(NamedTuple):
+    """``flaw``: why the kernel does not work; empty if it does."""
+
+    kernel: str
+    flaw: str
+    seconds: float
+
+
+def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+    """Check the kernels that an executor with this model uses.
+
+    Raises:
+        ModelError: one of them fails, or computes something else than PyTorch; the text names it.
+    """
+    began = time.perf_counter()
+    use = use_of(config, loaded, kv_dtype)
+    kernels = kernels_of(use)
+    for name in kernels:
+        if flaw := flaw_of(name, use):
+            raise ModelError(
+                f"the kernel of {name} does not work on {_described(use.device)}: {flaw}. `pagewise doctor` tries "
+                "all kernels; --kernels torch serves without them, more slowly"
+            )
+    log.info("%d kernels compute what PyTorch does, checked in %.1f s", len(kernels), time.perf_counter() - began)
+
+
+def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: None) -> Iterator[Checked]:
+    """Check all kernels on a device. ``begin`` is called with the name of each before it runs.
+
+    It ends early if a kernel leaves the device unusable: everything that runs after that would fail as well.
+    """
+    plain = typical_use(device)
+    uses = [plain]
+    if interpreted() or capability(device) >= 89:
+        layer = QuantisedLinear(quantise(plain.draw(256, 256).float(), FP8), Inputs(), plain.dtype)
+        make_fast(holder := nn.Sequential(layer), "triton", device, "")
+        linears = tuple(each for each in holder if isinstance(each, QuantisedLinear))
+        uses.append(replace(plain, kv_dtype=FP8, linears=linears))
+    done = set[str]()
+    for use in uses:
+        for name in kernels_of(use):
+            if (full := name + ", float8 KV" * (use.kv_dtype == FP8 and name in READS_KV)) in done:
+                continue
+            done.add(full)
+            begin(full)
+            began = time.perf_counter()
+            flaw = flaw_of(name, use)
+            yield Checked(full, flaw, round(time.perf_counter() - began, 3))
+            if flaw and not _is_usable(device):
+                return
+
+
+@torch.inference_mode()
+def flaw_of(name: str, use: KernelUse) -> str:
+    """Run a kernel; return why it does not work, empty if it does."""
+    try:
+        for found, expected, tolerance in KERNELS[name][1](use):
+            wide, wanted = (t.double() if t.is_floating_point() else t.long() for t in (found, expected))
+            error, most = float((wide - wanted).abs().max()), float(wanted.abs().max())
+            if not error <= tolerance * most:  # also if it is not a number
+                return f"its result differs from PyTorch's by {error:.3g}, where the largest value is {most:.3g}"
+    except Exception as error:  # whatever Triton, the driver or the device raise
+        text = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {text}"
+    return ""
+
+
+def _is_usable(device: torch.device) -> bool:
+    """Whether a device computes after a kernel has failed: after an illegal access CUDA refuses everything."""
+    try:
+        return bool(torch.ones(1, device=device).sum() == 1)
+    except RuntimeError:
+        return False
+
+
+def _described(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def main() -> None:
+    """Check all kernels on all CUDA devices, or in the interpreter, and print JSON lines."""
+
+    def begin(kernel: str) -> None:
+        print(json.dumps({"device": number, "kernel": kernel}), flush=True)
+
+    devices = (
+        [torch.device("cpu")] if interpreted() else [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
+    )
+    for number, device in enumerate(devices):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        for checked in check_all(device, begin):
+            print(json.dumps({"device": number} | checked._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Which kernels a configuration uses, and the shapes for which they are compiled."""
+
+from dataclasses import dataclass
+
+import torch
+from pagewise_kernels.launch import interpreted
+from pagewise_kernels.lora import LEAST_RANK
+from torch import nn
+
+from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_shapes, with_small_limits
+from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+
+_FEW_ENTRIES = 500
+"""Entries of a vocabulary for Triton's interpreter, which takes seconds for a large one and compiles nothing for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """The kernels that a configuration uses, and the shapes for which they are compiled.
+
+    ``attention``: the kinds of attention layers. ``hidden_size``, ``gate_up``, ``has_head_norm``: of a fused decoder
+    layer; 0 if transformers computes the layers, with ``write_kv``. ``linears``: quantised linear layers, one of each
+    kind. ``rotation``: of the keys that segments move. ``lora_rank``: 0 without adapters.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int
+    vocab_size: int
+    attention: tuple[AttentionShape, ...]
+    writes_kv: bool
+    hidden_size: int = 0
+    gate_up: nn.Module | None = None
+    has_head_norm: bool = False
+    linears: tuple[QuantisedLinear, ...] = ()
+    rotation: KeyRotation | None = None
+    lora_rank: int = 0
+    deterministic: bool = False
+
+    def draw(self, *sizes: int, seed: int = 0) -> torch.Tensor:
+        """Return normal numbers in the model's type; the same for the same seed on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(*sizes, generator=generator).to(self.device, self.dtype)
+
+    def ints(self, *values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return integers on the device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> KernelUse:
+    """Return the kernels that a loaded model uses."""
+    shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
+    layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
+    linears: dict[tuple[object, ...], QuantisedLinear] = {}
+    for module in loaded.model.modules():
+        if isinstance(module, QuantisedLinear) and type(module) is not QuantisedLinear:
+            kind = type(module), module.values.dtype, module.inputs, module.block[0], module.bias is None
+            known = linears.setdefault(kind, module)
+            if module.values.numel() < known.values.numel():  # PyTorch makes a float32 copy of it
+                linears[kind] = module
+    return KernelUse(
+        loaded.device, loaded.dtype, kv_dtype, config.block_size,
+        min(loaded.vocab_size, _FEW_ENTRIES) if interpreted() else loaded.vocab_size,
+        tuple(dict.fromkeys(map(with_small_limits, shapes))),
+        writes_kv=len(layers) < len(shapes),
+        hidden_size=len(layers[0].norm_before_mlp.weight) if layers else 0,
+        gate_up=layers[0].gate_up if layers else None,
+        has_head_norm=bool(layers) and layers[0].head_norm is not None,
+        linears=tuple(linears.values()),
+        rotation=loaded.rotations[0] if loaded.rotations else None,
+        lora_rank=config.max_lora_rank if config.enable_lora else 0,
+        deterministic=config.deterministic,
+    )  # fmt: skip
+
+
+def typical_use(device: torch.device) -> KernelUse:
+    """Return all kernels in shapes as common models have them, or in small ones for the interpreter."""
+    small = device.type == "cpu"
+    heads, kv_heads, head_dim, hidden = (4, 2, 32, 64) if small else (32, 8, 128, 4096)
+    dtype = torch.float32 if small else torch.bfloat16
+    gate_up = nn.Linear(hidden, 4 * hidden if small else 2048, bias=False, device="meta")
+    gate_up.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    use = KernelUse(
+        device, dtype, dtype, 16, _FEW_ENTRIES if small else 128256,
+        (AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5),),
+        writes_kv=True, hidden_size=hidden, gate_up=gate_up, has_head_norm=True, lora_rank=LEAST_RANK,
+        rotation=KeyRotation(torch.arange(head_dim // 2, device=device) / head_dim), deterministic=True,
+    )  # fmt: skip
+    gate_up.weight = nn.Parameter(use.draw(gate_up.out_features, hidden), requires_grad=False)
+    return use
