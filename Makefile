@@ -96,7 +96,7 @@ soak: setup ## An hour of honest and abusive clients while processes come and go
 GPU_PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 FROM_HERE := PYTHONPATH=$(CURDIR):$(CURDIR)/shared:$(CURDIR)/kernels:$(CURDIR)/services/scheduler:$(CURDIR)/services/executor:$(CURDIR)/services/gateway:$(CURDIR)/services/cli:$(PYTHONPATH)
 
-gpu-smoke: ## The first hour on a GPU, in five calls of 8 minutes; PART=1 for one, WHEELS=DIR for missing packages
+gpu-smoke: ## The first hour on a GPU, in five calls of 4 minutes; PART=1 for one, WHEELS=DIR for missing packages
 	$(FROM_HERE) $(GPU_PY) -m benchmarks.gpu_smoke.run $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 test-gpu: ## Tests that need a CUDA device

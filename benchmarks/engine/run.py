@@ -55,6 +55,11 @@ _QWEN = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128,
     "num_key_value_heads": 8, "vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True,
 }  # fmt: skip
+_MOE = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 6,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": False,
+}  # fmt: skip
 _TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "tie_word_embeddings": False,
@@ -62,8 +67,17 @@ _TINY = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-8b": ("LlamaConfig", _LLAMA),
     "qwen3-0.6b": ("Qwen3Config", _QWEN),
+    # Six of 48 layers: all of them take 60 GB, and longer to build than to measure.
+    "qwen3-30b-a3b-6-layers": ("Qwen3MoeConfig", _MOE),
     "tiny": ("LlamaConfig", _TINY),
 }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "pagewise, apart": {"dependent_launch": False},
+    "pagewise, fp8": {"quantization": "fp8"},
+}
+"""Ours by other options, by the name in the rows."""
 
 
 @dataclass
@@ -83,7 +97,8 @@ class Work:
 class Row:
     """``rate``: output tokens per second over the whole of it, of prefills prompt tokens; the same for everybody.
 
-    ``decoding``: tokens per second while all sequences decode, and ``share`` of the limit that this is; ours alone.
+    ``decoding``: tokens per second while all sequences decode, and ``share`` of the limit that this is; ours alone, as
+    is ``start_seconds``: until the executor was ready, with the kernels that it had to compile.
     """
 
     model: str
@@ -93,6 +108,7 @@ class Row:
     decoding: float | None = None
     share: float | None = None
     first_token_ms: float | None = None
+    start_seconds: float | None = None
 
 
 def works(smoke: bool) -> list[Work]:
@@ -154,33 +170,45 @@ def drive(runner: ModelRunner, work: Work, budget: int) -> tuple[float, float, l
 
 
 def ours(
-    model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool, early: bool = True
+    model: str, path: Path, device: Device, todo: list[Work], copy_rate: float, smoke: bool, who: str = "pagewise"
 ) -> Iterator[Row]:
-    """``early``: kernels begin while those before them end."""
+    """``who``: "pagewise", or a key of ``WAYS``, whose options are set."""
     budget = 64 if smoke else 8192
     config = ExecutorConfig(
         model=str(path), device=device, kernels="triton", profile=False, max_num_seqs=256,
-        max_num_batched_tokens=budget, num_blocks=64 if smoke else None, dependent_launch=early,
+        max_num_batched_tokens=budget, num_blocks=64 if smoke else None, **WAYS.get(who, {}),
     )  # fmt: skip
+    began = time.perf_counter()
     runner = ModelRunner(config)
+    start_seconds = time.perf_counter() - began
     assert isinstance(runner._engine, TorchEngine)
     loaded = runner._engine.model
-    weights = sum(p.numel() * p.element_size() for p in loaded.parameters())
-    if not MODELS[model][1]["tie_word_embeddings"]:  # a decode step reads one row of it for each sequence
-        embedding = next(part for part in loaded.modules() if isinstance(part, torch.nn.Embedding))
-        weights -= embedding.weight.numel() * embedding.weight.element_size()
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
         seconds, first, decodes = drive(runner, work, budget)
-        who = "pagewise" if early else "pagewise, apart"
-        row = Row(model, work.name, who, work.rate(seconds), first_token_ms=1e3 * first)
+        row = Row(
+            model, work.name, who, work.rate(seconds), first_token_ms=1e3 * first, start_seconds=start_seconds
+        )  # fmt: skip
         if work.name.startswith("decode") and len(decodes) > 3:
             step = statistics.median(decodes)
             row.decoding = len(work.lengths) / step
             context = sum(length + output / 2 for length, output in work.lengths)
+            weights = weights_read(loaded, MODELS[model][1], len(work.lengths))
             read = weights + context * runner.info.bytes_per_block / runner.info.block_size
             row.share = read / copy_rate / step if copy_rate else None
         yield row
+
+
+def weights_read(loaded: torch.nn.Module, settings: dict[str, Any], batch: int) -> float:
+    """Bytes of weights that a decode step of ``batch`` sequences reads, with experts that are chosen at random."""
+    experts = settings.get("num_experts", 1)
+    chosen = 1 - (1 - settings.get("num_experts_per_tok", 1) / experts) ** batch
+    read = 0.0
+    for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]:
+        # Of the embedding it reads one row for each sequence, unless that is the head as well.
+        if "embed_tokens" not in name or settings["tie_word_embeddings"]:
+            read += tensor.numel() * tensor.element_size() * (chosen if ".experts." in name else 1.0)
+    return read
 
 
 def theirs(name: str, path: Path, device: str, todo: list[Work]) -> Iterator[Row]:
@@ -319,6 +347,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", help="workloads by name, as they are printed (default: all)")
     parser.add_argument("--alone", action="store_true", help="without the others")
     parser.add_argument("--also-apart", action="store_true", help="ours also with --no-dependent-launch")
+    parser.add_argument("--also-fp8", action="store_true", help="ours also with --quantization fp8")
     parser.add_argument("--deadline", type=float, default=90, help="seconds for each of the others and model (90)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does everything run?")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
@@ -341,8 +370,9 @@ def main() -> None:
         for model in ["tiny"] if args.smoke else args.models:
             paths[model] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             build(model, paths[model], device)
-            for early in (True, False) if args.also_apart else (True,):
-                keep(ours(model, paths[model], device, todo, copy_rate, args.smoke, early))
+            ways = [*["pagewise, apart"] * args.also_apart, *["pagewise, fp8"] * args.also_fp8]
+            for who in ("pagewise", *ways):
+                keep(ours(model, paths[model], device, todo, copy_rate, args.smoke, who))
                 tidy()
         for model, path in paths.items():
             for contender in others:

@@ -1,4 +1,4 @@
-"""What the first hour on a GPU runs, in parts that fit into calls of at most eight minutes.
+"""What the first hour on a GPU runs, in parts that fit into calls of at most four minutes, ordered by what they tell.
 
 Only the standard library is imported here: the plan can be read where nothing is installed.
 """
@@ -6,7 +6,7 @@ Only the standard library is imported here: the plan can be read where nothing i
 import re
 from typing import NamedTuple
 
-CALL_SECONDS = 480
+CALL_SECONDS = 240
 """What one call may take, with all its steps."""
 _START_SECONDS = 15
 """What a call takes beside its steps: it looks at the device, and installs wheels."""
@@ -21,20 +21,24 @@ ROOMS = (".", "shared", "kernels", "services/scheduler", "services/executor", "s
 class Step(NamedTuple):
     """One process, ``python -m`` with these arguments, which writes its rows to a file of its own as it goes.
 
-    ``seconds``: after which it is ended. ``record``: the option that names the file.
+    ``seconds``: after which it is ended. ``record``: the option that names the file. ``needs``: modules without which
+    it is left out. ``waits``: it begins when the memory of the device is free again, because its processes size their
+    pools by what is free; the wait is part of its seconds.
     """
 
     name: str
     seconds: int
     arguments: tuple[str, ...]
     record: str = "--json"
+    needs: tuple[str, ...] = ()
+    waits: bool = False
 
 
-def _tests(folder: str, processes: int, seconds: int) -> Step:
-    options = ("-m", "gpu", "-n", str(processes), "-q", "-p", "no:cacheprovider", "--timeout", "300")
+def _tests(seconds: int) -> Step:
+    options = ("-m", "gpu", "-n", "auto", "--maxprocesses", "14", "-q", "-p", "no:cacheprovider", "--timeout", "90")
     # The first run should not fail because some release warns of what the next one will remove.
     more = ("-o", "filterwarnings=default", "-p", "benchmarks.gpu_smoke.outcomes")
-    return Step(f"tests-{folder}", seconds, ("pytest", *options, *more, f"tests/{folder}"), "--outcomes")
+    return Step("tests", seconds, ("pytest", *options, *more, "tests/kernels", "tests/executor"), "--outcomes")
 
 
 def _kernels(only: str, seconds: int) -> Step:
@@ -42,17 +46,32 @@ def _kernels(only: str, seconds: int) -> Step:
 
 
 def _engine(model: str, seconds: int, *more: str) -> Step:
-    return Step(f"engine-{model}", seconds, ("benchmarks.engine.run", "--alone", "--models", model, *more))
+    return Step(f"engine-{model}", seconds, ("benchmarks.engine.run", "--alone", "--models", model, *more), waits=True)
 
+
+_DECODES = ("decode 1", "decode 64")
+_RATES = (*_DECODES, "decode 256", "prefill 4096", "prefill 32768")
+_SERVED = ("--device", "cuda", "--dtype", "bfloat16", "--shape", "qwen3-0.6b", "--workloads", "long")
 
 PARTS: dict[int, tuple[Step, ...]] = {
-    1: (_tests("kernels", 8, 260), _kernels("decode", 200)),
-    2: (_tests("executor", 6, 270), _engine("qwen3-0.6b", 190, "--also-apart")),
-    3: (_engine("llama-3-8b", 460),),
-    4: (_kernels("prefill", 150), _kernels("sampling", 130), _kernels("elementwise", 130), _kernels("layer", 50)),
-    5: (_kernels("linear", 130), _kernels("sweep", 140), _kernels("shared", 120), _kernels("inputs", 60)),
+    1: (_tests(95), _engine("llama-3-8b", 130, "--also-fp8", "--works", *_RATES)),
+    2: (
+        _kernels("decode", 60),
+        Step(
+            "served",
+            60,
+            ("benchmarks.serving.run", *_SERVED, "--requests", "256", "--contenders", "pagewise", "--rounds", "1"),
+            needs=("aiohttp", "psutil", "tokenizers", "llguidance", "jinja2"),
+            waits=True,
+        ),
+        Step("recovery", 60, ("benchmarks.recovery.device",), waits=True),
+        _engine("qwen3-30b-a3b-6-layers", 45, "--works", *_DECODES),
+    ),
+    3: (_kernels("prefill", 75), _engine("qwen3-0.6b", 90, "--also-apart"), _kernels("layer", 55)),
+    4: (_kernels("elementwise", 75), _kernels("sampling", 75), _kernels("linear", 75)),
+    5: (_kernels("shared", 75), _kernels("sweep", 90), _kernels("inputs", 60)),
 }
-"""The steps of each part. Those that are most likely to fail, and cost the least to mend, come first."""
+"""The steps of each part, those first that tell the most in a minute: what works, whole models, then single kernels."""
 
 assert all(_START_SECONDS + sum(step.seconds for step in steps) <= CALL_SECONDS for steps in PARTS.values())
 

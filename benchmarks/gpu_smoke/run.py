@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in calls of at most eight minutes each: what works, and the figures that matter.
+"""The first hour on a GPU, in calls of at most four minutes each: what works, and the figures that matter.
 
     make gpu-smoke [PART=1]
     python3 -m benchmarks.gpu_smoke.run [--part 1 2] [--wheels DIR] [--out DIR] [--commit HASH] [--dry-run]
@@ -8,7 +8,7 @@ network: the few packages that are missing come from ``--wheels``. Nothing of Pa
 
 Each step is a process with a limit of its own. It writes every row when it has been measured, to a file that is named
 after the device, so whatever ends it costs only what is missing. ``gpu-smoke-DEVICE.json`` says what became of the
-steps, and keeps the end of what they printed.
+steps, and keeps the end of what they printed. Last comes a table of goals, what was measured, and what was predicted.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_smoke.goals import results, table
 from benchmarks.gpu_smoke.plan import CARRIED, PARTS, ROOMS, Step, device_label
 from benchmarks.record import COMMIT_VARIABLE, record_file, write_record
 
@@ -33,6 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".gpu-smoke"
 """What later calls on the same machine use again: installed wheels, and compiled kernels."""
 _LAST_LINES = 40
+_FREE_SHARE = 0.9
+"""How much of the memory of a device that nobody else uses is free: a context takes some."""
+_FREEING_SECONDS = 15
 
 
 def main() -> int:
@@ -70,8 +75,8 @@ def described(parts: Mapping[int, Sequence[Step]]) -> str:
     lines = []
     for number, steps in parts.items():
         lines.append(f"part {number}, at most {sum(step.seconds for step in steps)} s:")
-        lines += [f"  {step.name}, {step.seconds} s: python -m {' '.join(step.arguments)}" for step in steps]
-    return "\n".join(lines)
+        lines += [f"  {step.name}, {step.seconds} s: python -m {shlex.join(step.arguments)}" for step in steps]
+    return "\n".join([*lines, "goals:", table(results(Path("none"), "", ""))])
 
 
 def device_name() -> str:
@@ -135,7 +140,14 @@ def run_parts(parts: Mapping[int, Sequence[Step]], device: str, out: Path, envir
             record = out / f"{step.name}-{label}.json"
             print(f"== {step.name}, at most {step.seconds} s", flush=True)
             began = time.monotonic()
-            outcome, last_lines = run_step(step, record, environment)
+            if step.waits:
+                wait_for_memory(environment)
+                step = step._replace(seconds=max(1, step.seconds - int(time.monotonic() - began)))
+            missing = [name for name in step.needs if not _is_there(name, environment)]
+            if missing:
+                outcome, last_lines = f"left out: {', '.join(missing)} missing", list[str]()
+            else:
+                outcome, last_lines = run_step(step, record, environment)
             seconds = round(time.monotonic() - began, 1)
             print(f"== {step.name}: {outcome} after {seconds} s", flush=True)
             failed |= outcome != "done"
@@ -145,8 +157,26 @@ def run_parts(parts: Mapping[int, Sequence[Step]], device: str, out: Path, envir
             if outcome != "done":
                 rows[-1]["last_lines"] = last_lines
             write_record(str(summary), {"rows": rows}, command="python -m benchmarks.gpu_smoke.run", device=device)
-    print("\n".join(f"part {row['part']} {row['step']:<24} {row['outcome']:<12}{row['seconds']:>7} s" for row in rows))
+    print("\n".join(f"part {row['part']} {row['step']:<30} {row['outcome']:<12}{row['seconds']:>7} s" for row in rows))
+    print(table(results(out, label, json.loads(summary.read_text())["commit"])))
     return int(failed)
+
+
+def wait_for_memory(environment: Mapping[str, str], seconds: float = _FREEING_SECONDS) -> None:
+    """Wait until the memory of the device is free, which it is some time after a process has ended, for ``seconds``."""
+    ask = (
+        "import sys, time, torch\nend = time.monotonic() + float(sys.argv[1])\n"
+        f"while (m := torch.cuda.mem_get_info())[0] < {_FREE_SHARE} * m[1] and time.monotonic() < end:\n"
+        "    time.sleep(0.2)\n"
+        "print(f'{m[0] / 2**30:.1f} of {m[1] / 2**30:.1f} GiB of the device are free', flush=True)"
+    )
+    subprocess.run([sys.executable, "-c", ask, str(seconds)], env=dict(environment), check=False)
+
+
+def _is_there(module: str, environment: Mapping[str, str]) -> bool:
+    """Whether the steps can import a module, of what is installed or carried."""
+    carried = (Path(folder) / module for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder)
+    return importlib.util.find_spec(module) is not None or any(path.exists() for path in carried)
 
 
 def run_step(step: Step, record: Path, environment: Mapping[str, str]) -> tuple[str, list[str]]:

@@ -53,7 +53,8 @@ def build_model(path: Path, max_len: int) -> None:
 class Bench:
     """One executor behind one scheduler.
 
-    ``bandwidth``: of the link to its host, None if it keeps nothing there. ``storage``: the executor's options for it.
+    ``bandwidth``: that the link to its host is held to, None if it is not. ``budget``: tokens of a step. ``options``:
+    further ones of the executor, such as its storage.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class Bench:
         bandwidth: float | None,
         tokens: int,
         exchange: MakePeers | None = None,
-        **storage: str,
+        budget: int = BUDGET,
+        **options: Any,
     ) -> None:
         blocks = tokens // 16 + 32
         host = {} if bandwidth is None else {"host_memory": "2GiB", "host_bandwidth": str(int(bandwidth))}
-        config = ExecutorConfig(model=str(path), device="cpu", num_blocks=blocks, **host, **storage)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"device": "cpu"} | host | options
+        config = ExecutorConfig(model=str(path), num_blocks=blocks, **chosen)
         self.runner = ModelRunner(config, exchange=exchange)
         info = self.runner.info
         assert info.costs is not None
@@ -76,7 +79,7 @@ class Bench:
             num_blocks=blocks,
             block_size=info.block_size,
             max_num_seqs=8,
-            max_num_batched_tokens=BUDGET,
+            max_num_batched_tokens=budget,
             tiers={tier.number: tier.num_blocks for tier in info.tiers},
             costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
@@ -85,7 +88,7 @@ class Bench:
         self.tiers = self.scheduler.kv.pool.lower
         for tier in self.tiers:
             tier.max_arriving = 1_000_000
-        self.runner.reset(Welcome(1, 8, BUDGET))
+        self.runner.reset(Welcome(1, 8, budget))
         self.copied: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self.runner.report_copies(self._report)
@@ -145,15 +148,14 @@ class Bench:
             self.scheduler.copied(message)
 
 
-def measure(path: Path, bandwidth: float, tokens: int, repeats: int) -> dict[str, Any]:
-    """Median milliseconds to the first token by mode, and what auto chose."""
-    bench = Bench(path, bandwidth, tokens)
+def measure(bench: Bench, tokens: int, repeats: int, about: str) -> dict[str, Any]:
+    """Median milliseconds to the first token by mode, and what auto chose. ``about``: for the progress bar."""
     rng = random.Random(1)
     prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
     bench.first_token(prompt, "cold")
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     chosen, loaded, predicted = [], [], []
-    for repeat in followed(range(repeats + 1), repeats + 1, f"a link of {bandwidth / 1e9:g} GB/s", "rounds"):
+    for repeat in followed(range(repeats + 1), repeats + 1, about, "rounds"):
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode
@@ -168,18 +170,30 @@ def measure(path: Path, bandwidth: float, tokens: int, repeats: int) -> dict[str
                 predicted.append(report.predicted)
             if mode == "both":
                 loaded.append(report.loaded_tokens / tokens)
-    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
+    median = {mode: round(statistics.median(values) * 1e3, 2) for mode, values in times.items()}
     best = min(median[mode] for mode in MODES if mode != "auto")
     return {
-        "link_GB_per_s": bandwidth / 1e9,
         "median_ms": median,
         "auto_chose": max(set(chosen), key=chosen.count),
-        "auto_predicted_ms": round(statistics.median(predicted) * 1e3, 1),
+        "auto_predicted_ms": round(statistics.median(predicted) * 1e3, 2),
         "auto_over_best": round(median["auto"] / best, 2),
         "better_pure_over_both": round(min(median["swap"], median["recompute"]) / median["both"], 2),
         "share_loaded_by_both": round(statistics.median(loaded), 2),
         "bytes_per_token": bench.runner.info.bytes_per_block // 16,
     }
+
+
+HEADER = "".join(f"{mode + ' ms':>14}" for mode in MODES) + (
+    f"{'auto chose':>12}{'auto/best':>11}{'best/both':>11}{'loaded':>8}"
+)
+
+
+def shown(row: dict[str, Any]) -> str:
+    """A row below ``HEADER``."""
+    values = "".join(f"{row['median_ms'][mode]:>14}" for mode in MODES)
+    return f"{values}{row['auto_chose']:>12}{row['auto_over_best']:>11}{row['better_pure_over_both']:>11}" + (
+        f"{row['share_loaded_by_both']:>8}"
+    )
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
@@ -217,19 +231,14 @@ def main() -> None:
     args = parser.parse_args()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     rows = []
-    header = f"{'link GB/s':>10}" + "".join(f"{mode + ' ms':>14}" for mode in MODES)
-    print(header + f"{'auto chose':>12}{'auto/best':>11}{'best/both':>11}{'loaded':>8}")
+    print(f"{'link GB/s':>10}{HEADER}")
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), args.tokens + 64)
         for link in args.links:
-            row = measure(Path(directory), link * 1e9, args.tokens, args.repeats)
+            bench = Bench(Path(directory), link * 1e9, args.tokens)
+            row = {"link_GB_per_s": link} | measure(bench, args.tokens, args.repeats, f"a link of {link:g} GB/s")
             rows.append(row)
-            values = "".join(f"{row['median_ms'][mode]:>14}" for mode in MODES)
-            print(
-                f"{link:>10}{values}{row['auto_chose']:>12}{row['auto_over_best']:>11}"
-                f"{row['better_pure_over_both']:>11}{row['share_loaded_by_both']:>8}",
-                flush=True,
-            )
+            print(f"{link:>10}{shown(row)}", flush=True)
     if args.json:
         write_record(args.json, {"tokens": args.tokens, "rows": rows})
     if args.plot:

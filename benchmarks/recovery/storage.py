@@ -23,9 +23,9 @@ from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import MODES, Bench, build_model
 
 
-def measure(path: Path, tokens: int, repeats: int, **storage: str) -> dict[str, Any]:
+def measure(path: Path, tokens: int, repeats: int, **storage: Any) -> dict[str, Any]:
     """Median milliseconds to the first token by mode, and what auto chose."""
-    bench = Bench(path, None, tokens, None, **storage)
+    bench = Bench(path, None, tokens, **storage)
     rng = random.Random(tokens)
     prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
     bench.first_token(prompt, "cold")

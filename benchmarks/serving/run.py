@@ -28,7 +28,7 @@ from benchmarks.busy import busy_processes
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.clients import percentile
 from benchmarks.serving.contenders import Contender, Round, contender
-from benchmarks.serving.workloads import WORKLOADS, Work, build_model, earlier, workload
+from benchmarks.serving.workloads import SHAPES, WORKLOADS, Work, build_model, earlier, workload
 
 Row = dict[str, float | None]
 
@@ -113,7 +113,8 @@ def report(results: list[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="model directory (default: a random Llama of 49M parameters)")
+    parser.add_argument("--model", help="model directory (default: a random model of --shape)")
+    parser.add_argument("--shape", default="49m", choices=SHAPES, help="a Llama of 49M parameters, or Qwen3-0.6B's")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=32)
@@ -128,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if args.model is None:
-            build_model(Path(directory))
+            build_model(Path(directory), shape=args.shape)
         results = compare(args, args.model or directory)
     report(results)
     if args.json:

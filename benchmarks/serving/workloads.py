@@ -4,6 +4,7 @@ import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VOCAB_SIZE = 4096
 """That of the demo tokenizer, so that every token has text and streams at once."""
@@ -21,6 +22,7 @@ WORKLOADS = {
     "unequal": "prompts of 16 to 512 tokens (log-uniform), outputs of 16 to 256",
     "equal": "prompts and outputs of 128 tokens",
     "short": "prompts of 64 tokens, outputs of 128",
+    "long": "prompts of 512 tokens, outputs of 128",
     "outputs": "prompts of 64 tokens, outputs of 16 to 256",
     "prefix": "prompts that share 512 tokens, as an earlier one did, and have 32 of their own, outputs of 64",
 }
@@ -41,6 +43,8 @@ def workload(name: str, count: int, seed: int = 0, beside: str = "nothing") -> l
                 works.append(Work(_tokens(texts, 128), 128))
             case "short":
                 works.append(Work(_tokens(texts, 64), 128))
+            case "long":
+                works.append(Work(_tokens(texts, 512), 128))
             case "outputs":
                 works.append(Work(_tokens(texts, 64), lengths.randint(16, 256)))
             case "prefix":
@@ -61,27 +65,35 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, 4000) for _ in range(count)]
 
 
-def build_model(path: Path, max_len: int = 4096) -> None:
-    """A Llama of about 49 million parameters with random weights, and the demo model's tokenizer. ``max_len``: its
-    positions."""
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "49m": ("LlamaConfig", {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64,
+    }),
+    # But for its vocabulary, whose tokens need a text each.
+    "qwen3-0.6b": ("Qwen3Config", {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128,
+    }),
+}  # fmt: skip
+SHAPES = tuple(_SHAPES)
+
+
+def build_model(path: Path, max_len: int = 4096, shape: str = "49m") -> None:
+    """A model of one of ``SHAPES`` with random weights, and the demo model's tokenizer. ``max_len``: its positions."""
     import torch
+    import transformers
     from pagewise_shared.model_files import resolve_model
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=15,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=max_len,
-        tie_word_embeddings=True,
+    kind, sizes = _SHAPES[shape]
+    config = getattr(transformers, kind)(
+        vocab_size=VOCAB_SIZE, max_position_embeddings=max_len, tie_word_embeddings=True, **sizes
     )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=0)  # type: ignore[no-untyped-call]
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config)
+    generation: Any = transformers.GenerationConfig
+    model.generation_config = generation(bos_token_id=0, eos_token_id=1, pad_token_id=0)
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model("pagewise-demo") / name, path / name)

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import record
 from benchmarks.gpu_smoke import run
+from benchmarks.gpu_smoke.goals import GOALS, results, table
 from benchmarks.gpu_smoke.plan import CALL_SECONDS, PARTS, Step, device_label
 
 ROOT = Path(__file__).parents[2]
@@ -38,12 +39,12 @@ def test_the_plan_needs_nothing_that_is_installed() -> None:
         for step in steps:
             assert f"{step.name}, {step.seconds} s: python -m {step.arguments[0]}" in done.stdout
     one = python("-S", "-E", *SMOKE, "--dry-run", "--part", "3").stdout
-    assert [line for line in one.splitlines() if not line.startswith(" ")] == ["part 3, at most 460 s:"]
+    assert [line for line in one.splitlines() if line.endswith(":")] == ["part 3, at most 220 s:", "goals:"]
 
 
 def test_each_call_ends_before_whoever_lends_the_device_ends_it() -> None:
     assert sorted(PARTS) == [1, 2, 3, 4, 5]
-    assert all(sum(step.seconds for step in steps) < CALL_SECONDS == 480 for steps in PARTS.values())
+    assert all(sum(step.seconds for step in steps) < CALL_SECONDS == 240 for steps in PARTS.values())
     names = [step.name for steps in PARTS.values() for step in steps]
     assert len(names) == len(set(names)), "each has a file of its own"
 
@@ -190,6 +191,54 @@ def test_a_later_call_adds_to_what_is_there(measures: Path) -> None:
     assert run.run_parts({1: (Step("first", 60, ("measures",)),)}, "NVIDIA H200", measures, os.environ) == 0
     rows = json.loads((measures / "gpu-smoke-H200.json").read_text())["rows"]
     assert [(row["part"], row["step"], row["outcome"]) for row in rows] == [(2, "second", "done"), (1, "first", "done")]
+
+
+def test_a_step_whose_modules_are_missing_is_left_out(measures: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = (Step("served", 60, ("measures",), needs=("json", "no_such_module")), Step("next", 60, ("measures",)))
+    assert run.run_parts({1: steps}, "NVIDIA H200", measures, os.environ) == 1
+    rows = json.loads((measures / "gpu-smoke-H200.json").read_text())["rows"]
+    assert [row["outcome"] for row in rows] == ["left out: no_such_module missing", "done"]
+    assert "goal   measured  predicted" in capsys.readouterr().out
+
+
+def test_a_step_that_needs_memory_waits_until_it_is_free(
+    measures: Path, torch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (torch / "torch.py").write_text(
+        "import time\nbegan = time.monotonic()\n"
+        "class cuda:\n"
+        "    mem_get_info = staticmethod(lambda: ((2**33 if time.monotonic() < began + 0.5 else 2**37), 2**37))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{torch}:{os.environ['PYTHONPATH']}")
+    step = Step("big", 60, ("measures",), waits=True)
+    assert run.run_parts({1: (step,)}, "NVIDIA H200", measures, os.environ) == 0
+    assert "128.0 of 128.0 GiB of the device are free" in capfd.readouterr().out
+
+
+def test_goals_are_compared_with_what_the_records_say(tmp_path: Path) -> None:
+    """The records that are kept of one device tell some, and a record of a step that is made up tells another."""
+    kept = {result.what: result for result in results(ROOT / "benchmarks" / "results", "H200", "c43c2040+patches")}
+    assert kept["decode attention, batch 1, 1k"].measured == pytest.approx(10.55, abs=0.01)
+    assert kept["deterministic decode attention of plain"].measured == pytest.approx(0.434, abs=0.001)
+    assert kept["decode attention, float8 KV"].reached is False
+    rows = [{"work": "decode 64", "who": "pagewise", "decoding": 10_000.0, "start_seconds": 11.0}]
+    rows += [{"work": "decode 1", "who": "pagewise", "decoding": 200.0, "start_seconds": 11.0}]
+    record.write_record(str(tmp_path / "engine-llama-3-8b-H100.json"), {"rows": rows}, command="made up", device="none")
+    assert all(result.measured is None for result in results(tmp_path, "H100", "another"))
+    commit = json.loads((tmp_path / "engine-llama-3-8b-H100.json").read_text())["commit"]
+    found = {result.what: result for result in results(tmp_path, "H100", commit)}
+    assert found["Llama-3-8B, bfloat16, decode 64"].reached
+    assert found["Llama-3-8B, bfloat16, decode 1"].reached is False
+    assert found["Llama-3-8B, start, nothing compiled before"].reached
+    assert found["Llama-3-8B, FP8 weights, decode 64"].measured is None
+    assert "Llama-3-8B, bfloat16, decode 64" in table(found.values())
+    (line,) = [each for each in table(found.values()).splitlines() if "bfloat16, decode 64" in each]
+    assert line.split()[-5:] == ["9,900", "10,000", "8,670", "tokens/s", "reached"]
+
+
+def test_every_goal_is_of_a_step_that_runs() -> None:
+    names = {step.name for steps in PARTS.values() for step in steps}
+    assert {goal.step for goal in GOALS} <= names
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
