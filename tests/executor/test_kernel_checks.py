@@ -16,12 +16,13 @@ from typing import Any
 import pagewise_kernels
 import pytest
 import torch
-from pagewise_executor.kernel_checks import run
+from pagewise_executor.kernel_checks import kernels, run
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.run import check_all, flaw_of
 from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
+from pagewise_kernels.attention import decode_attention
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.launch import launch
 from pagewise_shared.config import ExecutorConfig
@@ -49,12 +50,12 @@ def test_every_kernel_is_checked_and_works(device: torch.device, monkeypatch: py
         launched.add(kernel.fn.__name__)
         launch(kernel, *arguments, **options)
 
-    kernels = set[str]()
+    known = set[str]()
     for module in list(modules()):
         monkeypatch.setattr(module, "launch", record)
-        kernels |= {name for name in vars(module) if name.endswith("_kernel")}
+        known |= {name for name in vars(module) if name.endswith("_kernel")}
     assert [checked for checked in check_all(device) if checked.flaw] == []
-    assert launched == kernels
+    assert launched == known
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
@@ -107,6 +108,18 @@ def test_a_kernel_that_computes_something_else_is_found(
     for module in list(modules()):
         monkeypatch.setattr(module, "launch", nothing)
     assert flaw_of(name, use)
+
+
+def test_attention_that_reads_another_head_in_long_contexts_alone_is_found(
+    use: KernelUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_row_is_wrong(*arguments: Any, **options: Any) -> torch.Tensor:
+        found = decode_attention(*arguments, **options)
+        found[-1] = found[-1].roll(1, 0)
+        return found
+
+    monkeypatch.setattr(kernels, "decode_attention", last_row_is_wrong)
+    assert "differs from PyTorch's" in flaw_of("decode attention", use)
 
 
 def test_the_executor_says_which_kernel_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtyp
                 f"the kernel of {name} does not work on {_described(use.device)}: {flaw}. `pagewise doctor` tries "
                 "all kernels; --kernels torch serves without them, more slowly"
             )
+    if use.device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV pool is sized by what is free
     log.info("%d kernels compute what PyTorch does, checked in %.1f s", len(kernels), time.perf_counter() - began)
 
 
