@@ -19,12 +19,13 @@ if not torch.cuda.is_available():
         with integers_unchecked():
             yield
 
-    @pytest.fixture(scope="session", autouse=True)
-    def kernels_are_not_checked_by_each_runner() -> Iterator[None]:
-        """That takes a second in the interpreter. ``test_kernel_checks.py`` checks them, also in a real executor."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run, "check_kernels", lambda *_: None)
-            yield
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_not_checked_by_each_runner() -> Iterator[None]:
+    """That takes a second in the interpreter. ``test_kernel_checks.py`` checks them, also in a real executor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "check_kernels", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
