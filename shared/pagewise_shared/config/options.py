@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pagewise_shared.config.console_options import ConsoleConfig, ConsoleShowsText
+from pagewise_shared.config.console_options import ConsoleConfig
+from pagewise_shared.config.gateway_rights import GatewayRights
 from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
-from pagewise_shared.config.lora_options import AllowRuntimeLoraUpdating, ExecutorLoraOptions, LoraModules
-from pagewise_shared.config.observability_options import TracingOptions
+from pagewise_shared.config.lora_options import ExecutorLoraOptions
 from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
@@ -43,7 +43,7 @@ Plaintext = Annotated[bool, _help("allow connections with other hosts without ke
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
 
 
-class SchedulerConfig(TracingOptions, frozen=True, kw_only=True):
+class SchedulerConfig(GatewayRights, frozen=True, kw_only=True):
     """Options of ``pagewise-scheduler``. It loads no model: ``model`` and ``served_model_name`` label its metrics."""
 
     model: Model = DEMO_MODEL
@@ -107,17 +107,6 @@ class SchedulerConfig(TracingOptions, frozen=True, kw_only=True):
         10.0
     )
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
-    console_shows_text: ConsoleShowsText = False
-    gateways_end_any_request: Annotated[
-        bool,
-        _help(
-            "let each gateway's operators end requests of all gateways",
-            more="Without it, a gateway ends its own requests only. `pagewise serve` and `pagewise up` set it, because "
-            "they start all gateways, unless others may join (`--listen-gateways`).",
-        ),
-    ] = False
-    lora_modules: LoraModules = ()
-    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
     keys: KeysFolder = None
     plaintext: Plaintext = False
     max_unread_bytes: Annotated[
