@@ -301,25 +301,56 @@ class _Patterns:
         return next((value for pattern, value in self._values if pattern.match(module)), self._default)
 
 
-def check_shapes(name: str, factors: Mapping[str, Factor], modules: Mapping[str, tuple[int, int]]) -> None:
+def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -> None:
     """Compare an adapter with a model. ``modules``: inputs and outputs of its linear layers by name.
 
     Raises:
-        AdapterError: the model has no such module, or one of another shape.
+        AdapterError: the model has no such module, or one of another shape, or the adapter lacks weights of a module that
+            its configuration names.
     """
-    for module, factor in factors.items():
+    for module, factor in files.factors.items():
         if (shape := modules.get(module)) is None:
             raise unusable(
-                name,
+                files.name,
                 f"it changes {module}, which is no linear layer of this model"
                 f" (its layers have {', '.join(_endings(modules))})",
             )
         if shape != (factor.ins, factor.outs):
             raise unusable(
-                name,
+                files.name,
                 f"its module {module} maps {factor.ins} to {factor.outs}, "
                 f"that of the model {shape[0]} to {shape[1]}: it is of another model",
             )
+    if missing := _targets(json.loads(files.config), modules) - files.factors.keys():
+        more = f" and {len(missing) - 3} more" * (len(missing) > 3)
+        raise unusable(
+            files.name,
+            f"its target_modules name {len(missing)} layers whose weights its file lacks: {', '.join(sorted(missing)[:3])}"
+            f"{more}; an adapter of some layers alone says so with layers_to_transform",
+        )
+
+
+def _targets(settings: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
+    """Return the modules that a configuration names; none if it does so by a regular expression."""
+    wanted, excluded = settings.get("target_modules"), settings.get("exclude_modules") or []
+    layers = settings.get("layers_to_transform")
+    numbers = [layers] if isinstance(layers, int) else layers
+    if not isinstance(wanted, list) or not isinstance(excluded, list) or not isinstance(numbers, list | None):
+        return set()
+    names, others = ({name for name in each if isinstance(name, str)} for each in (wanted, excluded))
+    return {
+        module
+        for module in modules
+        if (ends := _ends(module)) & names
+        and not ends & others
+        and (numbers is None or next((int(part) for part in module.split(".") if part.isdigit()), None) in numbers)
+    }
+
+
+def _ends(module: str) -> set[str]:
+    """Return the name of a module, and its last parts, by each of which PEFT finds it."""
+    parts = module.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
 
 
 def _endings(modules: Iterable[str]) -> list[str]:

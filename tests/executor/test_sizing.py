@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import load_model
-from pagewise_executor.models.weight_files import checked_header
+from pagewise_executor.models.weight_files import checked_headers
 from pagewise_executor.models.weight_memory import weight_bytes
 from pagewise_executor.sizing import sizing
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
@@ -91,7 +91,7 @@ def test_weights_and_kv_are_what_the_loader_takes(family: str | None, tmp_path: 
     loaded = load_model(config)
     block = bytes_per_block(loaded.shapes, config.block_size, loaded.dtype)
     assert found.kv_per_token == block // config.block_size
-    headers = {file: checked_header(file) for file in loaded.weight_files}
+    headers = checked_headers(loaded.weight_files)
     assert found.weights == weight_bytes(headers, loaded.dtype)
     assert found.max_model_len == loaded.max_model_len
     assert found.allowed == found.pool + found.weights + found.context + found.steps + found.graphs

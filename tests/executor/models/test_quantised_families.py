@@ -161,7 +161,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     weights = safetensors.torch.load_file(file)
     lacking = {name: tensor for name, tensor in weights.items() if "experts.2.up_proj.weight_scale" not in name}
     safetensors.torch.save_file(lacking, file, {"format": "pt"})
-    assert "it has no weight model.layers.0.mlp.experts.2.up_proj.weight_scale" in refused(tmp_path / "moe")
+    assert "lack 1 weight that the model has: model.layers.0.mlp.experts.2.up_proj.weight_scale" in refused(
+        tmp_path / "moe"
+    )
     router = "model.layers.0.mlp.gate.weight"
     safetensors.torch.save_file(weights | {router: weights[router].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
     assert f"its weight {router} is of type F8_E4M3" in refused(tmp_path / "moe")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
-from pagewise_shared.adapters import check_shapes, content_hash, open_adapter, unusable
+from pagewise_shared.adapters import check_modules, content_hash, open_adapter, unusable
 from pagewise_shared.protocol import Adapter
 from safetensors.torch import load
 
@@ -69,7 +69,7 @@ class HostAdapters:
                 "its files are not those that were registered: they have changed since, or the executor sees others; "
                 f"load the adapter again from {adapter.path}",
             )
-        check_shapes(adapter.name, files.factors, self._whole_shapes())
+        check_modules(files, self._whole_shapes())
         tensors = load(weights)
         tensors = {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
         found: LayerFactors = {}

@@ -3,6 +3,7 @@
 transformers is imported only for models that need it, because that takes seconds.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -34,8 +35,16 @@ from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 from pagewise_executor.models.support import SERVED, check_known, check_supported
-from pagewise_executor.models.weight_files import checked_header, first_line, weight_files
+from pagewise_executor.models.weight_files import checked_headers, first_line, open_weights, weight_files
 from pagewise_executor.models.weight_memory import check_weights
+from pagewise_executor.models.weight_report import (
+    Headers,
+    check_differences,
+    check_experts,
+    check_module,
+    check_types,
+    differences_of,
+)
 
 if TYPE_CHECKING:
     import openvino
@@ -96,7 +105,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = read_quantisation(config.model, path, config.kv_dtype)
-    headers = {file: checked_header(file) for file in weight_files(config.model, path)}
+    headers = checked_headers(weight_files(config.model, path))
     files = list(headers)
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
@@ -105,6 +114,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     dtype = choose_dtype(config, text)
     vocab_size, max_model_len = int(text.vocab_size), _max_model_len(config, text)
+    whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, text, device, dtype, quantised is not None)
     _tell_of_device(config, device, dtype, len(files))
@@ -116,7 +126,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         if stored is not None:
             (model, shards), fixed = stored.shard(ranks), stored.fixed
         else:
-            model, shards, fixed = _load_with_transformers(config, path, files, model_config, dtype, ranks)
+            model, shards, fixed = _load_with_transformers(config, path, headers, whole, model_config, dtype, ranks)
     attention = attention_modules(config.model, model, text)
     shapes = [kv_shape(module, text) for module in attention]
     # A model without weights cannot be tried before they are read.
@@ -215,43 +225,76 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
 
 
 def _load_with_transformers(
-    config: ExecutorConfig, path: Path, files: list[Path], model_config: Any, dtype: torch.dtype, ranks: Ranks
+    config: ExecutorConfig,
+    path: Path,
+    headers: Headers,
+    whole: "PretrainedConfig",
+    part: "PretrainedConfig",
+    dtype: torch.dtype,
+    ranks: Ranks,
 ) -> tuple[torch.nn.Module, Shards | None, list[str]]:
-    """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``."""
+    """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``.
+
+    ``whole``, ``part``: the configurations of the whole model, and of what this rank holds of it.
+
+    Raises:
+        ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
+    """
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
     from pagewise_executor.models.sharded_loading import load_part
 
-    device, max_model_len = choose_device(config), _max_model_len(config, model_config.get_text_config(decoder=True))
+    check_types(config.model, headers)
+    check_experts(config.model, headers)
+    for file in headers:
+        with open_weights(file):
+            pass  # this names the file if it is damaged
+    device, max_model_len = choose_device(config), _max_model_len(config, part.get_text_config(decoder=True))
     model: torch.nn.Module
     shards: Shards | None = None
     with _bars_in_the_log(config.model):
         if ranks.alone:
-            model = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+            model, info = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
                 path,
-                config=model_config,
+                config=part,
                 dtype=dtype,
                 attn_implementation=NAME,
                 use_safetensors=True,
                 trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are reported with the others
+                output_loading_info=True,
             )
+            differences = differences_of(info)
         else:
-            remote_code = config.trust_remote_code
-            model, shards = load_part(model_config, files, dtype, ranks, NAME, trust_remote_code=remote_code)
-    return model, shards, _complete(model, device, max_model_len)
+            model, shards, differences = load_part(
+                whole, part, headers, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code
+            )
+    check_differences(config.model, headers, differences)
+    fixed = _complete(model, device, max_model_len)
+    check_module(config.model, model, headers)
+    return model, shards, fixed
 
 
 @contextmanager
 def _bars_in_the_log(model: str) -> Iterator[None]:
-    """Make the bars that transformers draws while it loads into lines of the log, which is printed line by line."""
-    from transformers.utils.logging import set_tqdm_hook
+    """Make the bars that transformers draws while it loads into lines of the log, which is printed line by line.
+
+    Its table of weights that are missing or not used is left out: ``check_differences`` says it in a line.
+    """
+    from transformers.utils.logging import get_logger, set_tqdm_hook
+
+    def is_no_table(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg) or "CONVERSION" in str(record.msg)
 
     bar = logged_bar(log, f"loading {model}", counts="it", unit="weights")
     previous = set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
+    logger = get_logger("transformers.modeling_utils")
+    logger.addFilter(is_no_table)
     try:
         yield
     finally:
+        logger.removeFilter(is_no_table)
         set_tqdm_hook(previous)
 
 

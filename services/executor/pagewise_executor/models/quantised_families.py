@@ -55,8 +55,7 @@ class FamilyCheckpoint(Checkpoint):
     ``config``: of transformers. The other arguments are those of ``Checkpoint``.
 
     Raises:
-        NotReadableError: the files do not have exactly the weights of the model.
-        ModelError: linear layers are not stored as ``quantised`` says. ValueError: see ``fix_rope``.
+        NotReadableError, ModelError: see ``Checkpoint``. ValueError: see ``fix_rope``.
     """
 
     def __init__(
@@ -76,12 +75,7 @@ class FamilyCheckpoint(Checkpoint):
         for name, module in list(model.named_modules()):
             if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
                 model.set_submodule(name, Experts(module, family.experts))
-
-        def named(name: str) -> str | None:
-            own = family.named(name)
-            return None if tied and own == "lm_head.weight" else own
-
-        super().__init__(model, headers, device, quantised, tied=tied, named=named)
+        super().__init__(model, headers, device, quantised, tied=tied, named=family.named)
         self.fixed = fix_rope(model, max_model_len)
 
 

@@ -1,15 +1,14 @@
 """Loads one rank's part of a model of transformers, of whose weight files only that part is read."""
 
-from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
+from pagewise_executor.models.weight_files import open_weights
+from pagewise_executor.models.weight_report import Differences, Headers, Mismatch, differences_of
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
@@ -25,11 +24,19 @@ class _LazyPart:
 
 
 def load_part(
-    config: Any, files: Iterable[Path], dtype: torch.dtype, ranks: Ranks, attention: str, *, trust_remote_code: bool
-) -> tuple[torch.nn.Module, Shards]:
-    """Return the part of a model whose sizes ``config`` tells, in host memory, and how the model is divided.
+    whole: Any,
+    part: Any,
+    headers: Headers,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    attention: str,
+    *,
+    trust_remote_code: bool,
+) -> tuple[torch.nn.Module, Shards, Differences]:
+    """Return a rank's part of a model, in host memory, how the model is divided, and how its files differ from it.
 
-    ``files``: its weights. ``attention``: the name of the attention function.
+    ``whole``, ``part``: configurations with the sizes of the model, and with those of the part. ``headers``: of the
+    files. ``attention``: the name of the attention function.
 
     Raises:
         UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
@@ -39,8 +46,11 @@ def load_part(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+        complete, empty = (
+            AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+            for config in (whole, part)
         )
     plan = getattr(empty, "_tp_plan", None)
     if not plan:
@@ -58,16 +68,30 @@ def load_part(
     mapping = get_model_conversion_mapping(empty)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    sizes = {name: list(weight.shape) for name, weight in complete.state_dict().items()}
+    mismatched: list[Mismatch] = []
     weights: dict[str, Any] = {}
     with ExitStack() as stack:
-        for file in files:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
+        for file in headers:
+            opened = stack.enter_context(open_weights(file))
             for key in opened.keys():  # noqa: SIM118 - it is no dict
-                name, _ = rename_source_key(key, renamings, converters, empty.base_model_prefix, wanted)
+                name, joined = rename_source_key(key, renamings, converters, empty.base_model_prefix, wanted)
+                found = list(opened.get_slice(key).get_shape())
+                # A part of a weight that is too large would look like one of the right size. The shapes of weights that
+                # are joined to others are compared when they are.
+                if joined is None and found != sizes.get(name, found):
+                    mismatched.append(Mismatch(key, found, sizes[name]))
                 # What the model does not have is left to transformers, which reports it.
-                shape = wanted.get(name, list(opened.get_slice(key).get_shape()))
-                weights[key] = _LazyPart(opened.get_slice(key), shards, name, shape)
-        model: torch.nn.Module = type(empty).from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, attn_implementation=attention
+                weights[key] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
+        if mismatched:
+            return empty, shards, Differences(mismatched=mismatched)
+        model, info = type(empty).from_pretrained(
+            None,
+            config=part,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,  # they are reported with the others
+            output_loading_info=True,
         )
-    return model, shards
+    return model, shards, differences_of(info)

@@ -12,6 +12,10 @@ SERVED = (
 """The families with a test, as a part of a sentence."""
 
 
+_OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
+"""Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
+
+
 def check_supported(model: str, config: object, text: object) -> None:
     """Look whether a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
 
@@ -20,6 +24,9 @@ def check_supported(model: str, config: object, text: object) -> None:
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served: {SERVED}")
+    classes = [str(name) for name in getattr(config, "architectures", None) or ()]
+    if classes and all(name.endswith(_OTHER_HEADS) for name in classes):
+        raise ModelError(f"{model} is a {classes[0]}, whose head does not predict tokens; {SERVED}")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}; {SERVED}")
@@ -28,12 +35,19 @@ def check_supported(model: str, config: object, text: object) -> None:
 
 
 def check_known(model: str, path: Path) -> None:
-    """Look whether transformers knows the type of a model that brings no code of its own.
+    """Look whether transformers knows the type of a model that brings no code of its own, and is none with an adapter.
 
     Raises:
-        ModelError: it does not; the text says which types are served.
+        ModelError: it does not; the text says which types are served. Or an adapter lies among the files.
     """
     from transformers import CONFIG_MAPPING
+
+    if (path / "adapter_config.json").exists():
+        # Whether transformers adds it depends on whether PEFT is installed.
+        raise ModelError(
+            f"{model} has an adapter_config.json beside its weights: move the adapter to a folder of its own, and serve it "
+            "with --enable-lora --lora-modules NAME=FOLDER, or remove the file where it has been merged"
+        )
 
     try:
         found = json.loads((path / "config.json").read_text())

@@ -1,24 +1,39 @@
 """The weight files of a model on the disk, and whether they are whole."""
 
 import json
+import logging
 import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pagewise_shared.errors import ModelError
+from safetensors import SafetensorError, safe_open
 
 from pagewise_executor.models.quantised_checkpoint import INSTEAD
+
+log = logging.getLogger(__name__)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a checkpoint that is not divided, and that which says where the tensors of a divided one are."""
 
 
 def weight_files(model: str, path: Path) -> list[Path]:
     """Return the files of the weights of ``model``, which lie in the directory ``path``.
+
+    As in transformers, a single file goes before an index, which may be left from an earlier download.
 
     Raises:
         ModelError: there are none that can be read.
     """
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} is no model directory: it has no config.json")
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
+    if (path / SINGLE).is_file():
+        if index.is_file():
+            log.warning("%s has %s as well as %s: only the former is read", path, SINGLE, INDEX)
+        return [path / SINGLE]
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -52,7 +67,35 @@ def _convert(model: str, others: list[str]) -> str:
     )
 
 
-def checked_header(file: Path) -> dict[str, Any]:
+def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    """Return the header of each file, by the names of its tensors. A tensor that two files have is in the first alone.
+
+    Raises:
+        ModelError: a file is truncated, or no safetensors file, or two files have different tensors of one name.
+    """
+    headers: dict[Path, dict[str, Any]] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        header = _checked_header(file)
+        for name in [name for name in header if name in places]:
+            if _content(file, header[name]) != _content(places[name], headers[places[name]][name]):
+                raise ModelError(f"{places[name]} and {file} have different tensors {name}: remove that which is stale")
+            del header[name]
+        places |= dict.fromkeys(header.keys() - {"__metadata__"}, file)
+        headers[file] = header
+    return headers
+
+
+def _content(file: Path, tensor: dict[str, Any]) -> tuple[object, ...]:
+    """Return type, shape and bytes of a tensor."""
+    start, end = tensor["data_offsets"]
+    with file.open("rb") as stream:
+        length = struct.unpack("<Q", stream.read(8))[0]
+        stream.seek(8 + length + start)
+        return tensor["dtype"], tensor["shape"], stream.read(end - start)
+
+
+def _checked_header(file: Path) -> dict[str, Any]:
     """Return a file's header, by the names of its tensors.
 
     Its size is compared with the header, so that a truncated download is found before the model is loaded.
@@ -68,12 +111,27 @@ def checked_header(file: Path) -> dict[str, Any]:
             raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes); download it again")
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+            tensors = [(t["dtype"], t["shape"], t["data_offsets"][1]) for n, t in header.items() if n != "__metadata__"]
+            end = max((tensor[2] for tensor in tensors), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
     if size < 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes of {8 + length + end}; download it again")
     return header
+
+
+@contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """Open a file to read tensors.
+
+    Raises:
+        ModelError: safetensors refuses the file, or a tensor in it; the text names the file.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ModelError(f"{file} cannot be loaded: {first_line(error)}; download it again") from error
 
 
 def first_line(error: BaseException) -> str:

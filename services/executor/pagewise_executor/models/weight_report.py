@@ -1,0 +1,202 @@
+"""Compares the weights that a model has with those of its files, and refuses a model that would lack any.
+
+transformers draws random values for a weight that the files do not have. Two executors would draw different ones, and
+share the KV that they compute with them, because the files that their fingerprints are made of are the same.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pagewise_shared.errors import ModelError
+from torch import nn
+
+from pagewise_executor.models.weight_files import INDEX
+
+log = logging.getLogger(__name__)
+
+Headers = Mapping[Path, Mapping[str, Any]]
+"""Of each weight file: by the name of a tensor, its dtype and shape."""
+
+FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+"""Types of weights that are not quantised."""
+_NAMED = 4
+"""Weights that an error names; it counts the others."""
+_EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(.+)")
+_WEIGHT = re.compile(r"(weight|_proj)$")
+
+
+class Mismatch(NamedTuple):
+    """A weight with its shape in the files, and its shape in the model."""
+
+    name: str
+    found: Collection[int]
+    wanted: Collection[int]
+
+
+class Differences(NamedTuple):
+    """How the files of a model differ from it.
+
+    ``missing``: weights that the files lack. ``mismatched``: weights of another shape. ``unexpected``: tensors of the
+    files that the model has no place for.
+    """
+
+    missing: Collection[str] = ()
+    mismatched: Collection[Mismatch] = ()
+    unexpected: Collection[str] = ()
+
+
+def differences_of(info: Mapping[str, Any]) -> Differences:
+    """Return the differences that transformers reports with ``output_loading_info``."""
+    mismatched = [Mismatch(*each) for each in info["mismatched_keys"]]
+    return Differences(info["missing_keys"], mismatched, info["unexpected_keys"])
+
+
+def check_differences(model: str, headers: Headers, found: Differences) -> None:
+    """Refuse a model that lacks weights; say in the log which tensors of its files are not used.
+
+    ``model``: the name for errors.
+
+    Raises:
+        ModelError: weights are missing, or have another shape; the text names the first of them and counts them.
+    """
+    if found.missing:
+        raise ModelError(
+            f"{model} cannot be served: its files lack {_count(found.missing)} that the model has: "
+            f"{_first(found.missing)}{_instead(found.unexpected)}{_lost(headers)}"
+        )
+    if found.mismatched:
+        name, shape, wanted = min(found.mismatched)
+        more = len(found.mismatched) - 1
+        raise ModelError(
+            f"{model} cannot be served: its weight {name} has the shape {list(shape)}{_within(headers, name)}, and by "
+            f"its config.json {list(wanted)}{f'; {more} more weights have other shapes' if more else ''}"
+        )
+    if found.unexpected:
+        log.warning(
+            "%s: the model has no place for %s of its files, which are not used: %s",
+            model, _count(found.unexpected, "tensor"), _first(found.unexpected),
+        )  # fmt: skip
+
+
+def check_types(model: str, headers: Headers) -> None:
+    """Refuse a model with weights in integers or in eight bits. To call where config.json says nothing of quantisation.
+
+    Raises:
+        ModelError: it has one; the text names the file and the tensor.
+    """
+    for file, header in headers.items():
+        for name, tensor in header.items():
+            if name != "__metadata__" and _WEIGHT.search(name) and tensor["dtype"] not in FLOATS:
+                raise ModelError(
+                    f"{model} cannot be served: its weight {name} in {file} is of type {tensor['dtype']}, and its "
+                    "config.json has no quantization_config that says what the values mean"
+                )
+
+
+def check_experts(model: str, headers: Headers) -> None:
+    """Refuse a mixture of which an expert lacks a weight that others of the same layer have.
+
+    transformers joins the weights of all experts into one tensor, and cannot say which one it could not join.
+
+    Raises:
+        ModelError: there is one; the text names the weights.
+    """
+    layers: dict[str, tuple[set[str], set[str]]] = {}
+    for header in headers.values():
+        for match in filter(None, map(_EXPERT.fullmatch, header)):
+            experts, ends = layers.setdefault(match[1], (set(), set()))
+            experts.add(match[2])
+            ends.add(match[3])
+    there = {name for header in headers.values() for name in header}
+    wanted = {
+        f"{prefix}{expert}.{end}"
+        for prefix, (experts, ends) in layers.items()
+        for expert in range(max(map(int, experts)) + 1)
+        for end in ends
+    }
+    check_differences(model, headers, Differences(missing=wanted - there))
+
+
+def check_values(model: str, weights: Iterable[tuple[str, torch.Tensor]], headers: Headers) -> None:
+    """Refuse a model with a weight that is not finite; say in the log which matrices are zero throughout.
+
+    ``weights``: with their names, on one device, in any floating point type.
+
+    Raises:
+        ModelError: a weight is not finite; the text names it.
+    """
+    checked = [(name, weight) for name, weight in weights if weight.numel() and not weight.is_meta]
+    if not checked:
+        return
+    # One wait for the device, for all weights.
+    ranges = torch.stack([_range(weight) for _, weight in checked]).tolist()
+    for (name, weight), (least, most) in zip(checked, ranges, strict=True):
+        if not (abs(least) < float("inf") and abs(most) < float("inf")):
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite "
+                f"in {kind}; download it again, or where the file is in a type of a greater range, take --dtype bfloat16"
+            )
+    zero = [
+        name
+        for (name, weight), span in zip(checked, ranges, strict=True)
+        if weight.ndim > 1 and min(weight.shape) > 1 and span == [0.0, 0.0]
+    ]
+    if zero:
+        log.warning("%s: %s zero throughout: %s", model, _count(zero) + (" is", " are")[len(zero) > 1], _first(zero))
+
+
+def check_module(model: str, module: nn.Module, headers: Headers) -> None:
+    """Do what ``check_values`` does for all parameters of a module of transformers."""
+    check_values(model, module.named_parameters(), headers)
+
+
+def _range(weight: torch.Tensor) -> torch.Tensor:
+    """Return the least and the greatest value [2] of a weight in float32; both are NaN if one value is."""
+    if weight.dtype == torch.float8_e4m3fn:  # which has no infinity, and two codes for NaN
+        codes = weight.detach().view(torch.uint8).bitwise_and(0x7F).max()
+        return torch.where(codes == 0x7F, torch.nan, codes.float()).expand(2)
+    return torch.stack(weight.detach().aminmax()).float()
+
+
+def _count(names: Collection[object], kind: str = "weight") -> str:
+    return f"{len(names)} {kind}{'s' * (len(names) > 1)}"
+
+
+def _first(names: Collection[str]) -> str:
+    """Return the first names in the order of layers, and how many more there are."""
+    ordered = sorted(names, key=lambda name: [(part.isdigit(), int(part) if part.isdigit() else 0, part)
+                                              for part in name.split(".")])  # fmt: skip
+    more = len(ordered) - _NAMED
+    return ", ".join(ordered[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _instead(unexpected: Collection[str]) -> str:
+    if not unexpected:
+        return ""
+    return f"; they have {_count(unexpected, 'tensor')} that it has no place for: {_first(unexpected)}"
+
+
+def _within(headers: Headers, name: str) -> str:
+    """Return which file has a tensor, if one has it by this name."""
+    return next((f" in {file}" for file, header in headers.items() if name in header), "")
+
+
+def _lost(headers: Headers) -> str:
+    """Return which tensors are not in the files where the index says that they are."""
+    folder = next(iter(headers)).parent
+    try:
+        placed = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError):
+        return ""
+    there = {name for header in headers.values() for name in header}
+    lost = {name: file for name, file in placed.items() if name not in there and folder / file in headers}
+    if not lost:
+        return ""
+    name = min(lost)
+    return f"; {INDEX} says that {name} is in {lost[name]}, which does not have it: download that file again"
