@@ -305,8 +305,8 @@ def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -
     """Compare an adapter with a model. ``modules``: inputs and outputs of its linear layers by name.
 
     Raises:
-        AdapterError: the model has no such module, or one of another shape, or the adapter lacks weights of a module that
-            its configuration names.
+        AdapterError: the model has no such module, or one of another shape, or the adapter lacks weights of a module
+            that its configuration names.
     """
     for module, factor in files.factors.items():
         if (shape := modules.get(module)) is None:
@@ -325,8 +325,8 @@ def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
         raise unusable(
             files.name,
-            f"its target_modules name {len(missing)} layers whose weights its file lacks: {', '.join(sorted(missing)[:3])}"
-            f"{more}; an adapter of some layers alone says so with layers_to_transform",
+            f"its target_modules name {len(missing)} layers whose weights its file lacks: "
+            f"{', '.join(sorted(missing)[:3])}{more}; an adapter of some layers alone says so with layers_to_transform",
         )
 
 

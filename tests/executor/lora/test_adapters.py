@@ -299,6 +299,27 @@ def test_adapters_of_other_models_and_files_that_have_changed_are_refused_when_t
     run_requests(runner, [with_adapter(read_adapter("new", str(copy), 16), [3, 4], 2, "r")])
 
 
+def test_adapters_without_the_weights_of_layers_that_they_name_are_refused_when_they_are_loaded(
+    llama: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = edited(folders["plain"], tmp_path / "copy")
+    file = copy / "adapter_model.safetensors"
+    whole = load_file(file)
+    save_file({name: weight for name, weight in whole.items() if ".layers.1." not in name}, file)
+    runner = build_runner(llama, enable_lora=True)
+    text = failing(runner, read(copy))
+    assert "its target_modules name 7 layers whose weights its file lacks: model.layers.1.mlp.down_proj, " in text
+    for number, settings in enumerate(
+        ({"layers_to_transform": [0, 2]}, {"target_modules": ".*_proj"}, {"exclude_modules": ["nothing"]})
+    ):
+        config = json.loads((folders["plain"] / "adapter_config.json").read_text()) | settings
+        (copy / "adapter_config.json").write_text(json.dumps(config))
+        if number < 2:
+            run_requests(runner, [with_adapter(read(copy, f"{number}"), [3, 4], 2, "r")])
+        else:
+            assert "whose weights its file lacks" in failing(runner, read(copy, f"{number}"))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e38])
 def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(
     value: float, llama: Path, folders: dict[str, Path], tmp_path: Path

@@ -81,6 +81,7 @@ def test_missing_and_truncated_files(model: Path) -> None:
 
 
 def test_an_index_that_names_missing_files(model: Path) -> None:
+    (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
     assert "one.safetensors" in refused(model)
     (model / "model.safetensors.index.json").write_text("{}")

@@ -177,7 +177,7 @@ def test_a_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
     """Whether transformers adds it depends on whether PEFT is installed."""
     build_model("llama", tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "has an adapter_config.json beside its weights: move the adapter" in refused(tmp_path)
+    assert "has an adapter_config.json beside its weights: remove that file" in refused(tmp_path)
 
 
 # ---- heads that are tied to the embedding ------------------------------------------------------------
@@ -328,8 +328,8 @@ def test_a_shard_that_lacks_what_the_index_says_is_named(shards: Path) -> None:
     weight = load_file(shards / own)[name]
     edit_weights(shards, without(name), own)
     assert refused(shards).endswith(
-        f"lack 1 weight that the model has: {name}; model.safetensors.index.json says that {name} is in {own}, which does "
-        "not have it: download that file again"
+        f"lack 1 weight that the model has: {name}; model.safetensors.index.json says that {name} is in {own}, which "
+        "does not have it: download that file again"
     )
     edit_weights(shards, lambda weights: weights | {name: weight}, other)
     load(shards)

@@ -131,7 +131,8 @@ class Checkpoint:
 
         Raises:
             OSError: a file cannot be read.
-            ModelError: a file is damaged, or a weight is not finite. RuntimeError: there is not enough memory. ValueError: stored tensors are not what they should be.
+            ModelError: a file is damaged, or a weight is not finite.
+            RuntimeError: there is not enough memory. ValueError: stored tensors are not what they should be.
             UnknownShardError: a quantised weight cannot be divided.
         """
         if part == "lm_head" and self._tied and not self._has_head:
@@ -152,9 +153,9 @@ class Checkpoint:
                     if tensor.is_floating_point():
                         read.append((there, tensor))
                     weights[name.removeprefix(f"{part}.")] = tensor if stored is None else tensor.view(stored.shape)
-        check_values(self._name, read, self._headers)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
         take_stored(self.model, part, dtype, self._shards)
+        check_values(self._name, read, self._headers)
         if part == "lm_head" and self._tied:
             self._tie_equal()
 
@@ -167,8 +168,10 @@ class Checkpoint:
         if type(head) is nn.Linear and torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         else:
-            log.warning("%s: by config.json the head has the weights of the embedding, but the files have others for it, "
-                        "which are used", self._name)  # fmt: skip
+            log.warning(
+                "%s: by config.json head and embedding have the same weights, but the files have others for the head, "
+                "which are used", self._name,
+            )  # fmt: skip
 
     def _read_one(self, opened: Any, name: str, there: str) -> torch.Tensor:
         if self._shards is None or name in self._stored:

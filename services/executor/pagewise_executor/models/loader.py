@@ -245,11 +245,11 @@ def _load_with_transformers(
     from pagewise_executor.attention.paged import NAME
     from pagewise_executor.models.sharded_loading import load_part
 
-    check_types(config.model, headers)
-    check_experts(config.model, headers)
     for file in headers:
         with open_weights(file):
             pass  # this names the file if it is damaged
+    check_types(config.model, headers)
+    check_experts(config.model, headers)
     device, max_model_len = choose_device(config), _max_model_len(config, part.get_text_config(decoder=True))
     model: torch.nn.Module
     shards: Shards | None = None
@@ -303,9 +303,7 @@ def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) 
     from pagewise_executor.models.rope import fix_rope
 
     model.eval().requires_grad_(False).to(device)
-    if fixed := fix_rope(model, max_model_len):
-        log.info("%s rope fixed for sequences of up to %d tokens", fixed[0], max_model_len)
-    return fixed
+    return fix_rope(model, max_model_len)
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:

@@ -2,12 +2,16 @@
 
 transformers changes such frequencies with the longest position of a batch. A paged cache does not allow this: K was
 rotated by the frequencies of the time when it was written, and sequences of all lengths share a batch. As in vLLM, the
-frequencies follow from ``max_model_len``.
+frequencies follow from ``max_model_len``. docs/limits.md says for which sequences that differs from transformers.
 """
+
+import logging
 
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+log = logging.getLogger(__name__)
 
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}
 
@@ -34,5 +38,22 @@ def fix_rope(model: nn.Module, max_model_len: int) -> list[str]:
         inv_freq.copy_(wanted)
         setattr(module, "attention_scaling", scaling)  # noqa: B010 - nn.Module declares attributes as modules
         setattr(module, "rope_type", "fixed")  # noqa: B010
+        _tell(kind, module.config, max_model_len)
         fixed.append(kind)
     return fixed
+
+
+def _tell(kind: str, config: object, max_model_len: int) -> None:
+    """Say in the log for which sequences the frequencies are fixed, and which of them transformers computes otherwise.
+
+    ``dynamic`` frequencies change beyond the model's own limit only, which no ``max_model_len`` exceeds.
+    """
+    original = dict(getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
+    if kind == "longrope" and original is not None and max_model_len > original:
+        log.warning(
+            "all sequences have the longrope factors of those of more than %d tokens, where transformers has other "
+            "factors for shorter ones: --max-model-len %d computes shorter ones as transformers does, and no others",
+            original, original,
+        )  # fmt: skip
+    else:
+        log.info("%s rope fixed for sequences of up to %d tokens", kind, max_model_len)

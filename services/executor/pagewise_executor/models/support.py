@@ -45,8 +45,8 @@ def check_known(model: str, path: Path) -> None:
     if (path / "adapter_config.json").exists():
         # Whether transformers adds it depends on whether PEFT is installed.
         raise ModelError(
-            f"{model} has an adapter_config.json beside its weights: move the adapter to a folder of its own, and serve it "
-            "with --enable-lora --lora-modules NAME=FOLDER, or remove the file where it has been merged"
+            f"{model} has an adapter_config.json beside its weights: remove that file if the adapter has been merged "
+            "into them; otherwise move the adapter to another folder, and add --enable-lora --lora-modules NAME=FOLDER"
         )
 
     try:

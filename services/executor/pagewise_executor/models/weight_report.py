@@ -140,7 +140,7 @@ def check_values(model: str, weights: Iterable[tuple[str, torch.Tensor]], header
             kind = str(weight.dtype).removeprefix("torch.")
             raise ModelError(
                 f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite "
-                f"in {kind}; download it again, or where the file is in a type of a greater range, take --dtype bfloat16"
+                f"in {kind}; download it again, or take --dtype bfloat16 if the file has a type of greater range"
             )
     zero = [
         name
