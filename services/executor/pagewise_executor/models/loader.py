@@ -255,7 +255,7 @@ def _load_with_transformers(
     shards: Shards | None = None
     with _bars_in_the_log(config.model):
         if ranks.alone:
-            model, info = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+            loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
                 path,
                 config=part,
                 dtype=dtype,
@@ -265,7 +265,7 @@ def _load_with_transformers(
                 ignore_mismatched_sizes=True,  # they are reported with the others
                 output_loading_info=True,
             )
-            differences = differences_of(info)
+            model, differences = loaded[0], differences_of(loaded[1])
         else:
             model, shards, differences = load_part(
                 whole, part, headers, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code
@@ -282,14 +282,14 @@ def _bars_in_the_log(model: str) -> Iterator[None]:
 
     Its table of weights that are missing or not used is left out: ``check_differences`` says it in a line.
     """
-    from transformers.utils.logging import get_logger, set_tqdm_hook
+    from transformers.utils.logging import set_tqdm_hook
 
     def is_no_table(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in str(record.msg) or "CONVERSION" in str(record.msg)
 
     bar = logged_bar(log, f"loading {model}", counts="it", unit="weights")
     previous = set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
-    logger = get_logger("transformers.modeling_utils")
+    logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(is_no_table)
     try:
         yield
