@@ -105,8 +105,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = read_quantisation(config.model, path, config.kv_dtype)
-    headers = checked_headers(weight_files(config.model, path))
-    files = list(headers)
+    files = list(headers := checked_headers(weight_files(config.model, path)))
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)

@@ -1,5 +1,6 @@
 """Loads one rank's part of a model of transformers, of whose weight files only that part is read."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,8 +43,6 @@ def load_part(
         UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     with torch.device("meta"):
         complete, empty = (
@@ -52,34 +51,22 @@ def load_part(
             )
             for config in (whole, part)
         )
-    plan = getattr(empty, "_tp_plan", None)
-    if not plan:
-        raise UnknownShardError(
-            f"--tensor-parallel: transformers says for no layer of {type(empty).__name__} how it can be divided"
-        )
-    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    if {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
-        # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
-        raise UnknownShardError(
-            f"--tensor-parallel: attention of {type(empty).__name__} has no projections that can be divided by heads"
-        )
-    shards = Shards(ranks, plan, vocabulary_names(empty))
-    wanted = {name: list(weight.shape) for name, weight in empty.state_dict().items()}
-    mapping = get_model_conversion_mapping(empty)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    sizes = {name: list(weight.shape) for name, weight in complete.state_dict().items()}
+    shards = Shards(ranks, _plan(empty), vocabulary_names(empty))
+    name_of = _names(empty)
+    wanted, sizes = (
+        {name: list(weight.shape) for name, weight in model.state_dict().items()} for model in (empty, complete)
+    )
     mismatched: list[Mismatch] = []
     weights: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in headers:
             opened = stack.enter_context(open_weights(file))
             for key in opened.keys():  # noqa: SIM118 - it is no dict
-                name, joined = rename_source_key(key, renamings, converters, empty.base_model_prefix, wanted)
+                name, joined = name_of(key)
                 found = list(opened.get_slice(key).get_shape())
                 # A part of a weight that is too large would look like one of the right size. The shapes of weights that
                 # are joined to others are compared when they are.
-                if joined is None and found != sizes.get(name, found):
+                if not joined and found != sizes.get(name, found):
                     mismatched.append(Mismatch(key, found, sizes[name]))
                 # What the model does not have is left to transformers, which reports it.
                 weights[key] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
@@ -95,3 +82,43 @@ def load_part(
             output_loading_info=True,
         )
     return model, shards, differences_of(info)
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Return how a model of transformers says that it can be divided.
+
+    Raises:
+        UnknownShardError: it does not, or not in a way that is known here.
+    """
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    if not plan:
+        raise UnknownShardError(
+            f"--tensor-parallel: transformers says for no layer of {type(model).__name__} how it can be divided"
+        )
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    if {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
+        # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
+        raise UnknownShardError(
+            f"--tensor-parallel: attention of {type(model).__name__} has no projections that can be divided by heads"
+        )
+    return plan
+
+
+def _names(model: Any) -> Callable[[str], tuple[str, bool]]:
+    """Return a function from the name of a tensor in the files to its name in a model of transformers.
+
+    It also returns whether the tensor is joined to others there, as the weights of experts are.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    wanted = model.state_dict()
+
+    def name_of(key: str) -> tuple[str, bool]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        return name, pattern is not None
+
+    return name_of
