@@ -84,8 +84,9 @@ def test_an_index_that_names_missing_files(model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
     assert "one.safetensors" in refused(model)
-    (model / "model.safetensors.index.json").write_text("{}")
-    assert "index.json is unusable" in refused(model)
+    for index in ("{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}'):
+        (model / "model.safetensors.index.json").write_text(index)
+        assert "index.json is unusable" in refused(model)
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])

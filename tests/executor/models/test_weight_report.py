@@ -364,6 +364,8 @@ def test_errors_name_the_file_that_is_damaged(family: str, tmp_path: Path) -> No
         (whole + b"more", "cannot be loaded: "),
         (whole.replace(b'"dtype":"F32"', b'"dtype":"F16"', 1), "cannot be loaded: "),
         (whole.replace(b'"shape"', b'"shopa"', 1), "its header cannot be read"),
+        (whole.replace(b'"shape":[199,48]', b'"shape":"99,48"]', 1), "its header cannot be read"),
+        (whole.replace(b'"dtype":"F32"', b'"dtype":12345', 1), "its header cannot be read"),
     ):
         file.write_bytes(damaged)
         text = refused(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,9 @@ def weight_files(model: str, path: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            if not names or not all(isinstance(name, str) for name in names):
+                raise ValueError("its weight_map names no files")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is unusable: {first_line(error)}") from error
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
@@ -111,8 +114,10 @@ def _checked_header(file: Path) -> dict[str, Any]:
             raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes); download it again")
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-            tensors = [(t["dtype"], t["shape"], t["data_offsets"][1]) for n, t in header.items() if n != "__metadata__"]
-            end = max((tensor[2] for tensor in tensors), default=0)
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            if not all(isinstance(t["dtype"], str) and math.prod(t["shape"]) >= 0 for t in tensors):
+                raise ValueError("a type or a shape is none")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
     if size < 8 + length + end:
