@@ -1,7 +1,7 @@
 """Small processes in the place of the services, which ``pagewise serve`` starts without knowing the difference.
 
 Each writes a line ``NAME WHAT DETAILS`` to a file when it starts, is told to stop, and ends. The gateway answers every
-GET with 200 on the port that it is given.
+GET with 200 (with 503 if STAND_IN_UNREADY is set) on the port that it is given.
 """
 
 import os
@@ -44,7 +44,8 @@ while True:
     connection, _ = listener.accept()
     connection.recv(10000)
     body = name.encode()
-    head = b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body)
+    status = b"503 Not Ready" if "STAND_IN_UNREADY" in os.environ else b"200 OK"
+    head = b"HTTP/1.1 %s\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(body))
     connection.sendall(head + body)
     connection.close()
 """

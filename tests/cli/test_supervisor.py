@@ -1,5 +1,6 @@
 """``pagewise serve`` and ``pagewise gateways`` around stand-ins for the services: what starts, and how it all ends."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from pagewise.gateways import reserved_port
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
 from pagewise_shared.config import GatewayConfig
+from pagewise_shared.service_process import CANNOT_START
+from pagewise_shared.service_status import ServiceStatus, read_status
 
 from tests.cli.stand_ins import StandIns
 
@@ -94,8 +97,9 @@ def test_each_service_gets_its_own_options_and_all_of_them_the_same_endpoints(st
         *SERVE, "--max-n=3", "--max-waiting=7", "--block-size=8", "--max-num-seqs=5", "--shutdown-timeout=1"
     )
     running.wait_for("started", ALL)
-    scheduler = dict(one[2:].split("=") for one in running.arguments("scheduler")[1:])
-    assert scheduler.keys() == {"listen", "listen-gateways", "max-waiting", "max-num-seqs"}
+    scheduler = dict(one[2:].partition("=")[::2] for one in running.arguments("scheduler")[1:])
+    given = {"listen", "listen-gateways", "max-waiting", "max-num-seqs"}
+    assert scheduler.keys() == given | {"gateways-end-any-request", "service-status"}
     for number in range(2):
         gateway, executor = running.arguments(f"gateway-{number}"), running.arguments(f"executor-{number}")
         assert {"--max-n=3", "--shutdown-timeout=1.0", "--reuse-port"} < set(gateway)
@@ -186,7 +190,7 @@ def test_what_ignores_its_signal_is_killed(start: Start) -> None:
 
 @pytest.mark.parametrize("broken", ["scheduler", "gateway-1", "executor-0"])
 def test_one_that_cannot_start_ends_everything_and_its_reason_is_shown(start: Start, broken: str) -> None:
-    running = start(*SERVE, STAND_IN_BROKEN=broken)
+    running = start(*SERVE, STAND_IN_BROKEN=broken, STAND_IN_UNREADY="1")
     output, _ = running.process.communicate(timeout=30)
     assert running.process.returncode == 1
     assert "no such model" in output
@@ -256,13 +260,50 @@ def test_a_port_is_reserved_while_gateways_come_and_go() -> None:
 
 async def test_one_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_RESTART_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(supervisor, "_MOST_EARLY_ENDS", 2)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "dying.py").write_text("import sys; print('x'); sys.exit(3)")
     lives: list[str] = []
 
-    async def nothing() -> None:
-        pass
+    async def serve(*, at_all: bool) -> None:
+        if not at_all:
+            await asyncio.Event().wait()
 
     group = Group([Service("dying", "dying", [], lives.append)], signal.SIGTERM)
-    assert await Supervisor([group]).run(nothing()) == 1
+    assert await Supervisor([group]).run(serve(at_all=False)) == 1
     assert len(lives) == 3
+    # Also while others serve, for whoever asks for that.
+    assert await Supervisor([group], exit_on_failure=True).run(serve(at_all=True)) == 1
+    assert len(lives) == 6
+
+
+@pytest.mark.parametrize("code", [3, CANNOT_START])
+async def test_one_that_keeps_dying_is_tried_again_while_others_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(supervisor, "_RESTART_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(supervisor, "_MOST_EARLY_ENDS", 2)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "dying.py").write_text(
+        f"import os, sys, time\nif not os.path.exists({str(tmp_path / 'mended')!r}): sys.exit({code})\n"
+        "print('joined x', flush=True)\ntime.sleep(60)"
+    )
+    served = asyncio.Event()
+    status = tmp_path / "status.json"
+    dying = Service("dying", "dying", [])
+    running = asyncio.create_task(Supervisor([Group([dying], signal.SIGTERM)], status).run(served.wait()))  # type: ignore[arg-type]
+    served.set()
+
+    async def until(condition: Callable[[ServiceStatus], bool]) -> ServiceStatus:
+        async with asyncio.timeout(30):
+            while not condition(found := read_status(status).get("dying", ServiceStatus())):
+                assert not running.done()
+                await asyncio.sleep(0.02)
+        return found
+
+    failing = await until(lambda found: found.restarts > 5 and bool(found.problem))
+    assert ("cannot start" if code == CANNOT_START else f"with exit code {code}") in failing.problem
+    (tmp_path / "mended").touch()
+    assert (await until(lambda found: not found.problem)).restarts >= failing.restarts
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0

@@ -26,7 +26,8 @@ async def gateways(config: GatewaysConfig) -> int:
     try:
         with reserved_port(config.gateway) as port:
             gateway = replace(config.gateway, port=port, gateway_id=socket.gethostname())
-            return await Supervisor([gateway_group(gateway, config.gateways)]).run(_announce(gateway))
+            group = gateway_group(gateway, config.gateways)
+            return await Supervisor([group], exit_on_failure=config.exit_on_failure).run(_announce(gateway))
     except StartError as error:
         log.error("%s", error)
         return 1

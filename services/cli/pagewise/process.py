@@ -43,9 +43,13 @@ class Service:
         self._starting = asyncio.Lock()
         self.reason = ""
         """Why it cannot run, if it has said so."""
+        self.ready = False
+        """Whether it has said that it listens, or has joined, since it was started."""
+        self.on_ready: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
         """Start the process and wait for its end; returns its exit code, negative for a signal."""
+        self.ready = False
         async with self._starting:
             process = self._process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -59,7 +63,7 @@ class Service:
             )
         assert process.stdout is not None
         assert process.stderr is not None
-        await asyncio.gather(self._relay(process.stdout, self._on_line), self._relay(process.stderr, self._log))
+        await asyncio.gather(self._relay(process.stdout, self._print), self._relay(process.stderr, self._log))
         return await process.wait()
 
     @property
@@ -97,6 +101,12 @@ class Service:
             if not line:
                 return
             on_line(line.decode(errors="replace").rstrip())
+
+    def _print(self, text: str) -> None:
+        if text.startswith(("listening ", "joined ")) and not self.ready:
+            self.ready = True
+            self.on_ready()
+        self._on_line(text)
 
     def _log(self, text: str) -> None:
         print(relayed(self.name, text), file=sys.stderr, flush=True)

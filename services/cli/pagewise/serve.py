@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROGRESS_SECONDS = 5.0
+_STATUS = "services.json"
 
 
 async def serve(
@@ -44,7 +45,9 @@ async def serve(
             # Not before: until the supervisor runs, SIGTERM ends this process without removing the folder.
             with tempfile.TemporaryDirectory(prefix="pagewise-", ignore_cleanup_errors=True) as folder:
                 config = _connected(config, folder, port)
-                return await Supervisor(_groups(config, gpus)).run((announce or _announce)(config))
+                status = Path(folder, _STATUS)
+                supervisor = Supervisor(_groups(config, gpus), status, exit_on_failure=config.exit_on_failure)
+                return await supervisor.run((announce or _announce)(config))
     except StartError as error:
         log.error("%s", error)
         return 1
@@ -60,6 +63,7 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
             config.scheduler,
             listen=executors,
             listen_gateways=gateways,
+            service_status=f"{folder}/{_STATUS}",
             # Nobody else's gateways can join.
             gateways_end_any_request=config.scheduler.gateways_end_any_request or config.listen_gateways is None,
         ),

@@ -6,15 +6,22 @@ import logging
 import signal
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagewise_shared.service_process import CANNOT_START
+from pagewise_shared.service_status import ServiceStatus, write_status
 
 from pagewise.process import STOP_SECONDS, Service
 
 log = logging.getLogger(__name__)
 
-_RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
+_RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Seconds before a process that ended soon is started again; the last pause is repeated."""
+_MOST_EARLY_ENDS = 5
+"""How often in a row a process may end soon after its start before that is an error, while nothing has served yet."""
+_PROBLEM_ENDS = 3
+"""How often in a row a process ends before it is ready until ``/health`` calls that a problem."""
 _SETTLED_SECONDS = 30.0
 _INTERRUPTED = 130
 
@@ -32,10 +39,18 @@ class Group(NamedTuple):
 
 
 class Supervisor:
-    """Runs groups of services, and stops them one group after the other."""
+    """Runs groups of services, and stops them one group after the other.
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    A service that cannot start, or ends again and again, is an error that stops all of them as long as nothing has
+    served (the announcement has not been made). Later the others have clients, so it is started again after growing
+    pauses, and its problem is written to ``status``, unless ``exit_on_failure`` asks for the end.
+    """
+
+    def __init__(self, groups: Sequence[Group], status: Path | None = None, *, exit_on_failure: bool = False) -> None:
         self._groups = groups
+        self._status, self._exit_on_failure = status, exit_on_failure
+        self._served = False
+        self._statuses: dict[str, ServiceStatus] = {}
         self._services = [service for group in groups for service in group.services]
         self._stopping = asyncio.Event()
         self._killed = False
@@ -43,12 +58,12 @@ class Supervisor:
     async def run(self, announcement: Coroutine[None, None, None]) -> int:
         """Run until Ctrl-C or SIGTERM, or until a service cannot start; returns the exit code.
 
-        ``announcement`` runs beside the services and may end at any time. A second signal kills everything at once.
+        ``announcement`` runs beside the services, and ends when they serve. A second signal kills everything at once.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         stop: asyncio.Task[Any] = asyncio.create_task(self._stopping.wait())
-        beside = asyncio.create_task(announcement)
+        beside = asyncio.create_task(self._announce(announcement))
         runs = [asyncio.create_task(self._keep(service)) for service in self._services]
         tasks = {stop, beside, *runs}
         failure: StartError | None = None
@@ -72,6 +87,10 @@ class Supervisor:
             return 1
         return _INTERRUPTED if self._killed else 0
 
+    async def _announce(self, announcement: Coroutine[None, None, None]) -> None:
+        await announcement
+        self._served = True
+
     def _interrupt(self) -> None:
         """Stop the groups in order at the first signal, and kill all services at the second."""
         if not self._stopping.is_set():
@@ -90,28 +109,52 @@ class Supervisor:
         """Run a service, and start it again whenever it ends, after longer and longer pauses if it ends soon.
 
         Raises:
-            StartError: the service cannot start, or has ended too often in a row.
+            StartError: the service cannot start, or has ended too often in a row, and the others are not to go on.
         """
-        failures = 0
+        service.on_ready = lambda: self._note(service)
+        failures = early_ends = 0
         while not self._stopping.is_set():
             began = time.monotonic()
             code = await service.run()
             if self._stopping.is_set():
                 return
-            if code == CANNOT_START:
-                raise StartError(f"{service.name} cannot start: {service.reason or 'its last log lines say why'}")
             failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
-            if failures > len(_RESTART_PAUSES):
-                raise StartError(
-                    f"{service.name} ended {failures} times in a row right after its start, the last time with exit "
-                    f"code {code}{_meaning(code)}"
+            early_ends = 0 if service.ready else early_ends + 1
+            if code == CANNOT_START:
+                problem = f"cannot start: {service.reason or 'its last log lines say why'}"
+            else:
+                problem = (
+                    f"ended {failures} times in a row right after its start, the last time with exit code "
+                    f"{code}{_meaning(code)}"
                 )
-            pause = _RESTART_PAUSES[max(0, failures - 1)]
+            given_up = code == CANNOT_START or failures > _MOST_EARLY_ENDS
+            if given_up and (self._exit_on_failure or not self._served):
+                raise StartError(f"{service.name} {problem}")
+            failing = code == CANNOT_START or early_ends >= _PROBLEM_ENDS
+            self._note(service, problem if failing else "", restarts=1)
+            pause = _RESTART_PAUSES[min(max(0, failures - 1), len(_RESTART_PAUSES) - 1)]
             log.warning(
                 "%s ended with exit code %d, starting it again in %g s%s", service.name, code, pause, _meaning(code)
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def _note(self, service: Service, problem: str = "", restarts: int = 0) -> None:
+        """Write that a service is ready, or was started again, and why it does not become ready."""
+        before = self._statuses.get(service.name, ServiceStatus())
+        status = ServiceStatus(before.restarts + restarts, problem)
+        if status == before:
+            return
+        self._statuses[service.name] = status
+        if problem and not before.problem:
+            log.error("%s %s; the other processes go on, and it is tried again", service.name, problem)
+        elif before.problem and not problem and not restarts:
+            log.info("%s is ready again", service.name)
+        if self._status is not None:
+            try:
+                write_status(self._status, self._statuses)
+            except OSError as error:
+                log.warning("the status of the services cannot be written: %s", error)
 
 
 def _meaning(code: int) -> str:

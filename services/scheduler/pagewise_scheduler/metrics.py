@@ -131,6 +131,15 @@ class Metrics:
         )
         for role in ("prefill", "decode"):
             self.requests_without_role(role)
+        self._service_restarts = self._raw_counter(
+            "service_restarts", "How often a process of this server was started again after it had ended.", ("service",)
+        )
+        self._service_failing = Gauge(
+            "pagewise_service_failing",
+            "1 for a process of this server that is started again and again and does not become ready, else 0.",
+            ("model_name", "service"),
+            registry=self.registry,
+        )
         build = Gauge(
             "pagewise_build_info",
             "The version of Pagewise, as a label; always 1.",
@@ -167,6 +176,14 @@ class Metrics:
         """The counter of connections closed because of unread bytes: by the scheduler ("executor", "gateway"),
         or by an executor at its block socket ("blocks")."""
         return self._connections_closed.labels(self.model_name, peer)
+
+    def service_restarts(self, service: str) -> Counter:
+        """The counter of restarts of a process of this server, by its name."""
+        return self._service_restarts.labels(self.model_name, service)
+
+    def service_failing(self, service: str) -> Gauge:
+        """The gauge that tells whether a process of this server keeps failing, by its name."""
+        return self._service_failing.labels(self.model_name, service)
 
     def requests_refused(self, reason: str) -> Counter:
         """The counter of requests that were not accepted for this reason (one of ``REFUSALS``)."""

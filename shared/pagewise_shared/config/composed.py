@@ -26,17 +26,27 @@ OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
 """Options of an executor on several nodes, whose processes are started one by one, or by ``pagewise up``."""
 
 
+ExitOnFailure = Annotated[
+    bool,
+    _help(
+        "stop everything when one process cannot start, or keeps ending, while the others serve",
+        more="Without it, such a process is started again after pauses of up to a minute, and `/health` says so.",
+    ),
+]
+
+
 class GatewaysConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise gateways``: those of each gateway, and how many to start."""
 
     gateway: Annotated[GatewayConfig, without("gateway_id", "reuse_port")] = GatewayConfig()
     gateways: Gateways = 1
+    exit_on_failure: ExitOnFailure = False
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise serve``: those of the services it starts, and how many of them to start."""
 
-    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways")] = SchedulerConfig()
+    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways", "service_status")] = SchedulerConfig()
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
     executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name", "role", *OF_NODES)] = (
         ExecutorConfig()
@@ -45,14 +55,15 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     executors: Executors = 1
     listen: ExecutorsEndpoint = None
     listen_gateways: GatewaysEndpoint = None
+    exit_on_failure: ExitOnFailure = False
 
 
 class UpConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise up``: those of the services, and how a Ray cluster runs them."""
 
-    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways", "gateways_end_any_request")] = (
-        SchedulerConfig()
-    )
+    scheduler: Annotated[
+        SchedulerConfig, without("listen", "listen_gateways", "gateways_end_any_request", "service_status")
+    ] = SchedulerConfig()
     gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port", "host")] = (
         GatewayConfig()
     )

@@ -109,6 +109,8 @@ GROUPS = {
         "drain_timeout",
         "executor_timeout",
         "step_timeout",
+        "exit_on_failure",
+        "service_status",
     ),
     "observability": ("log_level", "log_format", "log_requests", "otlp_traces_endpoint"),
     "Ray": (

@@ -17,6 +17,15 @@ LogFormat = Annotated[
     ),
 ]
 
+ServiceStatusFile = Annotated[
+    str | None,
+    described(
+        "file in which the program that starts the services says which of them keep failing; /health shows it",
+        "FILE",
+        "`pagewise serve` and `pagewise up` write one by themselves.",
+    ),
+]
+
 
 class LoggingOptions(Struct, frozen=True, kw_only=True):
     """Options of every service: what it logs, and how."""

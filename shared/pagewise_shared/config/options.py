@@ -10,6 +10,7 @@ from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.lora_options import ExecutorLoraOptions
+from pagewise_shared.config.observability_options import ServiceStatusFile
 from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
@@ -107,6 +108,7 @@ class SchedulerConfig(GatewayRights, frozen=True, kw_only=True):
         10.0
     )
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
+    service_status: ServiceStatusFile = None
     keys: KeysFolder = None
     plaintext: Plaintext = False
     max_unread_bytes: Annotated[

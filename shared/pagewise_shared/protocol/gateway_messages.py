@@ -259,6 +259,7 @@ class FleetState(Message, frozen=True):
         max_model_len: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet.
         vocab_size: of the model; 0: not known yet.
         no_grammars: why no output can be made to match a grammar; empty: some executor can.
+        problems: a sentence for each process of the server that is started again and again, and does not become ready.
     """
 
     epoch: int
@@ -266,6 +267,7 @@ class FleetState(Message, frozen=True):
     max_model_len: int = 0
     vocab_size: int = 0
     no_grammars: str = ""
+    problems: tuple[str, ...] = ()
 
 
 class GatewayWelcome(Message, frozen=True):

@@ -195,17 +195,24 @@ async def test_request_ids() -> None:
 
 async def test_health_and_version() -> None:
     async with serving(FakeScheduler(ready=0, max_model_len=0)) as server:
-        health = {"status": "no executor is ready", "executors": 0, "scheduler": True}
+        health = {"status": "no executor is ready", "executors": 0, "scheduler": True, "problems": []}
         assert await server.get("/health") == (503, health)
         await server.scheduler.announce(2)
         await server.until_joined()
-        assert await server.get("/health") == (200, {"status": "ok", "executors": 2, "scheduler": True})
+        fine = {"status": "ok", "executors": 2, "scheduler": True, "problems": []}
+        assert await server.get("/health") == (200, fine)
+        server.scheduler.problems = ("executor-1: it ended 4 times in a row",)
+        await server.scheduler.announce(2)
+        await server.scheduler.until(lambda: server.link.problems != ())
+        degraded = fine | {"status": "degraded", "problems": ["executor-1: it ended 4 times in a row"]}
+        assert await server.get("/health") == (200, degraded)
+        server.scheduler.problems = ()
         await server.scheduler.announce(0)
         await server.scheduler.until(lambda: server.link.ready_executors == 0)
         assert await server.get("/health") == (503, health)
         server.scheduler.silent = True
         await server.scheduler.until(lambda: not server.link.answers)
-        health = {"status": "no scheduler answers", "executors": 0, "scheduler": False}
+        health = {"status": "no scheduler answers", "executors": 0, "scheduler": False, "problems": []}
         assert await server.get("/health") == (503, health)
         status, answer = await server.get("/version")
         assert status == 200

@@ -35,7 +35,10 @@ _EVENTS_KEPT = 500
 
 @dataclass(slots=True)
 class _Seen:
-    """A process actor that exists. ``described``: what it has said last; None while Ray has not placed it."""
+    """A process actor that exists. ``described``: what it has said last; None while Ray has not placed it.
+
+    ``reported``: of a scheduler's actor, the status of all processes as it was told last.
+    """
 
     actor: Any
     since: float
@@ -43,6 +46,7 @@ class _Seen:
     asked: Any = None
     stopping: bool = False
     complained: str = ""
+    reported: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ class Controller:
     def _round(self) -> None:
         self._look()
         self._point()
+        self._report()
         self._measure()
         self._scale()
         for action in reconcile(self._wanted(), self._digests(), self._members()):
@@ -200,6 +205,18 @@ class Controller:
                 endpoint = endpoints[0] if name.startswith("gateway") else endpoints[1]
                 if seen.described.scheduler != endpoint:
                     seen.actor.point.remote(endpoint)
+
+    def _report(self) -> None:
+        """Tell the scheduler's actor, if that is news to it, which processes were started again, and which fail."""
+        services = {
+            name: {"restarts": seen.described.restarts, "problem": seen.described.problem}
+            for name, seen in sorted(self._seen.items())
+            if seen.described
+        }
+        for name, seen in self._seen.items():
+            if name.startswith("scheduler") and seen.described and seen.reported != services:
+                seen.reported = services
+                seen.actor.report.remote(services)
 
     def _measure(self) -> None:
         """Read the load from any gateway that answers, through the actor beside it."""

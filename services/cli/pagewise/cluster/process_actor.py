@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import asdict
 from pagewise_shared.service_process import CANNOT_START
+from pagewise_shared.service_status import ServiceStatus, write_status
 from pagewise_shared.version import package_version
 
 from pagewise.cluster.plan import ProcessPlan
@@ -31,6 +32,7 @@ _PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 _SETTLED_SECONDS = 30.0
 _EARLY_ENDS = 2
 """How often in a row a process may end before it is ready, until that is a problem to tell of."""
+_STATUS = "services.json"
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
 _RANK_SECONDS = 5.0
@@ -126,6 +128,11 @@ class ProcessActor:
         self._scheduler, self._problem_of_pointing = scheduler, ""
         self._pointed.set()
 
+    async def report(self, services: dict[str, dict[str, Any]]) -> None:
+        """Take the ``ServiceStatus`` of every process, by name, for the scheduler that runs here."""
+        with contextlib.suppress(OSError):  # the controller reports again when something changes
+            write_status(self._folder.path() / _STATUS, convert(services, dict[str, ServiceStatus]))
+
     async def stop(self, drain: bool) -> None:
         """End the process, in good order or at once; to be followed by the end of this actor."""
         self._state = "stopping"
@@ -214,7 +221,8 @@ class ProcessActor:
         if self._plan.kind == "scheduler":
             # The same ports as before, if it has had some: whoever is connected need not be told.
             gateways, executors = self._listened or [f"tcp://{host}:*"] * 2
-            return [*given, f"--listen={executors}", f"--listen-gateways={gateways}"]
+            status = f"--service-status={self._folder.path() / _STATUS}"
+            return [*given, f"--listen={executors}", f"--listen-gateways={gateways}", status]
         given.append(f"--scheduler=file:{self._write_scheduler(self._scheduler)}")
         if self._plan.kind == "gateway":
             return [*given, f"--host={self._address}", "--reuse-port", f"--gateway-id={self._name}"]

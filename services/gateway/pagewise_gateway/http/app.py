@@ -272,13 +272,18 @@ async def refuse_embeddings(_: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops."""
+    """200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops.
+
+    The status is "degraded" if requests are served, but another process of the server keeps failing.
+    """
     link = request.app[Service.KEY].link
     answers, ready = link.answers, link.ready_executors
-    status = "ok" if ready else "no executor is ready" if answers else "no scheduler answers"
+    problems = link.problems if answers else ()
+    served = "degraded" if problems else "ok"
+    status = served if ready else "no executor is ready" if answers else "no scheduler answers"
     if link.closing:
         status = "the gateway is shutting down"
-    return _json(Health(status, ready, answers), 200 if status == "ok" else 503)
+    return _json(Health(status, ready, answers, list(problems)), 200 if status == served else 503)
 
 
 async def version(_: web.Request) -> web.Response:

@@ -222,11 +222,15 @@ class DetokenizeResponse(Struct):
 
 
 class Health(Struct):
-    """Answer of ``/health``: how many executors are ready, and whether the scheduler answers."""
+    """Answer of ``/health``: how many executors are ready, and whether the scheduler answers.
+
+    ``problems``: a sentence for each process of the server that is started again and again, and does not become ready.
+    """
 
     status: str
     executors: int
     scheduler: bool
+    problems: list[str] = []
 
 
 class Version(Struct):

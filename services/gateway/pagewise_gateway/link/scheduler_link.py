@@ -127,6 +127,11 @@ class SchedulerLink:
         """Requests that are being served."""
         return len(self._live)
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence for each process of the server that keeps failing."""
+        return self._fleet.problems
+
     def capacity(self) -> Capacity | None:
         """Return the limits of the fleet, now or before it was lost; None until a first executor has joined."""
         fleet = self._fleet
@@ -306,7 +311,7 @@ class SchedulerLink:
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
                     known = self._fleet
                     limits = known.max_model_len, known.vocab_size, known.no_grammars
-                    self._fleet = FleetState(message.epoch, 0, *limits)
+                    self._fleet = FleetState(message.epoch, 0, *limits, message.problems)
             case AdapterState():
                 self.adapters.told(message)
             case AdapterAnswer():

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import zmq
 from pagewise_shared.config import SchedulerConfig, named_modules, parse_speculative
@@ -29,6 +30,7 @@ from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, Mailbox
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket, Wire
+from pagewise_scheduler.actors.service_watch import ServiceWatch
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,8 @@ class Coordinator:
         self.explanations = Explanations(lambda: self.gateways.live_requests, lambda: self.fleet.engines)
         self.gateways.on_ended = self.explanations.ended
         self._gauges = Gauges(self.router, metrics)
+        status = Path(config.service_status) if config.service_status else None
+        self._services = ServiceWatch(status, metrics, self.gateways.tell_problems)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
 
@@ -221,6 +225,7 @@ class Coordinator:
         self.router.watch(now)
         self._report_memory_events()
         self._gauges.refresh(now)
+        self._services.refresh(now)
 
     def _report_memory_events(self) -> None:
         for engine in self.fleet.engines:

@@ -133,6 +133,7 @@ class Gateways(Sessions[Gateway]):
         self._usages = KeyUsages(metrics)
         self._names: set[str] = set()
         self._told = Capacity()
+        self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.on_ended: Callable[[LiveRequest], None] = lambda live: None
 
@@ -150,6 +151,12 @@ class Gateways(Sessions[Gateway]):
             self._tell_adapters(session)
             if (outputs := session.peer.outputs.take(session.epoch)) is not None:
                 self.send(session, outputs)
+
+    def tell_problems(self, problems: tuple[str, ...]) -> None:
+        """Tell all gateways which services of this server keep failing, a sentence each."""
+        self._problems = problems
+        for session in self:
+            self.send(session, self._fleet_state(session))
 
     # ---- joining and leaving -------------------------------------------------------------------------
 
@@ -186,7 +193,7 @@ class Gateways(Sessions[Gateway]):
         )
 
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
-        return FleetState(session.epoch, *self._router.capacity)
+        return FleetState(session.epoch, *self._router.capacity, self._problems)
 
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
