@@ -28,7 +28,7 @@ from pagewise_shared.version import package_version
 
 COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig, UpConfig]
 OF_NODES = {"nnodes", "node_rank", "master_addr", "master_port"}
-SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port", *OF_NODES}
+SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port", "service_status", *OF_NODES}
 """What ``pagewise serve`` decides for the services it starts."""
 
 
@@ -197,7 +197,7 @@ def test_options_travel_to_child_processes() -> None:
 
 def test_serve_has_every_option_of_the_services_but_those_that_it_sets() -> None:
     of_services = {name for kind in (SchedulerConfig, GatewayConfig, ExecutorConfig) for name in options_of(kind)}
-    assert options_of(ServeConfig).keys() == of_services - SET_BY_SERVE | {"gateways", "executors"}
+    assert options_of(ServeConfig).keys() == of_services - SET_BY_SERVE | {"gateways", "executors", "exit_on_failure"}
     assert parse("--listen=ipc:///x", PAGEWISE_SCHEDULER="ipc:///y", PAGEWISE_KEY_NAME="z") == ServeConfig(
         listen="ipc:///x"
     )

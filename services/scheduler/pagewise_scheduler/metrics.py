@@ -94,6 +94,7 @@ class Metrics:
         self._bind_adapter_counters()
         self._bind_speculation_counters()
         self._bind_histograms()
+        self._bind_services()
         self._frames_dropped = self._raw_counter(
             "wire_frames_dropped", "Frames from executors and gateways that were dropped, by reason.", ("reason",)
         )
@@ -131,15 +132,6 @@ class Metrics:
         )
         for role in ("prefill", "decode"):
             self.requests_without_role(role)
-        self._service_restarts = self._raw_counter(
-            "service_restarts", "How often a process of this server was started again after it had ended.", ("service",)
-        )
-        self._service_failing = Gauge(
-            "pagewise_service_failing",
-            "1 for a process of this server that is started again and again and does not become ready, else 0.",
-            ("model_name", "service"),
-            registry=self.registry,
-        )
         build = Gauge(
             "pagewise_build_info",
             "The version of Pagewise, as a label; always 1.",
@@ -233,6 +225,17 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format, including those of the gateways."""
         return generate_latest(Merged(self.registry, self.gateways))
+
+    def _bind_services(self) -> None:
+        self._service_restarts = self._raw_counter(
+            "service_restarts", "How often a process of this server was started again after it had ended.", ("service",)
+        )
+        self._service_failing = Gauge(
+            "pagewise_service_failing",
+            "1 for a process of this server that is started again and again and does not become ready, else 0.",
+            ("model_name", "service"),
+            registry=self.registry,
+        )
 
     def _bind_gauges(self) -> None:
         self.num_requests_running = self._gauge("num_requests_running", "Sequences in the running batches.")

@@ -278,7 +278,7 @@ async def health(request: web.Request) -> web.Response:
     """
     link = request.app[Service.KEY].link
     answers, ready = link.answers, link.ready_executors
-    problems = link.problems if answers else ()
+    problems = link.problems
     served = "degraded" if problems else "ok"
     status = served if ready else "no executor is ready" if answers else "no scheduler answers"
     if link.closing:

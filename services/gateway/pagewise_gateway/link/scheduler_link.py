@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Literal
 from uuid import uuid4
 
+from msgspec.structs import replace
 from pagewise_shared.curve import Keys
 from pagewise_shared.logs import about
 from pagewise_shared.protocol import (
@@ -78,11 +79,9 @@ class SchedulerLink:
         self.adapters = adapters or AdapterTable()
         self.adapters.timeout = timeout
         self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._timeout = timeout
+        self._metrics, self._timeout = metrics, timeout
         self._name = gateway_id, model_name, uuid4().hex
-        self._rejoins = 0
-        self._served_by = 0  # executors, the last time that there were any
+        self._rejoins = self._served_by = 0  # by how many executors, the last time that there were any
         self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._repeats = RepeatWatch(metrics)
@@ -130,14 +129,12 @@ class SchedulerLink:
     @property
     def problems(self) -> tuple[str, ...]:
         """A sentence for each process of the server that keeps failing."""
-        return self._fleet.problems
+        return self._fleet.problems if self.answers else ()
 
     def capacity(self) -> Capacity | None:
         """Return the limits of the fleet, now or before it was lost; None until a first executor has joined."""
         fleet = self._fleet
-        if not fleet.max_model_len:
-            return None
-        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars)
+        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars) if fleet.max_model_len else None
 
     async def wait_for_capacity(self) -> Capacity:
         """Return the limits of the fleet. A gateway that has never been told of any waits for a scheduler, as long as
@@ -309,9 +306,7 @@ class SchedulerLink:
                 if message.max_model_len:
                     self._fleet = message
                 else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
-                    known = self._fleet
-                    limits = known.max_model_len, known.vocab_size, known.no_grammars
-                    self._fleet = FleetState(message.epoch, 0, *limits, message.problems)
+                    self._fleet = replace(self._fleet, ready_executors=0, problems=message.problems)
             case AdapterState():
                 self.adapters.told(message)
             case AdapterAnswer():
