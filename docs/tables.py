@@ -74,11 +74,11 @@ LIMITS = (
     ("arrays and objects of a body", "each request", "pagewise_gateway.http.structure:MAX_CONTAINERS"),
     ("strings of a body", "each request", "pagewise_gateway.http.structure:MAX_STRINGS"),
     ("values of a body", "each request", "pagewise_gateway.http.structure:MAX_VALUES"),
-    ("bytes of the head of a request", "each request", "pagewise_gateway.http.client_connection:MAX_FRAMING_BYTES"),
+    ("bytes of the head of a request", "each request", "pagewise_gateway.http.framing:MAX_FRAMING_BYTES"),
     (
         "bytes of sizes, extensions and trailers of chunks, besides an eighth of the body",
         "each request",
-        "pagewise_gateway.http.client_connection:MAX_FRAMING_BYTES",
+        "pagewise_gateway.http.framing:MAX_FRAMING_BYTES",
     ),
     (
         "bytes of a refused body that are read and thrown away, as a multiple of the largest body",

@@ -46,6 +46,9 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = request.transport
+        if isinstance(connection, ClientConnection):
+            connection.begin(request.content)
         resource = request.match_info.route.resource
         if keyring is None or (resource is not None and resource.canonical in public):
             request[CLIENT] = EVERYBODY
@@ -61,8 +64,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
                 "the API key is not valid" if key else "an API key is needed: send Authorization: Bearer KEY"
             )
         request[CLIENT] = client
-        if isinstance(request.protocol, ClientConnection):
-            request.protocol.key = client.name
+        if isinstance(connection, ClientConnection):
+            connection.key = client.name
         return await handler(request)
 
     return check

@@ -2,18 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Any, cast
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import StreamReader, web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
+from pagewise_gateway.http.framing import Framing
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.metrics import Metrics
 
-MAX_FRAMING_BYTES = 65_536
-"""Bytes of the head of a request, or of what a chunked body has besides its content: sizes, extensions, trailers."""
-BODY_PER_FRAMING = 8
-"""A large chunked body may have a byte more of those for each so many bytes of content: chunks of about 50 bytes."""
+log = logging.getLogger(__name__)
+
 LINGER_SECONDS = 5
 """For how long the rest of a refused body is read and thrown away before the connection is closed."""
 LINGER_BODIES = 4
@@ -22,58 +22,114 @@ LINGER_BODIES = 4
 _REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
 """About the time that aiohttp takes for a request, however small, and for the end of a connection."""
 _PIECE = 16_384
-"""Bytes that are parsed at a time: 2 ms if they are chunks of one byte."""
+"""Bytes that are parsed at a time: 5 ms if they are chunks of one byte."""
 
 
-class ClientConnection(web.RequestHandler):
-    """aiohttp's connection, with turns between connections when much arrives, and a limit for what is not content.
+class ConnectionFaults:
+    """Counts the connections that are aborted because serving them raised an exception, and logs the first one."""
 
-    Bytes that have to wait for a turn are kept, and reading is paused meanwhile.
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._told = metrics, False
+
+    def add(self, error: Exception) -> None:
+        """Count one more."""
+        self._metrics.http_connection_faults.inc()
+        if not self._told:
+            self._told = True
+            log.error("a connection is aborted, because serving it failed; others are counted only", exc_info=error)
+
+
+class ClientConnection(asyncio.Protocol):
+    """Stands between a connection's transport and aiohttp's protocol, with turns between connections when much arrives,
+    and a limit for what is not content.
+
+    For the transport it is the protocol. For aiohttp's protocol it is the transport: so it learns when aiohttp pauses
+    reading, and everything else that aiohttp asks of a transport the real one does. Bytes that have to wait for a turn,
+    or for aiohttp to go on reading, are kept, and reading is paused meanwhile.
+
+    If an exception is raised here, the connection is aborted, which ends its requests: a connection that is neither
+    served nor closed would keep its client waiting for ever.
 
     Fields:
         key: the name of the API key that was used last on this connection; connections without one share their turns.
     """
 
-    __slots__ = ("_discarded", "_held", "_limit", "_lingering", "_queued", "_turns", "key")
+    write: Callable[[bytes], None]
+    is_closing: Callable[[], bool]
 
-    def __init__(self, server: web.Server, turns: LoopTurns, largest_body: int, **options: Any) -> None:
-        super().__init__(server, auto_decompress=False, lingering_time=0, **options)
+    def __init__(self, server: web.Server, turns: LoopTurns, largest_body: int, faults: ConnectionFaults) -> None:
+        """``server``: its protocols do not decompress bodies, and do not read the rest of refused ones."""
         self.key = ""
-        self._turns, self._limit = turns, LINGER_BODIES * largest_body
-        self._held, self._queued = b"", False
+        self._http, self._turns, self._faults = server(), turns, faults
+        self._real: asyncio.Transport
+        self._framing = Framing()
+        self._content: StreamReader | None = None
+        self._held, self._queued, self._paused = b"", False, False
+        self._limit = LINGER_BODIES * largest_body
         self._discarded: int | None = None
         self._lingering: asyncio.Future[None] | None = None
-        self._parser = cast(Any, _Parser(self._parser, turns))
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve the connection."""
+        self._real = cast(asyncio.Transport, transport)
+        self.write, self.is_closing = self._real.write, self._real.is_closing  # called for every token
+        self._guarded(self._http.connection_made, self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes that have arrived, or keep them until it is their turn. aiohttp calls this without bytes to go on
-        with those that it has kept itself."""
-        if not data:
-            super().data_received(data)
-        elif self._discarded is not None:
-            self._discard(len(data))
-        elif self._held or not self._turns.free():
-            self._held += data
-            self._wait_for_turn()
-        elif len(data) <= _PIECE:
-            super().data_received(data)
-            self._turns.done()
-        else:
-            self._parse(data)
+        """Parse bytes that have arrived, or keep them until it is their turn."""
+        self._guarded(self._receive, data)
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:
         """Close the connection, in turn: a thousand clients may hang up at the same time."""
-        if self.ssl_context is not None:  # TLS has no half-closed connections
+        if self._real.get_extra_info("sslcontext") is not None:  # TLS has no half-closed connections
             return False
         self._turns.add(self.key, self._hang_up)
         return True  # asyncio leaves the transport open: ``_hang_up`` closes it
 
-    def connection_lost(self, error: BaseException | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         """Drop what is kept: the client is gone."""
-        self._held = b""
-        super().connection_lost(error)
+        self._held, self._content = b"", None
+        self._guarded(self._http.connection_lost, error)
 
-    async def linger(self, content: StreamReader, announced: int | None) -> None:
+    def pause_writing(self) -> None:
+        """Pass it on to aiohttp."""
+        self._guarded(self._http.pause_writing)
+
+    def resume_writing(self) -> None:
+        """Pass it on to aiohttp."""
+        self._guarded(self._http.resume_writing)
+
+    # What aiohttp and handlers of requests call.
+
+    def pause_reading(self) -> None:
+        """Read no more, as aiohttp asks."""
+        self._paused = True
+        self._real.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on reading, as aiohttp asks; bytes that are kept are parsed first."""
+        self._paused = False
+        if self._held:
+            self._wait_for_turn()
+        elif not self._queued:
+            self._real.resume_reading()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return everything else of the real transport."""
+            if name == "_real":  # before there is one
+                raise AttributeError(name)
+            return getattr(self._real, name)
+
+    def begin(self, content: StreamReader) -> None:
+        """Know the body of a request that is handled from now on, to make reading it fail if its framing is wrong."""
+        self._content = content
+        self._fail_if_broken()
+
+    async def linger(self, announced: int | None) -> None:
         """Throw away the rest of a refused body after the answer was written, so that the client reads the answer.
 
         A client that still sends when its connection is closed would see a reset instead of the answer. What arrives is
@@ -82,22 +138,33 @@ class ClientConnection(web.RequestHandler):
 
         ``announced``: the Content-Length of the body.
         """
-        if self._parser is None or self.transport is None:
+        if self._real.is_closing() or self._content is None:
             return
-        arrived = content.total_bytes + cast(Any, self._parser).framing + len(self._held)
-        self._discarded, self._held = 0, b""
-        if content.exception() is None:
-            content.read_nowait()  # gives the memory back
-        self._resume_transport_reading()
         if announced is not None:
-            self._limit = min(self._limit, announced - arrived)
-        if self.transport.can_write_eof():  # TLS cannot
-            self.transport.write_eof()  # tells the client that nothing follows, so that it hangs up
+            self._limit = min(self._limit, self._framing.left - len(self._held))
+        self._discarded, self._held = 0, b""
+        if self._content.exception() is None:
+            self._content.read_nowait()  # gives the memory back
+        self.resume_reading()
+        if self._real.can_write_eof():  # TLS cannot
+            self._real.write_eof()  # tells the client that nothing follows, so that it hangs up
         if self._limit > 0:
             self._lingering = asyncio.get_running_loop().create_future()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
                     await self._lingering
+
+    def _receive(self, data: bytes) -> None:
+        if self._discarded is not None:
+            self._discard(len(data))
+        elif self._held or self._paused or not self._turns.free():
+            self._held += data
+            self._wait_for_turn()
+        elif len(data) <= _PIECE:
+            self._feed(data)
+            self._turns.done()
+        else:
+            self._parse(data)
 
     def _discard(self, size: int) -> None:
         assert self._discarded is not None
@@ -108,110 +175,57 @@ class ClientConnection(web.RequestHandler):
 
     def _hang_up(self) -> None:
         self._turns.expect(_CLOSE_SECONDS)
-        if self.transport is not None:
-            self.transport.close()
+        self._real.close()
 
     def _parse(self, data: bytes) -> None:
         """Parse bytes until the time of a slice is used up, or aiohttp pauses reading; keep the rest."""
         for start in range(0, len(data), _PIECE):
             free = self._turns.free()
-            if start and (self._reading_paused or self._buffer_paused or not free):
+            if start and (self._paused or not free):
                 self._held = data[start:]
-                if not (self._reading_paused or self._buffer_paused):
+                if not self._paused:
                     self._wait_for_turn()
                 return
-            super().data_received(data[start : start + _PIECE])
+            self._feed(data[start : start + _PIECE])
             self._turns.done()
+
+    def _feed(self, piece: bytes) -> None:
+        """Let aiohttp parse bytes, up to those whose framing is wrong."""
+        heads = self._framing.heads
+        if parsed := self._framing.read(piece):
+            self._http.data_received(parsed)
+        if self._framing.heads > heads:
+            self._turns.expect((self._framing.heads - heads) * _REQUEST_SECONDS)
+        self._fail_if_broken()
+
+    def _fail_if_broken(self) -> None:
+        content, problem = self._content, self._framing.problem
+        if problem and content is not None and not content.is_eof() and content.exception() is None:
+            content.set_exception(web.RequestPayloadError(problem))
 
     def _wait_for_turn(self) -> None:
         if len(self._held) > _PIECE or self._discarded is not None:
-            self._pause_transport_reading()
+            self._real.pause_reading()
         if not self._queued:
             self._queued = True
-            self._turns.add(self.key, self._turn)
+            self._turns.add(self.key, self._take_turn)
 
-    def _turn(self) -> None:
+    def _take_turn(self) -> None:
         self._queued = False
-        if self._reading_paused or self._buffer_paused:
-            return  # aiohttp calls ``_resume_transport_reading`` later
+        self._guarded(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._paused:
+            return  # aiohttp calls ``resume_reading`` later
         data, self._held = self._held, b""
-        if data and self._parser is not None:
+        if data and not self._real.is_closing():
             self._parse(data)
-        if not (self._held or self._queued or self._reading_paused or self._buffer_paused):
-            super()._resume_transport_reading()
+        if not (self._held or self._queued or self._paused):
+            self._real.resume_reading()
 
-    def _resume_transport_reading(self) -> None:
-        """Go on reading, as aiohttp asks; bytes that are kept are parsed first."""
-        if self._held:
-            self._wait_for_turn()
-        elif not self._queued:
-            super()._resume_transport_reading()
-
-
-class _Parser:
-    """aiohttp's parser, with a limit for all bytes that are not content of a body. It stops at the first error.
-
-    aiohttp bounds single headers, but neither the extensions of chunks nor the number of small chunks. After an error
-    it would go on, and store an error, with its bytes, for everything that arrives.
-
-    Fields:
-        framing: the number of bytes since the head of the request, or since the body before it, that were not content.
-            The few bytes that are not parsed yet count too.
-    """
-
-    def __init__(self, parser: Any, turns: LoopTurns) -> None:
-        self.framing = 0
-        self._turns = turns
-        self._parser, self._feed = parser, parser.feed_data
-        self.message_consumed, self.pause_reading = parser.message_consumed, parser.pause_reading
-        self._content: StreamReader | None = None
-        self._seen, self._broken = 0, False
-
-    def feed_data(self, data: bytes) -> tuple[Sequence[Any], bool, bytes]:
-        """As aiohttp's.
-
-        Raises:
-            HttpProcessingError: the bytes are not HTTP, or the head of a request is too long.
-        """
-        if self._broken:
-            return (), False, b""
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
         try:
-            messages, upgraded, tail = self._feed(data)
-        except HttpProcessingError as error:
-            self._broken = True
-            if self._content is None or self._content.is_eof():
-                raise
-            self._content.set_exception(web.RequestPayloadError(str(error)))
-            return (), False, b""
-        content = self._content
-        if messages:
-            self._turns.expect(len(messages) * _REQUEST_SECONDS)
-            content = self._content = messages[-1][1]
-            self._seen, self.framing = content.total_bytes, 0
-        else:
-            self.framing += len(data)
-            if content is not None and content.total_bytes != self._seen:
-                self.framing -= content.total_bytes - self._seen
-                self._seen = content.total_bytes
-            if self.framing > MAX_FRAMING_BYTES + self._seen // BODY_PER_FRAMING:
-                self._refuse()
-        return messages, upgraded, tail
-
-    def _refuse(self) -> None:
-        """Make reading the body fail, or refuse the head of a request.
-
-        Raises:
-            LineTooLong: no body is being read, so it is the head that is too long.
-        """
-        self._broken = True
-        if self._content is None or self._content.is_eof():
-            raise LineTooLong(b"the head of the request", MAX_FRAMING_BYTES)
-        self._content.set_exception(
-            web.RequestPayloadError(
-                f"the sizes, extensions and trailers of its chunks take more than {MAX_FRAMING_BYTES} bytes, and more "
-                f"than 1 for {BODY_PER_FRAMING} bytes of content: send larger chunks"
-            )
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._parser, name)
+            work(*arguments)
+        except Exception as error:
+            self._faults.add(error)
+            self._real.abort()

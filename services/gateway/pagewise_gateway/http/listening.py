@@ -11,7 +11,7 @@ from functools import partial
 from aiohttp import web
 from pagewise_shared.service_process import raise_file_limit
 
-from pagewise_gateway.http.client_connection import ClientConnection
+from pagewise_gateway.http.client_connection import ClientConnection, ConnectionFaults
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import UnavailableError
 from pagewise_gateway.http.server_log import ServerLog
@@ -52,7 +52,16 @@ async def listening(
     Raises:
         OSError: the address cannot be bound.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=shutdown_timeout,
+        keepalive_timeout=keepalive_timeout,
+        access_log=None,
+        logger=ServerLog(),
+        auto_decompress=False,  # bodies are inflated in pieces
+        lingering_time=0,  # ``ClientConnection.linger`` throws away what is left of a body
+    )
     await runner.setup()
     assert runner.server is not None
     connection = partial(
@@ -60,10 +69,7 @@ async def listening(
         runner.server,
         app[Service.KEY].turns,
         app[Service.KEY].body_memory.largest,
-        loop=asyncio.get_running_loop(),
-        keepalive_timeout=keepalive_timeout,
-        access_log=None,
-        logger=ServerLog(),
+        ConnectionFaults(metrics),
     )
     try:
         sockets = await _bound(host, port, reuse_port)

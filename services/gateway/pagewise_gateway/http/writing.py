@@ -84,8 +84,8 @@ async def write_early(request: web.Request, response: web.StreamResponse) -> Non
 async def discard_body(request: web.Request) -> None:
     """Read and throw away the rest of a body, after the response was written."""
     if not _rest_is_small(request):
-        assert isinstance(request.protocol, ClientConnection)
-        await request.protocol.linger(request.content, request.content_length)
+        if isinstance(request.transport, ClientConnection):
+            await request.transport.linger(request.content_length)
         return
     with contextlib.suppress(TimeoutError, web.RequestPayloadError):
         async with asyncio.timeout(LINGER_SECONDS):
