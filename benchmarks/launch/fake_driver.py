@@ -148,7 +148,6 @@ def fake_driver(folder: Path, capability: int = 90) -> Iterator[FakeDriver]:
     library.fake_name.argtypes = [ctypes.c_uint64]
     library.fake_parameters.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_char_p]
     library.fake_reset(capability, 0)
-    before = triton.runtime.driver._active
     driver = FakeDriver(library, capability)
     triton.runtime.driver.set_active(driver)
     pretend_gpu(capability)
@@ -156,7 +155,7 @@ def fake_driver(folder: Path, capability: int = 90) -> Iterator[FakeDriver]:
         yield driver
     finally:
         pretend_gpu(None)
-        triton.runtime.driver._active = before
+        triton.runtime.driver.set_active(None)  # Triton looks for a device again when it needs one
 
 
 def _compiler() -> str | None:

@@ -87,7 +87,6 @@ def compiling(capability: int, case: str = "", *, loops: bool = False) -> Iterat
         raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1): they cannot be compiled")
     found: list[Compiled] = []
     driver = triton.runtime.driver
-    before = driver._active
     driver.set_active(_Target(capability))
 
     def watch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -99,7 +98,7 @@ def compiling(capability: int, case: str = "", *, loops: bool = False) -> Iterat
         yield found
     finally:
         watch_launches(None)
-        driver._active = before
+        driver.set_active(None)  # Triton looks for a device again when it needs one
 
 
 def _compile(

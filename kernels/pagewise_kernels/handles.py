@@ -12,9 +12,9 @@ What it has been told not to specialise (``do_not_specialize``) makes kinds of t
 compiled. Triton also reads its knobs in each launch, and looks whether globals that a kernel uses have changed; here
 only the first launch of a kind does that. While launch hooks are set, Triton launches everything, and calls them.
 
-All of this relies on how Triton calls the launcher of a compiled kernel in ``JITFunction.run``, which is the same from
-3.6 to 3.9. If something is not as expected, Triton launches the kernel: the log says so once, and ``num_unfrozen``
-counts these launches. With versions whose launchers are known, what the launcher itself calls is called at once.
+All of this relies on how Triton calls the launcher of a compiled kernel in ``JITFunction.run``, and on what that calls,
+which Triton does not promise. So it is done with ``TRITON_VERSIONS`` only. With others, and if something is not as
+expected, Triton launches the kernel: the log says so once, and ``num_unfrozen`` counts these launches.
 """
 
 import inspect
@@ -31,6 +31,10 @@ Options = dict[str, Any]
 Kind = tuple[object, ...]
 _Launcher = Callable[[tuple[int, ...], Arguments, Options], Kind | None]
 
+TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
+"""Those with which ``tests/kernels/launches.py`` found that handles tell the driver the same as Triton."""
+
+_VERSION = ".".join(triton.__version__.split(".")[:2])
 _LAUNCHER = ["gridX", "gridY", "gridZ", "stream", "function"]
 """The first parameters of a launcher. The metadata of the kernel comes next, then what hooks are told, the hooks before
 and after the launch, and the kernel's arguments."""
@@ -77,7 +81,10 @@ class Handles:
         try:
             launcher = self._launchers.get(kernel.fn) or self._add(kernel, arguments)
             kind = launcher(grid, arguments, options)
-        except (AttributeError, TypeError) as error:  # no tensor where there was one, or a constant without a hash
+        except (
+            AttributeError,
+            TypeError,
+        ) as error:  # another Triton, no tensor in place of one, or no hash
             self._refuse(kernel, str(error))
             kernel[grid](*arguments, **options)
             return
@@ -85,6 +92,10 @@ class Handles:
             self._launch_by_triton(kind, kernel, grid, arguments, options)
 
     def _add(self, kernel: Any, arguments: Arguments) -> _Launcher:
+        if _VERSION not in TRITON_VERSIONS:
+            raise TypeError(
+                f"handles were tried with Triton {TRITON_VERSIONS[0]} to {TRITON_VERSIONS[-1]}, not {_VERSION}"
+            )
         handles = self._handles[kernel.fn] = {}
         launcher = self._launchers[kernel.fn] = _launcher(kernel, arguments, handles)
         return launcher
@@ -178,13 +189,12 @@ def _freeze(kernel: Any, compiled: Any, num_arguments: int) -> _Handle:
     if parameters[: len(_LAUNCHER)] != _LAUNCHER or parameters[-1] != "args":
         raise ValueError(f"the launcher of this Triton takes {', '.join(parameters)}")
     constants = (None,) * (len(is_constant) - num_arguments)
-    version = triton.__version__.rpartition(".")[0]
-    if version not in ("3.6", "3.7", "3.9") or type(launcher).__name__ != "CudaLauncher":
+    if type(launcher).__name__ != "CudaLauncher":
         return _Handle(launcher, (function, metadata, *_NO_HOOKS), constants)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise ValueError("it needs scratch memory")
     before = (function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-    if version == "3.6":
+    if _VERSION == "3.6":
         return _Handle(launcher.launch, (*before, *_NO_SCRATCH, metadata, *_NO_HOOKS), constants)
     if getattr(launcher, "gsan_enabled", False):  # 3.7 has no such instruments
         raise ValueError("it is instrumented")

@@ -4,6 +4,7 @@ Everything that launches goes through ``launch``, so a choice of configuration e
 without a GPU is what runs on one.
 """
 
+import ctypes
 import functools
 import logging
 from collections.abc import Callable
@@ -89,14 +90,29 @@ def begins_early(device: torch.device) -> bool:
 
 @functools.cache
 def _can_begin_early(index: int) -> bool:
-    if torch.cuda.get_device_capability(index) < (9, 0):
-        return False
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    if driver < 12030:  # such a launch cannot be captured into a graph
+    # Launches of this kind can be captured into a graph from 12.3 on.
+    return torch.cuda.get_device_capability(index) >= (9, 0) and _driver_version() >= 12030
+
+
+@functools.cache
+def _driver_version() -> int:
+    """Return the version of CUDA that the GPU's driver is for, 12030 for 12.3; 0 if the driver does not say.
+
+    Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VERSION.html
+    """
+    version = ctypes.c_int()
+    try:
+        if error := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            raise OSError(f"cuDriverGetVersion returned {error}")
+    except (OSError, AttributeError) as error:
+        log.warning("kernels begin one after the other: the version of the GPU's driver cannot be read: %s", error)
+        return 0
+    if version.value < 12030:
         log.warning(
-            "kernels begin one after the other: the driver is for CUDA %d.%d, not 12.3", *divmod(driver // 10, 100)
+            "kernels begin one after the other: the driver is for CUDA %d.%d, not 12.3",
+            *divmod(version.value // 10, 100),
         )
-    return driver >= 12030
+    return version.value
 
 
 def num_unfrozen_launches() -> int:

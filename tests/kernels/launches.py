@@ -11,12 +11,14 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
 import triton.language as tl
+from pagewise_kernels import handles as handles_module
 from pagewise_kernels import launch as launching
 from pagewise_kernels.block_copy import copy_blocks
 from pagewise_kernels.handles import Handles
@@ -171,6 +173,13 @@ def check_unexpected(driver: FakeDriver) -> None:
     assert handles.num_unfrozen == 1
     assert len(watching.told) == 2
     assert "probe_kernel" in watching.told[0]
+    handles = Handles()
+    with mock.patch.object(handles_module, "_VERSION", "3.10"), driver.recorded() as recorded:
+        for _ in range(3):
+            handles.launch(probe_kernel, (1,), (floats, floats, 5, 4, 0.5), options | {"SIZE": 16})
+    assert len(recorded) == 3
+    assert handles.num_unfrozen == 3
+    assert ["3.6 to 3.9, not 3.10" in told for told in watching.told] == [False, False, True]
     launching.use_handles(True)
     with driver.recorded() as recorded:
         for _ in range(2):

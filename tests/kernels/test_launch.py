@@ -8,6 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from pagewise_kernels import launch
 
 
 def output(*command: str) -> str:
@@ -50,3 +52,50 @@ def test_a_step_has_few_launches_and_each_takes_a_third_of_tritons_time() -> Non
             return
         decode, mixed = steps_of_two_layers()
     pytest.fail(f"launches by handles are not three times as fast: {decode}, {mixed}")
+
+
+class _Driver:
+    """Stands in for libcuda."""
+
+    def __init__(self, error: int, version: int) -> None:
+        self._error, self._version = error, version
+
+    def cuDriverGetVersion(self, at: Any) -> int:  # noqa: N802
+        at._obj.value = self._version
+        return self._error
+
+
+@pytest.mark.parametrize(
+    ("driver", "wanted", "says"),
+    [
+        (_Driver(0, 13000), True, ""),
+        (_Driver(0, 12030), True, ""),
+        (_Driver(0, 12020), False, "for CUDA 12.2, not 12.3"),
+        (_Driver(3, 0), False, "cuDriverGetVersion returned 3"),
+        (object(), False, "cannot be read: 'object' object has no attribute 'cuDriverGetVersion'"),
+        (OSError("libcuda.so.1: no such file"), False, "cannot be read: libcuda.so.1: no such file"),
+    ],
+    ids=["13.0", "12.3", "12.2", "error", "no function", "no library"],
+)
+def test_kernels_begin_early_where_the_driver_says_that_it_is_new_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: object, wanted: bool, says: str
+) -> None:
+    """Whatever the driver does: it stops no executor."""
+
+    def load(name: str) -> object:
+        assert name == "libcuda.so.1"
+        if isinstance(driver, Exception):
+            raise driver
+        return driver
+
+    monkeypatch.setattr(launch.ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(launch, "_INTERPRETED", False)
+    launch._driver_version.cache_clear()
+    launch._can_begin_early.cache_clear()
+    try:
+        assert [launch.begins_early(torch.device("cuda", index)) for index in (0, 1)] == [wanted] * 2
+    finally:
+        launch._driver_version.cache_clear()
+        launch._can_begin_early.cache_clear()
+    assert [says in record.getMessage() for record in caplog.records] == ([True] if says else [])
