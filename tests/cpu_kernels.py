@@ -26,5 +26,5 @@ def need_cpu_kernels() -> None:
 def variants() -> list[Variant]:
     """The builds that this processor runs, the best one last."""
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
-    vnni = bool(torch.cpu._is_vnni_supported())
+    vnni = bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
     return [one for one in VARIANTS[machine() or "x86_64"] if one.vec <= widest and one.vnni <= vnni]

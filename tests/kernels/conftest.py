@@ -22,7 +22,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     variant: Variant = request.param
     name = {4: "DEFAULT", 8: "AVX2", 16: "AVX512"}[variant.vec]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: name)
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: variant.vnni)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": variant.vnni})
     library.load_library.cache_clear()
     need_cpu_kernels()
     if library.load_library().variant != variant:

@@ -80,7 +80,7 @@ def _variants() -> list[Variant]:
         raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
     # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
-    vnni = widest == 16 and bool(torch.cpu._is_vnni_supported())
+    vnni = widest == 16 and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
     return sorted((one for one in VARIANTS[name] if one.vec <= widest and one.vnni <= vnni), reverse=True)
 
 

@@ -1,6 +1,5 @@
 """How many CPU threads torch uses, and which types the processor computes fast."""
 
-import platform
 from typing import Literal
 
 import torch
@@ -24,6 +23,5 @@ def computes_bfloat16() -> bool:
 
     Without them oneDNN converts to float32 and back, which takes longer than to compute in float32.
     """
-    if platform.machine() in ("x86_64", "AMD64"):
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_tile", "bf16"))

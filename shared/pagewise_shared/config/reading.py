@@ -8,7 +8,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -88,7 +88,7 @@ def parse_config(
     titles = {name: title for title, name in grouped}
     # In the order of the groups. An option without a group (the model) comes first.
     for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
-        _add_argument(groups[titles[name]] if name in titles else parser, found[name])
+        _add_argument((groups[titles[name]] if name in titles else parser).add_argument, found[name])
     known = flags_of(config_type)
     vllm.add_flags(parser, known, found.keys())
     arguments, others = parser.parse_known_args(argv)
@@ -287,7 +287,7 @@ def _part(hint: Any) -> type[Struct] | None:
     return base if isinstance(base, type) and issubclass(base, Struct) else None
 
 
-def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
+def _add_argument(add: Callable[..., object], option: Option) -> None:
     help_text, metavar, base = option.meta.get("text", ""), option.meta.get("metavar"), _base(option.hint)
     choices = get_args(base) if get_origin(base) is Literal else None
     if (
@@ -298,16 +298,16 @@ def _add_argument(parser: argparse._ActionsContainer, option: Option) -> None:
     ):
         help_text += f" (default: {option.default})"
     if option.name == "model":
-        parser.add_argument("model_argument", nargs="?", metavar=metavar, help=help_text)
-        parser.add_argument("--model", help=argparse.SUPPRESS)
+        add("model_argument", nargs="?", metavar=metavar, help=help_text)
+        add("--model", help=argparse.SUPPRESS)
     elif base is bool:
-        parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
+        add(option.flag, action=argparse.BooleanOptionalAction, default=None, help=help_text)
     elif _is_list(option.hint):
-        parser.add_argument(option.flag, metavar=metavar, nargs="+", help=help_text)
+        add(option.flag, metavar=metavar, nargs="+", help=help_text)
     else:
         flags = [option.flag, *filter(None, [option.meta.get("short")])]
         kind = vllm.reader(option.flag)
-        parser.add_argument(*flags, type=kind, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
+        add(*flags, type=kind, metavar=metavar, choices=choices, help=help_text.replace("%", "%%"))
 
 
 def _is_list(hint: Any) -> bool:

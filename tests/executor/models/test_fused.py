@@ -1,6 +1,9 @@
 """What makes models fast must not change what they compute."""
 
 import json
+import logging
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models import loader, preparation
+from pagewise_executor.models import loader, packed_linear, preparation
 from pagewise_executor.models.fused import fuse_layers
 from pagewise_executor.models.operations import TorchOperations
 from pagewise_executor.models.packed_linear import PackedLinear, pack_linears
@@ -70,11 +73,46 @@ def test_on_processors_for_which_onednn_cannot_pack_bfloat16_torch_s_layers_stay
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_model("llama", tmp_path)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(packed_linear, "_packs", lambda dtype: dtype != torch.bfloat16)
     tokens, _ = tokens_and_logprobs(tmp_path, "bfloat16")
     assert {len(sampled) for sampled in tokens.values()} == {12}
-    assert pack_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16)), "torch") == 0
-    assert pack_linears(nn.Sequential(nn.Linear(8, 8)), "torch") == 1
+
+
+TYPES_THAT_ARE_PACKED = """
+import torch
+from pagewise_executor.models.packed_linear import pack_linears
+
+print([pack_linears(torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=dtype)), "torch")
+       for dtype in (torch.float32, torch.bfloat16, torch.float16)])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="this limits oneDNN on x86_64")
+def test_onednn_is_asked_which_types_it_packs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TYPES_THAT_ARE_PACKED],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[1, 0, 0]"
+
+
+@pytest.mark.parametrize(("version", "packed"), [("2.10.9", 0), ("2.11.0+cu130", 1), ("2.15.1", 1), ("2.16.0", 0)])
+def test_weights_are_packed_with_versions_of_pytorch_for_which_that_was_tried(
+    version: str, packed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    packed_linear._packs.cache_clear()
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        assert pack_linears(model, "torch") == 2 * packed
+        assert model(torch.zeros(1, 8)).shape == (1, 8)
+    finally:
+        packed_linear._packs.cache_clear()
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [f"tried with PyTorch 2.11 to 2.15, not {version[:4]}" in each for each in said] == [True] * (1 - packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _add_workloads(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="of lengths and arrivals (default: 0)")
     add("--salt", help="of the words of prompts (default: another one in each run, so that no cache knows them)")
-    _add_lengths(group)
+    _add_lengths(add)
     add(
         "--think-time",
         type=_not_negative,
@@ -138,8 +138,7 @@ def _add_workloads(parser: argparse.ArgumentParser) -> None:
     add("--extra-body", type=_object, default={}, metavar="JSON", help="further fields of every request")
 
 
-def _add_lengths(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_lengths(add: Callable[..., object]) -> None:
     for name, default, text in (
         ("random-input-len", 1024, "tokens of each prompt"),
         ("random-output-len", 128, "tokens of each output"),

@@ -61,7 +61,7 @@ class Controller:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._seen: dict[str, _Seen] = {}
-        self._dead: set[Any] = set()
+        self._dead: set[Any] = set()  # handles, which are equal if they are of the same actor
         self._pauses = StartPauses()
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
         self._num_events = 0
@@ -139,7 +139,7 @@ class Controller:
                 actor = ray.get_actor(name)
             except ValueError:  # gone since it was listed
                 continue
-            if actor._actor_id not in self._dead:
+            if actor not in self._dead:
                 self._seen[name] = _Seen(actor, now)
                 # The controller before may have died between making it and starting it. Twice does no harm.
                 actor.start.remote()
@@ -186,7 +186,7 @@ class Controller:
 
     def _forget(self, name: str) -> None:
         seen = self._seen.pop(name)
-        self._dead.add(seen.actor._actor_id)
+        self._dead.add(seen.actor)
         ray.kill(seen.actor)
         remove_groups(self._plan.name, name)
 

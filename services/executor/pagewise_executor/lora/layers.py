@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.shards import move_sum
 
 
 class Part(NamedTuple):
@@ -66,8 +67,7 @@ def adapt_linears(model: nn.Module, context: LoraContext) -> list[AdaptedLinear]
         for place, parts, ins in list(linears):
             base = model.get_submodule(place)
             adapted = AdaptedLinear(base, len(found), parts, ins, context)
-            # What sums a layer's output over ranks has to come after the adapter, which adds a part of the sum too.
-            adapted._forward_hooks, base._forward_hooks = base._forward_hooks, adapted._forward_hooks
+            move_sum(base, adapted)  # it has to come after the adapter, which adds a part of the sum too
             model.set_submodule(place, adapted)
             found.append(adapted)
     return found

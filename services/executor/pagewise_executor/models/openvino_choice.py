@@ -1,5 +1,6 @@
 """Whether OpenVINO can compute a model, and why not. ``kernel_choice`` decides whether it does."""
 
+import importlib.metadata
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # OpenVINO reports to its makers that it was imported, with an id of the machine's user, unless this module is missing.
 sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+
+VERSIONS = ("2026.4.0", "2026.4.1")
+"""Those with which it was tried. Its operation for paged attention is not one that other versions must have."""
 
 BLOCK_SIZE = 32
 """Tokens of a block: OpenVINO's attention on the CPU knows no other size."""
@@ -79,6 +83,8 @@ def flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
     if config.kv_dtype != "auto" or config.kv_layout != "layers":
         return "--kv-dtype and --kv-layout need the Triton kernels"
     try:
+        if (version := importlib.metadata.version("openvino")) not in VERSIONS:
+            return f"it was tried in the versions {' and '.join(VERSIONS)}, and {version} is installed"
         import pagewise_executor.models.openvino_model  # noqa: F401 # what of OpenVINO is used
     except ImportError as error:  # not installed, or another version than those that were tried
         return f"it cannot be imported ({error}): pip install 'pagewise[openvino]'"

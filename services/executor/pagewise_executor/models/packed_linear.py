@@ -5,6 +5,8 @@ than the product. With weights that are reordered once, a small batch is several
 ``docs/performance.md``).
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from pagewise_kernels.cpu.linear import PackedWeight
     from pagewise_kernels.cpu.linear_int8 import Int8Weight
 
+log = logging.getLogger(__name__)
+
+TORCH_VERSIONS = ((2, 11), (2, 15))
+"""The first and the last PyTorch with which ``PackedLinear`` was tried. No public function reorders a weight:
+``torch.utils.mkldnn`` does so for convolutions only, which take longer."""
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
 
@@ -123,16 +130,33 @@ def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module
         from pagewise_kernels.cpu.library import has_fast_products
 
         own = has_fast_products()
-    available = own or torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
     def kind(weight: torch.Tensor) -> type[nn.Module] | None:
-        if not available or weight.dtype not in _TYPES:
-            return None
-        if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return None  # oneDNN refuses to pack it on processors without AVX-512; torch's own layer converts it
-        return CpuLinear if own and weight.dtype == torch.float32 else PackedLinear
+        if own and weight.dtype == torch.float32:
+            return CpuLinear
+        return PackedLinear if weight.dtype in _TYPES and _packs(weight.dtype) else None
 
     return kind
+
+
+@functools.cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type here. In bfloat16 it does not on processors without AVX-512."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not TORCH_VERSIONS[0] <= version <= TORCH_VERSIONS[1]:
+        log.warning(
+            "linear layers of %s are those of PyTorch, which are slower: to reorder weights for oneDNN was tried with "
+            "PyTorch %d.%d to %d.%d, not %d.%d", dtype, *TORCH_VERSIONS[0], *TORCH_VERSIONS[1], *version,
+        )  # fmt: skip
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        PackedLinear(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
+    except RuntimeError as error:
+        log.info("linear layers of %s are those of PyTorch: oneDNN does not pack their weights (%s)", dtype, error)
+        return False
+    return True
 
 
 def is_conv1d(module: nn.Module) -> bool:

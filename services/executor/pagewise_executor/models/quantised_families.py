@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.models.checkpoint import Checkpoint
-from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -133,15 +133,17 @@ def _empty(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
     from pagewise_executor.attention.paged import NAME
 
-    with torch.device("meta"):
+    def without_data(module: nn.Module, name: str, weight: nn.Parameter) -> nn.Parameter | None:
+        return None if weight.is_meta else nn.Parameter(weight.to("meta"), weight.requires_grad)
+
+    # Under torch.device("meta") the buffers would have no data either. Nothing writes to a weight before this hook gets
+    # it, so the operating system gives no memory for it.
+    hook = register_module_parameter_registration_hook(without_data)  # type: ignore[arg-type] # it may return a weight
+    try:
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)  # type: ignore[no-untyped-call]
+    finally:
+        hook.remove()
     for module in model.modules():
-        own = dict(module.named_buffers(recurse=False))
-        for name, buffer in own.items():
-            module._buffers[name] = torch.full_like(buffer, float("nan"), device=device)
-        if own:
-            with torch.no_grad():
-                model._init_weights(module)  # as transformers does when it has loaded a model that was built like this
-            if any(bool(buffer.isnan().any()) for buffer in module.buffers(recurse=False)):
-                raise NotReadableError(f"transformers does not say what its {type(module).__name__} begins with")
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]

@@ -20,6 +20,8 @@ from pagewise_executor.models.quantised_weight import (
 
 log = logging.getLogger(__name__)
 
+_ROW_WISE = nn.functional.ScalingType.RowWise
+
 
 class QuantisedLinear(nn.Module):
     """A linear layer with a weight in eight bits, in plain PyTorch: right everywhere, and slow.
@@ -82,7 +84,7 @@ class TritonQuantisedLinear(QuantisedLinear):
 
 
 class ScaledMMLinear(QuantisedLinear):
-    """The same by ``torch._scaled_mm``, for FP8 with a scale per output and per row."""
+    """The same by ``torch.nn.functional.scaled_mm``, for FP8 with a scale per output and per row."""
 
     def __init__(
         self,
@@ -100,7 +102,10 @@ class ScaledMMLinear(QuantisedLinear):
         from pagewise_kernels.quantised import quantise_rows
 
         values, scales = quantise_rows(x, FP8, static_scale=self.static_scale)
-        return torch._scaled_mm(values, self.values.t(), scales, self.column_scales, self.bias, out_dtype=x.dtype)
+        weight, of_weight = self.values.t(), self.column_scales
+        return nn.functional.scaled_mm(
+            values, weight, scales, _ROW_WISE, of_weight, _ROW_WISE, bias=self.bias, output_dtype=x.dtype
+        )
 
 
 class JoinedLinear(nn.Module):
@@ -248,5 +253,5 @@ def report(model: nn.Module, asked: bool) -> bool:
 _WAYS = {
     QuantisedLinear: "PyTorch",
     TritonQuantisedLinear: "Triton",
-    ScaledMMLinear: "torch._scaled_mm",
+    ScaledMMLinear: "scaled_mm of PyTorch",
 }

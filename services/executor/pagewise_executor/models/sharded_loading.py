@@ -90,7 +90,7 @@ def _plan(model: Any) -> dict[str, str]:
     Raises:
         UnknownShardError: it does not, or not in a way that is known here.
     """
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    plan: dict[str, str] = model.tp_plan
     if not plan:
         raise UnknownShardError(
             f"--tensor-parallel: transformers says for no layer of {type(model).__name__} how it can be divided"

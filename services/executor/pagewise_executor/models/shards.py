@@ -16,6 +16,7 @@ import torch
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol.limits import MAX_RANKS
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.collectives import Ranks
 
@@ -207,6 +208,30 @@ class Shards:
         return torch.cat([part, part.new_zeros(rows - len(part), *whole[1:])]) if len(part) < rows else part
 
 
+class _RankSum:
+    """A hook that sums what a module computes over all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._handle: RemovableHandle | None = None
+
+    def join(self, module: nn.Module) -> None:
+        """Sum what ``module`` computes, and no longer what another module does."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = module.register_forward_hook(self)
+        module.rank_sum = self  # type: ignore[assignment]
+
+    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return self._ranks.reduce(output)
+
+
+def move_sum(module: nn.Module, to: nn.Module) -> None:
+    """Sum what ``to`` computes over all ranks, if that is done with what ``module`` computes, and no longer that."""
+    if isinstance(hook := getattr(module, "rank_sum", None), _RankSum):
+        hook.join(to)
+
+
 class ShardedEmbedding(nn.Module):
     """An embedding of which each rank has the rows of a part of the vocabulary."""
 
@@ -239,7 +264,7 @@ def connect(model: nn.Module, shards: Shards | None, vocab_size: int) -> None:
     ranks, names = shards.ranks, shards.vocabulary
     for name, module in model.named_modules():
         if shards.style(name) in _SUMMED and name not in names:
-            module.register_forward_hook(lambda module, args, output: ranks.reduce(output))
+            _RankSum(ranks).join(module)
     embedding = model.get_submodule(names.embedding)
     model.set_submodule(names.embedding, ShardedEmbedding(embedding, -(-vocab_size // ranks.size), ranks))
     head = model.get_submodule(names.head)

@@ -21,7 +21,7 @@ class Inflater:
         """``encoding``: gzip or deflate."""
         self._encoding = encoding
         self._input = b""
-        self._inflate: zlib._Decompress | None = None
+        self._inflate, self._begun = zlib.decompressobj(), False
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body, at least one."""
@@ -33,7 +33,8 @@ class Inflater:
         Raises:
             InvalidRequestError: the body is not valid in this encoding.
         """
-        if self._inflate is None:
+        if not self._begun:
+            self._begun = True
             # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
             deflate = _ZLIB if self._input[0] & 0xF == 8 else _RAW
             self._inflate = zlib.decompressobj(_GZIP if self._encoding == "gzip" else deflate)
@@ -52,7 +53,7 @@ class Inflater:
         Raises:
             InvalidRequestError: it is not complete.
         """
-        if self._inflate is None or not self._inflate.eof:
+        if not self._inflate.eof:
             raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
 
 
