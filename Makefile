@@ -115,10 +115,11 @@ dist: setup ## A wheel and an sdist, into dist/
 images: ## The images, with labels that name the commit, and how large they are (needs Docker with Compose v2)
 	@.ci/images.sh $(ARGS)
 
-lint: setup ## ruff, import rules, bandit, known vulnerabilities of what is pinned
+lint: setup ## ruff, import rules, private names of dependencies, bandit, known vulnerabilities of what is pinned
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
+	$(PY) .ci/private_names.py
 	$(VENV)/bin/bandit --quiet --recursive --configfile pyproject.toml services shared kernels
 	@$(PY) .ci/audit.py $(AUDIT)
 
