@@ -163,7 +163,11 @@ def test_scaled_mm_computes_what_pytorch_does(static: torch.Tensor | None) -> No
         kind(weight, Inputs(static=static is not None), torch.bfloat16, bias, static)
         for kind in (QuantisedLinear, ScaledMMLinear)
     )
-    torch.testing.assert_close(fast(x), plain(x), atol=0.1, rtol=0.02)
+    try:
+        result = fast(x)
+    except NotImplementedError:
+        pytest.skip("PyTorch 2.11 multiplies like this on a GPU only")
+    torch.testing.assert_close(result, plain(x), atol=0.1, rtol=0.02)
 
 
 @pytest.mark.interpreted
