@@ -9,14 +9,14 @@ from torch import nn
 
 
 class ModelBody:
-    """The decoder of ``model``, as its ``forward`` calls it: from ids and positions to normalised hidden states.
+    """The decoder that the ``forward`` of ``model`` calls: from ids and positions to normalised hidden states.
 
     How many logits are wanted differs from step to step, and what a model does with them differs from family to family:
     a softcap, or a scale. So the model's own code runs behind the graph, and gets what the graph has computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        body = getattr(model, getattr(model, "base_model_prefix", "model"))
+        body = model.get_decoder()  # type: ignore[operator] # not always the base model: OPT's is ``model.decoder``
         assert isinstance(body, nn.Module)
         self._forward = body.forward
         self._output: Any = None

@@ -121,6 +121,10 @@ class LlamaForCausalLM(nn.Module):
         """Return what transformers' models do."""
         return self.lm_head
 
+    def get_decoder(self) -> nn.Module:
+        """Return what transformers' models do."""
+        return self.model
+
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
     ) -> CausalLMOutput:
