@@ -64,8 +64,8 @@ def interleave(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernels run: a GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where kernels run: a GPU if there is one, named as the loader names it."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)

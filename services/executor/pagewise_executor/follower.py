@@ -19,6 +19,7 @@ from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
 from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, free_unused
+from pagewise_executor.process_end import end_process, end_with_threads
 from pagewise_executor.ranks.agreement import computes
 from pagewise_executor.ranks.messages import (
     Counted,
@@ -56,6 +57,11 @@ class _Link:
         with self._lock, contextlib.suppress(OSError):  # rank 0 has ended, and so does this process
             self._connection.send_bytes(encode(message))
 
+    def fail(self, reason: str, code: int) -> None:
+        """Tell rank 0 why this rank fails, and end this process."""
+        self.send(Failed(reason[:500], False))
+        end_process(reason, code)
+
     def receive(self) -> None:
         """Receive until rank 0 ends, and end this process then, in whatever call its other threads are."""
         try:
@@ -85,6 +91,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
     link = _Link(connection, seat.folder)
+    end_with_threads(link.fail)
     threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
     return run(link, config, seat)
 

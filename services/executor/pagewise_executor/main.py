@@ -19,13 +19,14 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
 from pagewise_executor.pool_check import check_pool
+from pagewise_executor.process_end import End, end_process, end_with_threads
 from pagewise_executor.runner import Runner
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 
 if TYPE_CHECKING:
     from pagewise_executor.collectives import Ranks
-    from pagewise_executor.ranks.leader import Leader, Lost
+    from pagewise_executor.ranks.leader import Leader
     from pagewise_executor.ranks.messages import Seat
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(config.log_level, "executor", config.log_format)
     warn_of_variables()
     tune_allocator(computes=True, free_unused=free_unused)
+    end_with_threads()
     os.environ.update(wait_variables(os.environ))  # the worker imports torch later
     if config.node_rank:
         codes: list[int] = []
@@ -110,7 +112,7 @@ def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
     return runner
 
 
-def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" = None) -> Runner:
+def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = None) -> Runner:
     """Start the other ranks of this executor, or wait until the nodes are there that do, and build rank 0's runner.
 
     ``lost``: called when a rank is lost; None: this process ends then.
@@ -120,7 +122,7 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: "Lost | None" =
         ModelError: the model cannot be served.
         TimeoutError: other nodes have not joined.
     """
-    from pagewise_executor.ranks.leader import Leader, end_process
+    from pagewise_executor.ranks.leader import Leader
     from pagewise_executor.ranks.nodes import Nodes
 
     nodes = None

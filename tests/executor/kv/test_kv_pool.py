@@ -59,6 +59,13 @@ def test_a_device_that_has_no_room_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         KVPool(EVEN, 7, 4, torch.float32, torch.device("meta"))
 
 
+def test_a_device_without_an_index_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    memory = torch.zeros(7 * bytes_per_block(EVEN, 4, torch.float32), dtype=torch.uint8)
+    pool = KVPool(EVEN, 7, 4, torch.float32, torch.device("cuda"), memory=memory)
+    assert pool.device == pool.over(memory, 7).device == torch.device("cuda", 3)
+
+
 def test_a_new_pool_on_the_cpu_is_zero_and_takes_no_memory_yet() -> None:
     blocks = 2**18
     size = blocks * bytes_per_block(EVEN, 4, torch.float32)

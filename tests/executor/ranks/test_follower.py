@@ -98,3 +98,14 @@ def test_a_model_that_cannot_be_loaded_does_and_so_does_a_port_that_is_taken(
     link, rank_0 = ends
     assert follow(link, error, monkeypatch) == CANNOT_START
     assert said(rank_0) == [Failed(str(error), final=True)]
+
+
+def test_a_rank_that_has_lost_a_thread_tells_rank_0_and_ends(
+    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, rank_0 = ends
+    ended = []
+    monkeypatch.setattr(follower, "end_process", lambda reason, code: ended.append((reason, code)))
+    link.fail("its thread 'store' failed", 1)
+    assert said(rank_0) == [Failed("its thread 'store' failed", final=False)]
+    assert ended == [("its thread 'store' failed", 1)]

@@ -66,7 +66,8 @@ class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None.
+    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``device``: of CUDA, always
+    with an index, because threads that copy to and from the pool make it their current device.
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
     a block is copied in one piece; "tokens" does so too, and in a block all layers of a token, so that the tokens of
@@ -92,6 +93,8 @@ class KVPool:
         memory: torch.Tensor | None = None,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
         self._triton = triton

@@ -8,7 +8,6 @@ remaining ranks end with it. An executor cannot go on without a rank, because a 
 
 import contextlib
 import logging
-import os
 import queue
 import shutil
 import subprocess  # nosec B404
@@ -24,6 +23,7 @@ from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, en
 from pagewise_shared.protocol.base import Message
 from pagewise_shared.service_process import CANNOT_START
 
+from pagewise_executor.process_end import End, end_process
 from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
 from pagewise_executor.ranks.messages import (
     Counted,
@@ -49,15 +49,6 @@ _ANSWER_SECONDS = 300.0
 """How long a rank may take to finish the steps that it was sent, before the executor is ended."""
 
 AnswerT = TypeVar("AnswerT", bound=Message)
-Lost = Callable[[str, int], None]
-"""Is called on any thread when a rank is lost, with the reason and the exit code for this process."""
-
-
-def end_process(reason: str, code: int) -> None:
-    """End this process at once. An orderly end is not possible, because threads may wait for the lost rank."""
-    log.critical("this executor ends: %s", reason)
-    logging.shutdown()
-    os._exit(code)
 
 
 class Follower:
@@ -67,7 +58,7 @@ class Follower:
     """
 
     def __init__(
-        self, rank: int, link: Connection, lost: Lost, process: "subprocess.Popen[bytes] | None" = None
+        self, rank: int, link: Connection, lost: End, process: "subprocess.Popen[bytes] | None" = None
     ) -> None:
         self.rank, self.process = rank, process
         self.counted = Counted()
@@ -106,15 +97,15 @@ class Follower:
 
     def wait(self) -> None:
         """Wait until this rank has ended, and kill it if it does not end. A rank on another node is killed there."""
-        if self.process is None:
-            self._receiver.join(_STOP_SECONDS)
-            return
-        try:
-            self.process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._link.close()
+        if self.process is not None:
+            try:
+                self.process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._receiver.join(_STOP_SECONDS)
+        if self.process is not None:
+            self._link.close()
 
     def kill(self) -> None:
         """Kill this rank. A rank on another node ends when the connection with that node is closed."""
@@ -156,7 +147,7 @@ class Leader:
 
     rank = 0
 
-    def __init__(self, config: ExecutorConfig, lost: Lost = end_process, nodes: Nodes | None = None) -> None:
+    def __init__(self, config: ExecutorConfig, lost: End = end_process, nodes: Nodes | None = None) -> None:
         self.size = config.tensor_parallel
         self.nodes = nodes
         self._folder = Path(tempfile.mkdtemp(prefix="pagewise-ranks-")) if nodes is None else None

@@ -1,0 +1,33 @@
+"""An executor one of whose threads has ended by an exception ends too, with one sentence that says why."""
+
+import re
+
+import pytest
+
+from tests.executor.broken_threads import KINDS, outcomes
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[int, str]]:
+    return outcomes()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("begin", "other")])
+def test_a_process_ends_when_one_of_its_threads_does(ended: dict[str, tuple[int, str]], kind: str) -> None:
+    code, log = ended[kind]
+    assert code == 1, log
+    assert log.endswith(f"this executor ends: its thread '{kind}' failed: _Fault: the device is on fire\n")
+    assert "Traceback" in log
+
+
+def test_a_thread_that_breaks_before_its_first_job_ends_it_too(ended: dict[str, tuple[int, str]]) -> None:
+    code, log = ended["begin"]
+    assert code == 1, log
+    assert re.search(r"this executor ends: its thread '(store|load)' failed: _Fault: the device is on fire\n", log)
+
+
+def test_threads_of_other_packages_end_by_themselves(ended: dict[str, tuple[int, str]]) -> None:
+    code, log = ended["other"]
+    assert code == 7
+    assert "this executor ends" not in log
+    assert "_Fault" in log
