@@ -44,6 +44,7 @@ from pagewise_shared.protocol import Welcome
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.traces import read_trace
 
+from benchmarks.ceilings import copy_bandwidth
 from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
@@ -324,23 +325,6 @@ def show(row: Row) -> Row:
     return row
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second that a copy reads and writes; 0 without a GPU."""
-    if device != "cuda":
-        return 0.0
-    source = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(20):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return 2 * 2**31 / float(statistics.median(times))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-3-8b", "qwen3-0.6b"])
@@ -355,7 +339,7 @@ def main() -> None:
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.smoke:
         parser.error("there is no GPU here: only --smoke makes sense")
-    copy_rate = copy_bandwidth(device)
+    copy_rate = copy_bandwidth()
     todo = [work for work in works(args.smoke) if not args.works or work.name in args.works]
     others = [] if args.alone else [theirs, vllm] if importlib.util.find_spec("vllm") else [theirs]
     found: list[Row] = []
