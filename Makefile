@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging test-lowest test-newest test-cuda-build dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -107,6 +107,16 @@ test-compose: setup ## Build and try the containers (needs Docker with Compose v
 
 test-packaging: setup ## Build a wheel and an sdist, install them as a user does, and serve without a network
 	$(PY) -m pytest -m packaging $(ARGS)
+
+# Into ~/.cache/pagewise-versions, beside .venv; VERSIONS=DIR takes another folder, TORCH_INDEX_URL torch's CPU build.
+test-lowest: setup ## The wire, HTTP, text and models with the lowest versions that pyproject.toml allows (installs them)
+	$(PY) .ci/versions.py lowest $(ARGS)
+
+test-newest: setup ## The same with the newest versions that the package index has
+	$(PY) .ci/versions.py newest $(ARGS)
+
+test-cuda-build: setup ## What needs no GPU, with the package index's CUDA build of torch (gigabytes)
+	$(PY) .ci/versions.py cuda $(ARGS)
 
 dist: setup ## A wheel and an sdist, into dist/
 	$(call install,--require-hashes -r requirements/build.lock)

@@ -12,6 +12,8 @@ with warnings.catch_warnings():
     # torch warns once per process that sparse matrices are in beta. This call provokes the warning where it is ignored.
     warnings.simplefilter("ignore")
     torch.zeros(1, 1).to_sparse_csr()
+# This is the default, but torch 2.11 warns where it has not been asked for.
+torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
 
 def decode_in_place(
