@@ -35,8 +35,8 @@ WITHOUT_A_DEVICE = (
 KINDS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "lowest": (["--resolution=lowest-direct"], [], SERVED),
     "newest": ([], [], SERVED),
-    # Those of the machine on which docs/performance.md was measured.
-    "cuda": ([], ["torch==2.11.0", "triton==3.6.0", "transformers==5.17.0"], WITHOUT_A_DEVICE),
+    # Those of a machine with an H200 on which Pagewise has run. The interpreter of Triton 3.6 fails with NumPy 2.4.
+    "cuda": ([], ["torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy<2.4"], WITHOUT_A_DEVICE),
 }
 """By kind: options of uv's resolver, versions that are given, and the tests."""
 
