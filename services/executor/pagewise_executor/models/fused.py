@@ -38,6 +38,7 @@ class DecoderOutput(NamedTuple):
 
     last_hidden_state: torch.Tensor
     past_key_values: None = None
+    cache: None = None  # what transformers 5.24 calls them
     hidden_states: None = None
     attentions: None = None
 
