@@ -50,12 +50,12 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(rows, SIZE: tl.constexpr, FIRST: tl.constexpr):
-    """Bring the ``FIRST`` elements of each row to the L2 cache; ``rows`` [n]: pointers to rows of ``SIZE`` elements.
+def prefetch_rows(rows, size, FIRST: tl.constexpr):
+    """Bring the ``FIRST`` elements of each row to the L2 cache; ``rows`` [n]: pointers to rows of ``size`` elements.
 
-    FIRST is a power of two; what is over SIZE is left out. Only where ``PDL`` is set: it needs no wait.
+    FIRST is a power of two; what is over ``size`` is left out. Only where ``PDL`` is set: it needs no wait.
     """
     line: tl.constexpr = _LINE_BITS // rows.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, FIRST // line if line < FIRST else 1) * line
-    at = rows[:, None] + tl.minimum(lines, SIZE - 1)[None, :]
+    at = rows[:, None] + tl.minimum(lines, size - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)

@@ -34,6 +34,17 @@ def e4m3_from_bits(bits):
 
 
 @triton.jit
+def scale_of(wide, AXIS: tl.constexpr, MOST: tl.constexpr):
+    """What to divide numbers of float32 by along ``AXIS``, so that the largest of them becomes MOST; 1 for zeros.
+
+    Bits of numbers without a sign compare as the numbers do, and those of NaN are the greatest. So a NaN becomes that
+    of the scale and of all products, because int8 has none: a broken layer must not go on with plausible values.
+    """
+    most = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
+    return tl.where(most == 0, 1.0, most / MOST)
+
+
+@triton.jit
 def quantise_rows_kernel(
     x,
     values,
@@ -60,13 +71,9 @@ def quantise_rows_kernel(
     at = groups[:, None] * GROUP + within[None, :]
     inside = (within < GROUP)[None, :] & (at < SIZE)
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
-    # Bits of numbers without a sign compare as the numbers do, and those of NaN are the greatest. So a NaN becomes that
-    # of the scale and of all products, because int8 has none: a broken layer must not go on with plausible values.
-    most = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scale = scale_of(wide, 1, MOST)
     if STATIC:
-        scale = tl.where(most == most, tl.load(static_scale), most)
-    else:
-        scale = tl.where(most == 0, 1.0, most / MOST)
+        scale = tl.where(scale == scale, tl.load(static_scale), scale)
     tl.store(scales + row * stride_scales + groups, scale, mask=groups * GROUP < SIZE)
     scaled = wide / scale[:, None]
     if STATIC or INTEGER:  # which also makes numbers of NaN, as integers have to be

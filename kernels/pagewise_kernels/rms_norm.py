@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
-from pagewise_kernels.launch import check_device, launch
+from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
+from pagewise_kernels.launch import check_device, interpreted, launch
+from pagewise_kernels.quantised import FP8, scale_of
 from pagewise_kernels.shapes import power_of_two
 
 _LARGEST = 16384
@@ -17,6 +19,7 @@ def rms_norm_kernel(
     weight,
     residual,
     out,
+    scales,
     num_rows,
     stride_x,
     stride_residual,
@@ -27,6 +30,9 @@ def rms_norm_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    MOST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """ROWS rows; a row is summed up in an order that depends on its length alone."""
@@ -45,10 +51,18 @@ def rms_norm_kernel(
         values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)
     # Rounded before the weight comes, as the models do it.
-    normed = (values * scale[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    kind = x.dtype.element_ty
+    normed = (values * scale[:, None]).to(kind).to(tl.float32)
     weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-    result = (normed * (weights + offset)).to(out.dtype.element_ty)
-    tl.store(out + tokens * stride_out + columns, result, mask=inside)
+    result = (normed * (weights + offset)).to(kind)
+    if ROUNDED:  # as ``quantise_rows`` would do it next
+        wide = result.to(tl.float32)
+        divisor = scale_of(wide, 1, MOST)
+        tl.store(scales + rows, divisor, mask=rows < num_rows)
+        result = wide / divisor[:, None]
+        if ROUND_FIRST:
+            result = round_to_e4m3(result)
+    tl.store(out + tokens * stride_out + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(
@@ -68,6 +82,37 @@ def rms_norm(
     Raises:
         ValueError: shapes, strides or devices do not fit.
     """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if out.dtype != x.dtype:
+        raise ValueError(f"x and out are of one type, not {x.dtype} and {out.dtype}")
+    _launch(x, weight, eps, residual, out, None, offset)
+    return out
+
+
+def rounded_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rms_norm`` and then ``quantise_rows``, as one kernel: float8_e4m3fn [rows, size] and float32 scales [rows].
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit.
+    """
+    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _launch(x, weight, eps, residual, out, scales, 0.0)
+    return out, scales
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    offset: float,
+) -> None:
+    """Compute the norm into ``out``, with ``scales`` rounded."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(
             f"rms_norm takes x [rows, size] and a weight [size], not {list(x.shape)}, {list(weight.shape)}"
@@ -75,13 +120,14 @@ def rms_norm(
     num_rows, size = x.shape
     if not 1 <= size <= _LARGEST:
         raise ValueError(f"a size of {size} is not supported, 1 to {_LARGEST} are")
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     residual_or_x = x if residual is None else residual
+    if residual_or_x.dtype != x.dtype:
+        raise ValueError(f"x and residual are of one type, not {x.dtype} and {residual_or_x.dtype}")
     for tensor in (residual_or_x, out):
-        if tensor.shape != x.shape or tensor.dtype != x.dtype or tensor.stride(-1) != 1:
+        if tensor.shape != x.shape or tensor.stride(-1) != 1:
             raise ValueError(
-                f"x, residual and out are alike and contiguous in the last dimension, not {x.dtype} {list(x.shape)} "
-                f"and {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
+                f"x, residual and out are alike and contiguous in the last dimension, not {list(x.shape)} "
+                f"and {list(tensor.shape)} with strides {tensor.stride()}"
             )
     check_device(x, weight, residual_or_x, out)
     padded = power_of_two(size)
@@ -89,9 +135,8 @@ def rms_norm(
     launch(
         rms_norm_kernel,
         (triton.cdiv(num_rows, rows),),
-        x, weight, residual_or_x, out, num_rows, x.stride(0), residual_or_x.stride(0), out.stride(0),
-        float(eps), float(offset),
-        SIZE=size, PADDED=padded, ROWS=rows, HAS_RESIDUAL=residual is not None,
-        num_warps=4 if padded * rows <= 4096 else 8,
+        x, weight, residual_or_x, out, x if scales is None else scales, num_rows,
+        x.stride(0), residual_or_x.stride(0), out.stride(0), float(eps), float(offset),
+        SIZE=size, PADDED=padded, ROWS=rows, HAS_RESIDUAL=residual is not None, ROUNDED=scales is not None,
+        MOST=FP8_MOST, ROUND_FIRST=interpreted(), num_warps=4 if padded * rows <= 4096 else 8,
     )  # fmt: skip
-    return out
