@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from pagewise_kernels.attention import DecodePlan, decode_attention
-from pagewise_kernels.gated_linear import MOST_ROWS, gated_linear
 from pagewise_kernels.launch import use_dependent_launch
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul
+from pagewise_kernels.skinny_linear import MOST_ROWS, skinny_linear
 
 from benchmarks.kernels.bench import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, Bench
 
@@ -55,14 +55,16 @@ def _decoder_layer(
     slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     angles = random(context, dim // 2)
     x, residual = random(batch, hidden), random(batch, hidden)
+    few = batch <= MOST_ROWS
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = skinny_linear if few else F.linear
 
     def call() -> torch.Tensor:
-        qkv = F.linear(rms_norm(x, norm, 1e-6, residual=residual), qkv_weight).view(batch, rows, dim)
+        qkv = multiply(rms_norm(x, norm, 1e-6, residual=residual), qkv_weight).view(batch, rows, dim)
         rope_write_kv(qkv, positions, angles, angles, keys, values, slots)
         seen = decode_attention(qkv[:, :heads], keys, values, tables, plan)
-        normed = rms_norm(F.linear(seen.flatten(1), out_weight), norm, 1e-6, residual=residual)
-        gated = gated_linear(normed, gate_up) if batch <= MOST_ROWS else silu_mul(F.linear(normed, gate_up))
-        return F.linear(gated, down)
+        normed = rms_norm(multiply(seen.flatten(1), out_weight), norm, 1e-6, residual=residual)
+        gated = skinny_linear(normed, gate_up, gated=True) if few else silu_mul(F.linear(normed, gate_up))
+        return multiply(gated, down)
 
     weights = (qkv_weight, out_weight, gate_up, down)
     return call, sum(weight.numel() * weight.itemsize for weight in weights) + 2 * keys.numel() * keys.itemsize

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -17,18 +18,18 @@ from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.quantised import quantise_rows, scaled_linear
-from pagewise_kernels.rms_norm import rms_norm
+from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.sampling import SamplingTensors, sample
 from pagewise_kernels.segment_move import move_tokens
 from pagewise_kernels.silu_mul import silu_mul
+from pagewise_kernels.skinny_linear import MOST_ROUNDED_ROWS, skinny_linear
 
 _META = torch.device("meta")
 CASES: dict[str, Callable[[], None]] = {}
@@ -137,7 +138,11 @@ def _add_others() -> None:
         CASES[f"rope_write_kv {name}"] = partial(_rope_write_kv, dtype, dtype)
         CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
         CASES[f"linear {name}"] = partial(_linear, dtype)
-        CASES[f"gated_linear {name}"] = partial(_gated_linear, dtype)
+    for dtype, rows, gated in product((torch.bfloat16, torch.float16, FP8), (1, 16, 64), (False, True)):
+        if rows > 1 or dtype == FP8:  # the others have one tile for 1 and for 16 rows
+            name = f"skinny_linear {_name(dtype)} rows {rows}{' gated' if gated else ''}"
+            CASES[name] = partial(_skinny_linear, dtype, rows, gated)
+    CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
@@ -203,9 +208,24 @@ def _linear(dtype: torch.dtype) -> None:
     linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
 
 
-def _gated_linear(dtype: torch.dtype) -> None:
-    for rows in (1, 32, 64):
-        gated_linear(_empty(rows, 4096, dtype=dtype), _empty(28672, 4096, dtype=dtype))
+def _skinny_linear(dtype: torch.dtype, rows: int, gated: bool) -> None:
+    """Gate and up, or down, of the shape of Llama 3 8B."""
+    ins, outs = (4096, 28672) if gated else (14336, 4096)
+    weight = _empty(outs, ins, dtype=dtype)
+    if dtype == FP8:
+        scales, x_scales = (_empty(size, dtype=torch.float32) for size in (outs, rows))
+        x = _empty(rows, ins, dtype=torch.bfloat16)
+        if rows <= MOST_ROUNDED_ROWS:
+            skinny_linear(x, weight, weight_scales=scales, gated=gated)
+        else:
+            skinny_linear(x.to(FP8), weight, x_scales=x_scales, weight_scales=scales, gated=gated, dtype=x.dtype)
+    else:
+        skinny_linear(_empty(rows, ins, dtype=dtype), weight, gated=gated)
+
+
+def _rounded_rms_norm() -> None:
+    x = _empty(64, 4096, dtype=torch.bfloat16)
+    rounded_rms_norm(x, _empty(4096, dtype=torch.bfloat16), 1e-6, residual=x)
 
 
 def _scaled_linear(weights: torch.dtype, eight_bits: bool, block: tuple[int, int] | None, rows: int) -> None:

@@ -84,7 +84,7 @@ def rms_norm(
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if out.dtype != x.dtype:
-        raise ValueError(f"x and out are of one type, not {x.dtype} and {out.dtype}")
+        raise ValueError(f"x and out are alike, of one type, not {x.dtype} and {out.dtype}")
     _launch(x, weight, eps, residual, out, None, offset)
     return out
 
@@ -122,7 +122,7 @@ def _launch(
         raise ValueError(f"a size of {size} is not supported, 1 to {_LARGEST} are")
     residual_or_x = x if residual is None else residual
     if residual_or_x.dtype != x.dtype:
-        raise ValueError(f"x and residual are of one type, not {x.dtype} and {residual_or_x.dtype}")
+        raise ValueError(f"x and residual are alike, of one type, not {x.dtype} and {residual_or_x.dtype}")
     for tensor in (residual_or_x, out):
         if tensor.shape != x.shape or tensor.stride(-1) != 1:
             raise ValueError(

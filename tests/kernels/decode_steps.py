@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from pagewise_kernels.attention import DecodePlan, decode_attention
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.sampling import SamplingTensors, sample
 from pagewise_kernels.silu_mul import silu_mul
+from pagewise_kernels.skinny_linear import skinny_linear
 
 BLOCK_SIZE = 4
 
@@ -88,7 +88,7 @@ class DecodeSteps:
             seen = decode_attention(qkv[:, :heads], keys, values, self._tables, self._plan)
             x = self._multiply(seen.flatten(1), out_weight)
             normed = rms_norm(x, mlp_norm, 1e-5, residual=residual)
-            gated = gated_linear(normed, gate_up) if number % 2 else silu_mul(self._multiply(normed, gate_up))
+            gated = skinny_linear(normed, gate_up, gated=True) if number % 2 else silu_mul(self._multiply(normed, gate_up))
             x = self._multiply(gated, down)
         logits = self._multiply(rms_norm(x, self._norm, 1e-5, residual=residual), self._head).float()
         tokens = sample(logits, self._sampling, self._rows, self._positions + 1)

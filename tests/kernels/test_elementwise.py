@@ -7,13 +7,12 @@ import torch
 from pagewise_kernels.attention import Scales
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.gated_linear import gated_linear
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
-from pagewise_kernels.rms_norm import rms_norm
+from pagewise_kernels.quantised import FP8, quantise_rows
+from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul
-from torch.nn.functional import silu
 
 from tests.kernels import oracles
 
@@ -158,6 +157,22 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int], with_residual: boo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 64), (3, 100), pytest.param((4096, 4096), marks=pytest.mark.gpu)])
+def test_a_rounded_norm_is_the_norm_and_then_the_quantisation(
+    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    x, residual = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    x[1], residual[1], x[2, 3] = 0.0, 0.0, float("nan")
+    weight = torch.randn(shape[1], device=device).to(dtype)
+    other = residual.clone()
+    values, scales = rounded_rms_norm(x, weight, 1e-6, residual=residual)
+    wanted, wanted_scales = quantise_rows(rms_norm(x, weight, 1e-6, residual=other), FP8)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(scales, wanted_scales[:, 0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(residual, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(3, 1, 16), (4, 2, 20), (1, 1, 2), pytest.param(32, 8, 128, marks=pytest.mark.gpu)]
@@ -228,31 +243,6 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int], device: torch.devi
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "size_in", "size"),
-    [(1, 40, 20), (17, 64, 33), *(pytest.param(rows, 4096, 14336, marks=pytest.mark.gpu) for rows in (1, 32, 64))],
-)
-def test_gated_linear(dtype: torch.dtype, rows: int, size_in: int, size: int, device: torch.device) -> None:
-    x = torch.randn(rows, size_in, device=device).to(dtype)
-    weight = (torch.randn(2 * size, size_in, device=device) / size_in**0.5).to(dtype)
-    bias = torch.randn(2 * size, device=device).to(dtype)
-    for given in (None, bias):
-        gate_up = x.double() @ weight.double().T + (0 if given is None else given.double())
-        expected = oracles.silu_mul(gate_up)
-        found = gated_linear(x, weight, given).double()
-        tolerance = {name: 2 * value for name, value in TOLERANCE[dtype].items()}  # rounded three times
-        if dtype == torch.float32:
-            (gate, up), (gate_error, up_error) = (
-                each.chunk(2, dim=1) for each in (gate_up, sum_errors(gate_up, size_in))
-            )
-            # The slope of SiLU is at most 1.1.
-            allowed = 1.1 * gate_error * up.abs() + silu(gate).abs() * up_error + tolerance["rtol"] * expected.abs()
-            assert bool(((found - expected).abs() <= allowed).all())
-        else:
-            torch.testing.assert_close(found, expected, **tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
     ("rows", "size_in", "size_out"), [(1, 40, 50), (37, 96, 33), pytest.param(300, 4096, 6144, marks=pytest.mark.gpu)]
 )
 def test_linear_equals_the_oracle_and_rows_are_independent(
@@ -308,12 +298,6 @@ def test_wrong_shapes_are_refused() -> None:
         linear(x, torch.zeros(3, 7))
     with pytest.raises(TypeError, match="of one floating-point type"):
         linear(x, torch.zeros(3, 8, dtype=torch.float16))
-    with pytest.raises(ValueError, match="gated_linear takes"):
-        gated_linear(x, torch.zeros(4, 7))
-    with pytest.raises(ValueError, match="at most 64 rows"):
-        gated_linear(torch.zeros(65, 8), torch.zeros(4, 8))
-    with pytest.raises(TypeError, match="of one floating-point type"):
-        gated_linear(x, torch.zeros(4, 8, dtype=torch.float16))
     ids = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"ids is torch\.int64"):
         decode_inputs(ids, ids, x, ids, block_size=4, ids=ids, positions=ids, slots=ids)

@@ -110,14 +110,14 @@ class FusedDecoderLayer(nn.Module):
         """
         compute, before, after = self.operations, self.norm_before_attention, self.norm_before_mlp
         if added is None:
-            normed = compute.rms_norm(residual, before.weight, before.eps)
+            normed = compute.norm_for(self.qkv, residual, None, before.weight, before.eps)
         else:
-            normed = compute.add_rms_norm(added, residual, before.weight, before.eps)
+            normed = compute.norm_for(self.qkv, added, residual, before.weight, before.eps)
         qkv = self.qkv(normed).view(len(residual), -1, self.head_dim)
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
         output = self.reduce(self.out(attended.reshape(len(residual), -1)))
-        normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
+        normed = compute.norm_for(self.gate_up, output, residual, after.weight, after.eps)
         return self.reduce(self.down(compute.gated(self.gate_up, normed)))
 
 

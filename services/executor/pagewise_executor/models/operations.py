@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.models.quantised_linear import ScaledMMLinear
+from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
 
 _POSITIONS_AT_ONCE = 8192
 """The most positions whose angles are computed at once, in float32."""
@@ -59,6 +61,12 @@ class Operations(Protocol):
         """Add x to ``residual`` [tokens, size] in place, and return the RMSNorm of the sum."""
         ...
 
+    def norm_for(
+        self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Rows:
+        """Return the same as ``add_rms_norm``, or without ``residual`` as ``rms_norm``, as ``reader`` takes it best."""
+        ...
+
     def attend(
         self,
         layer: PagedLayer,
@@ -74,7 +82,7 @@ class Operations(Protocol):
         """
         ...
 
-    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
         """Return silu(gate) · up [tokens, size]; gate_up(x) [tokens, 2 · size] are those of x [tokens, hidden]."""
         ...
 
@@ -87,7 +95,20 @@ class _RotationsByStep:
         return lambda positions: Rotation(*angles(positions))
 
 
-class TorchOperations(_RotationsByStep):
+class _NormsAsTheyAre:
+    """``norm_for`` that is the same for all readers."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+    def norm_for(
+        self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Rows:
+        """See ``Operations``."""
+        return self.rms_norm(x, weight, eps) if residual is None else self.add_rms_norm(x, residual, weight, eps)
+
+
+class TorchOperations(_RotationsByStep, _NormsAsTheyAre):
     """These operations in PyTorch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,24 +138,20 @@ class TorchOperations(_RotationsByStep):
         qk = _rotate(qk, rotation)
         return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
 
-    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
         """See ``Operations``."""
         gate, up = gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
 class TritonOperations:
-    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device.
-
-    ``gated_rows``: up to so many tokens, gate and up and their activation are one kernel.
-    """
+    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device."""
 
     def __init__(self) -> None:
-        from pagewise_kernels import gated_linear, rms_norm, rope_write_kv, silu_mul
+        from pagewise_kernels import rms_norm, rope_write_kv, silu_mul
 
-        self.rms_norm, self._silu_mul = rms_norm.rms_norm, silu_mul.silu_mul
-        self._gated_linear, self._rope_write_kv = gated_linear.gated_linear, rope_write_kv.rope_write_kv
-        self.gated_rows = gated_linear.MOST_ROWS
+        self.rms_norm, self._rounded_rms_norm = rms_norm.rms_norm, rms_norm.rounded_rms_norm
+        self._silu_mul, self._rope_write_kv = silu_mul.silu_mul, rope_write_kv.rope_write_kv
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """See ``Operations``."""
@@ -150,10 +167,18 @@ class TritonOperations:
         """See ``Operations``."""
         return self.rms_norm(x, weight, eps, residual=residual)
 
-    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """See ``Operations``."""
-        if type(gate_up) is nn.Linear and len(x) <= self.gated_rows:
-            return self._gated_linear(x, gate_up.weight, gate_up.bias)
+    def norm_for(
+        self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> Rows:
+        """See ``Operations``: rows are rounded by the norm for a product that would do that next."""
+        if isinstance(reader, ScaledMMLinear) and reader.static_scale is None:
+            return RoundedRows(*self._rounded_rms_norm(x, weight, eps, residual=residual), x.dtype)
+        return self.rms_norm(x, weight, eps, residual=residual)
+
+    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
+        """See ``Operations``: up to ``few_rows`` tokens, gate and up and their activation are one kernel."""
+        if isinstance(gate_up, SkinnyLinear | ScaledMMLinear) and len(x) <= gate_up.few_rows:
+            return gate_up.gated(x)
         return self._silu_mul(gate_up(x))
 
     def attend(
@@ -178,7 +203,7 @@ class TritonOperations:
         return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 
-class CpuOperations(_RotationsByStep):
+class CpuOperations(_RotationsByStep, _NormsAsTheyAre):
     """These operations in C, each in one pass over the data."""
 
     def __init__(self) -> None:
@@ -186,7 +211,7 @@ class CpuOperations(_RotationsByStep):
 
         self.rms_norm, self._silu_mul = operations.rms_norm, operations.silu_mul
 
-    def gated(self, gate_up: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
         """See ``Operations``."""
         return self._silu_mul(gate_up(x))
 

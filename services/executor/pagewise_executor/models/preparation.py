@@ -17,8 +17,8 @@ from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
 from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.models.few_rows import choose_few_rows, make_skinny
 from pagewise_executor.models.fused import fuse_decoder, fuse_layers
-from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
@@ -61,6 +61,8 @@ def prepare(
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
         make_fast(model, kernels, device, part)
+        if kernels == "triton" and not config.deterministic:
+            make_skinny(model, part)
         if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
@@ -68,7 +70,7 @@ def prepare(
     if fused:
         fuse_decoder(model, operations, max_model_len)
         if device.type == "cuda" and isinstance(operations, TritonOperations) and not config.deterministic:
-            choose_gated_rows(model, operations)
+            choose_few_rows(model, operations)
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)

@@ -17,6 +17,7 @@ from pagewise_executor.models.quantised_weight import (
     quantise,
     quantise_inputs,
 )
+from pagewise_executor.models.skinny_linear import RoundedRows, Rows
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ class TritonQuantisedLinear(QuantisedLinear):
 
 
 class ScaledMMLinear(QuantisedLinear):
-    """The same by ``torch.nn.functional.scaled_mm``, for FP8 with a scale per output and per row."""
+    """The same by ``torch.nn.functional.scaled_mm``, for FP8 with a scale per output and per row; up to ``few_rows``
+    rows by the kernel for few rows."""
+
+    few_rows = 0
 
     def __init__(
         self,
@@ -97,15 +101,43 @@ class ScaledMMLinear(QuantisedLinear):
         super().__init__(weight.with_block((1, weight.block[1])), inputs, dtype, bias, static_scale)
         self.column_scales = nn.Buffer(self.scales.t().contiguous())
 
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``QuantisedLinear``."""
-        from pagewise_kernels.quantised import quantise_rows
+    def forward(self, x: Rows) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        return self.compute(x) if isinstance(x, RoundedRows) else super().forward(x)
 
-        values, scales = quantise_rows(x, FP8, static_scale=self.static_scale)
+    def compute(self, x: Rows) -> torch.Tensor:
+        """See ``QuantisedLinear``; also for rows that are rounded already."""
+        if len(x) <= self.few_rows:
+            return self._by_few_rows(x, gated=False)
+        values, scales, dtype = self._rounded(x)
+        scales = scales[:, None]
         weight, of_weight = self.values.t(), self.column_scales
         return nn.functional.scaled_mm(
-            values, weight, scales, _ROW_WISE, of_weight, _ROW_WISE, bias=self.bias, output_dtype=x.dtype
+            values, weight, scales, _ROW_WISE, of_weight, _ROW_WISE, bias=self.bias, output_dtype=dtype
         )
+
+    def gated(self, x: Rows) -> torch.Tensor:
+        """Map up to ``few_rows`` rows [rows, in] to silu(gate) · up, where the first half of the outputs are gates."""
+        return self._by_few_rows(x, gated=True)
+
+    def _by_few_rows(self, x: Rows, *, gated: bool) -> torch.Tensor:
+        from pagewise_kernels.skinny_linear import MOST_ROUNDED_ROWS, skinny_linear
+
+        weight, bias, weight_scales = self.values, self.bias, self.column_scales[0]
+        if isinstance(x, torch.Tensor) and len(x) <= MOST_ROUNDED_ROWS and self.static_scale is None:
+            return skinny_linear(x, weight, bias, weight_scales=weight_scales, gated=gated)
+        values, scales, dtype = self._rounded(x)
+        return skinny_linear(
+            values, weight, bias, x_scales=scales, weight_scales=weight_scales, gated=gated, dtype=dtype
+        )
+
+    def _rounded(self, x: Rows) -> RoundedRows:
+        from pagewise_kernels.quantised import quantise_rows
+
+        if isinstance(x, RoundedRows):
+            return x
+        values, scales = quantise_rows(x, FP8, static_scale=self.static_scale)
+        return RoundedRows(values, scales[:, 0], x.dtype)
 
 
 class JoinedLinear(nn.Module):
@@ -183,8 +215,9 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return Int8Linear(module.values, module.bias, scales)
     if kernels != "triton":
         return module
-    from pagewise_kernels.launch import capability
+    from pagewise_kernels.launch import capability, device_type
     from pagewise_kernels.quantised import computable
+    from pagewise_kernels.skinny_linear import MOST_ROWS
 
     if weight.values.dtype == FP8 and capability(device) < 89:
         inputs = Inputs(quantised=False)
@@ -192,10 +225,12 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return module
     kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
     fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16
-    if device.type == "cuda" and capability(device) >= 90 and weight.values.dtype == FP8 and whole and fits:
+    if device.type in ("cuda", device_type()) and capability(device) >= 90 and weight.values.dtype == FP8 and whole and fits:
         kind = ScaledMMLinear if inputs.quantised else kind
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs
+    if isinstance(fast, ScaledMMLinear):
+        fast.few_rows = MOST_ROWS  # as predicted; ``choose_few_rows`` measures it
     return fast
 
 

@@ -1,0 +1,126 @@
+"""Decides up to how many tokens the kernel for few rows computes a product: measured when the executor starts.
+
+For few tokens a product takes as long as its weights take to read, and the library's kernels reach different shares of
+the memory's bandwidth for different shapes. Where gate and up are followed by their activation, the kernel computes
+that, too, and saves a launch. Which one is faster, only the device can tell. CUDA graphs are timed, because that is how
+decode steps run; each graph keeps what was chosen for its size.
+"""
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from pagewise_executor.graph_capture import captured
+from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.operations import TritonOperations
+from pagewise_executor.models.quantised_linear import ScaledMMLinear
+from pagewise_executor.models.skinny_linear import SkinnyLinear
+
+log = logging.getLogger(__name__)
+
+_PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""The linear layers of a decoder layer."""
+_ROWS = (1, 16, 32, 64)
+"""Sizes of batches. The kernel has one tile for up to 16 rows, and one for up to 64."""
+_REPEATS = 7
+
+Product = SkinnyLinear | ScaledMMLinear
+Time = Callable[[Callable[[], None]], float]
+"""Measures a call."""
+
+
+def make_skinny(model: nn.Module, within: str) -> None:
+    """Give the linear layers in 16 bits of fused decoder layers within a part of a model the kernel for few rows.
+
+    Where kernels are interpreted, so may those in 32 bits. There it computes gate and up, and nothing else, unless
+    ``few_rows`` is set: that is where PyTorch is faster.
+    """
+    from pagewise_kernels.launch import interpreted
+    from pagewise_kernels.skinny_linear import MOST_ROWS
+
+    for layer in model.get_submodule(within).modules():
+        if isinstance(layer, FusedDecoderLayer):
+            for name in _PRODUCTS:
+                linear = getattr(layer, name)
+                if type(linear) is nn.Linear and (linear.weight.dtype.itemsize == 2 or interpreted()):
+                    made = SkinnyLinear.of(linear)
+                    made.few_rows = MOST_ROWS if name == "gate_up" else 0
+                    setattr(layer, name, made)
+
+
+@torch.inference_mode()
+def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time | None = None) -> None:
+    """Set ``few_rows`` of each product to the largest batch up to which the kernel is not slower than the library.
+
+    The products of all layers are computed one after the other, so that weights come from memory as they do in a step.
+    ``time``: what measures, by default replays of a CUDA graph. If they cannot be measured, the library computes all
+    of them, and the log says so.
+    """
+    groups: dict[tuple[str, type, torch.Size], list[Product]] = {}
+    for layer in model.modules():
+        if isinstance(layer, FusedDecoderLayer):
+            for name in _PRODUCTS:
+                product = getattr(layer, name)
+                if isinstance(product, Product):
+                    groups.setdefault((name, type(product), product.weight.shape), []).append(product)
+    for (name, _, shape), products in groups.items():
+        try:
+            most = _most_rows(products, name == "gate_up", operations, time or graph_milliseconds)
+        except Exception as error:  # whatever torch, Triton or the device raise
+            most = 0
+            log.warning("the library computes all products of %s: they could not be measured (%s)", name, error)
+        _set(products, most)
+        log.info("%s of %d · %d: the kernel for few rows computes up to %d tokens", name, *shape, most)
+
+
+def _most_rows(products: Sequence[Product], gated: bool, operations: TritonOperations, time: Time) -> int:
+    most = 0
+    for rows in _ROWS:
+        x = torch.zeros(rows, products[0].weight.shape[1], dtype=products[0].weight.dtype, device=_device(products[0]))
+
+        def compute(x: torch.Tensor = x) -> None:
+            for product in products:
+                if gated:
+                    operations.gated(product, x)
+                else:
+                    product(x)
+
+        _set(products, 0)
+        library = time(compute)
+        _set(products, rows)
+        kernel = time(compute)
+        log.debug("products of %d tokens: %.3f ms by the kernel for few rows, %.3f by the library", rows, kernel, library)
+        if kernel > library:
+            break
+        most = rows
+    return most
+
+
+def _set(products: Sequence[Product], few_rows: int) -> None:
+    for product in products:
+        product.few_rows = few_rows
+
+
+def _device(product: Product) -> torch.device:
+    return product.values.device if isinstance(product, ScaledMMLinear) else product.weight.device
+
+
+def graph_milliseconds(call: Callable[[], None]) -> float:
+    """Return the median time of a call as a CUDA graph."""
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        call()
+    times = []
+    for _ in range(_REPEATS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return float(statistics.median(times))
