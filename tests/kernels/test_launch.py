@@ -44,7 +44,7 @@ def test_a_step_has_few_launches_and_each_takes_a_third_of_tritons_time() -> Non
     sampling = ["decode_inputs_kernel", "filter_kernel", "sample_kernel", "pick_kernel"]
     expected = Counter({name: layers * count for name, count in of_layers.items()}) + Counter(once)
     # Gate and up are a part of the activation's kernel, where the batch is small.
-    assert decode["kernels"] == expected + Counter(sampling) + Counter({"gated_linear_kernel": layers})
+    assert decode["kernels"] == expected + Counter(sampling) + Counter({"skinny_linear_kernel": layers})
     assert mixed["kernels"] == expected + Counter({"silu_mul_kernel": layers, "attention_kernel": layers})
     # CPU time of one thread, medians of turns. 3.6 to 4 were measured; other work on the machine only takes from that.
     for _ in range(3):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.few_rows import Product, choose_few_rows
 from pagewise_executor.models.fused import FusedDecoderLayer
-from pagewise_executor.models.gated_rows import choose_gated_rows
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_kernels import launch
@@ -68,10 +68,21 @@ def record() -> Iterator[Callable[[Callable[[], object]], list[str]]]:
     watch_launches(None)
 
 
+def fused_layers(model: torch.nn.Module) -> list[FusedDecoderLayer]:
+    return [module for module in model.modules() if isinstance(module, FusedDecoderLayer)]
+
+
 def operations_of(model: torch.nn.Module) -> TritonOperations:
-    layer = next(module for module in model.modules() if isinstance(module, FusedDecoderLayer))
-    assert isinstance(layer.operations, TritonOperations)
-    return layer.operations
+    operations = fused_layers(model)[0].operations
+    assert isinstance(operations, TritonOperations)
+    return operations
+
+
+def products_of(model: torch.nn.Module, *names: str) -> list[Product]:
+    """The linear layers of these names, of all decoder layers."""
+    found = [getattr(layer, name) for layer in fused_layers(model) for name in names]
+    assert all(isinstance(product, Product) for product in found)
+    return found
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -82,19 +93,20 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
     runner = ModelRunner(
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=4)
     )
-    operations = operations_of(runner._engine.model)  # type: ignore[attr-defined]
+    products = products_of(runner._engine.model, "qkv", "out", "gate_up", "down")  # type: ignore[attr-defined]
     assert runner._graphs is not None
     graphs = runner._graphs.decodes
-    attention = ["rms_norm_kernel", "mm", "rope_write_kv_kernel", "attention_kernel", "mm"]
-    if family == "qwen2":  # which has a bias there
-        attention[1] = "addmm"
-    one, two = ["gated_linear_kernel"], ["mm", "silu_mul_kernel"]
     record(lambda: graphs.compute(4))  # the first step of all makes buffers
-    for rows, gated in ((4, one), (3, two)):
-        operations.gated_rows = rows
+    for few_rows in (4, 3):
+        for product in products:
+            product.few_rows = few_rows
         launched = record(lambda: graphs.compute(4))
         found = [name for name in launched if name not in ONCE]
-        layer = [*attention, "rms_norm_kernel", *gated, "mm"]
+        by = "skinny_linear_kernel" if few_rows == 4 else "mm"
+        with_bias = "addmm" if family == "qwen2" and by == "mm" else by
+        gated = [by] if few_rows == 4 else [by, "silu_mul_kernel"]
+        attention = ["rms_norm_kernel", with_bias, "rope_write_kv_kernel", "attention_kernel", by]
+        layer = [*attention, "rms_norm_kernel", *gated, by]
         assert found == [
             *("decode_inputs_kernel", "embedding"),
             *3 * layer,
@@ -109,7 +121,7 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
                 "index_copy_",
             ),
         ]
-        assert len(layer) == (8 if gated is one else 9)
+        assert len(layer) == (8 if few_rows == 4 else 9)
 
 
 def test_kernels_begin_early_unless_the_option_says_otherwise(tmp_path: Path) -> None:
@@ -119,32 +131,32 @@ def test_kernels_begin_early_unless_the_option_says_otherwise(tmp_path: Path) ->
         assert launch._depends == early
 
 
-def test_gate_and_up_are_one_kernel_as_far_as_it_is_not_slower(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_the_kernel_for_few_rows_computes_products_as_far_as_it_is_not_slower(
+    quantization: str, tmp_path: Path
+) -> None:
     build_model("llama", tmp_path)
-    model = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton")).model
-    operations = operations_of(model)
-    computed: list[int] = []
+    options: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
+    model = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", **options)).model
+    # What the kernel takes for 1, 16, 32 and 64 rows; the library takes 1.
+    kernel = {"qkv": [0.9, 1.0, 0.8, 1.0], "out": [0.9, 1.1], "gate_up": [2.0], "down": [0.9, 0.9, 0.9, 1.1]}
+    times = [time for of_product in kernel.values() for one in of_product for time in (1.0, one)]
+    given = iter(times)
 
-    def times(one: list[float]) -> Callable[[Callable[[], None]], float]:
-        """Two kernels take 1, one takes what is listed for each size."""
-
-        def time(call: Callable[[], None]) -> float:
+    def time(call: Callable[[], None]) -> float:
+        if (found := next(given)) == 0.9:
             call()
-            computed.append(operations.gated_rows)
-            return one[len(computed) // 2 - 1] if operations.gated_rows else 1.0
+        return found
 
-        computed.clear()
-        return time
-
-    for one, most in (([0.9, 1.0, 0.8], 64), ([0.9, 1.1, 0.8], 16), ([2.0], 0)):
-        choose_gated_rows(model, operations, times(one))
-        assert operations.gated_rows == most
-    assert computed == [0, 16]
+    choose_few_rows(model, operations_of(model), time)
+    assert next(given, None) is None
+    for name, most in (("qkv", 64), ("out", 1), ("gate_up", 0), ("down", 32)):
+        assert {product.few_rows for product in products_of(model, name)} == {most}
 
 
-def test_what_cannot_be_measured_stays_two_kernels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_measured_is_computed_by_the_library(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     build_model("llama", tmp_path)
     model = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton")).model
-    choose_gated_rows(model, operations_of(model))  # there is no CUDA here to measure it
-    assert operations_of(model).gated_rows == 0
+    choose_few_rows(model, operations_of(model))  # there is no CUDA here to measure it
+    assert {product.few_rows for product in products_of(model, "qkv", "out", "gate_up", "down")} == {0}
     assert "could not be measured" in caplog.text

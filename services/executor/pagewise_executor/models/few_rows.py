@@ -17,7 +17,8 @@ from pagewise_executor.graph_capture import captured
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.quantised_linear import ScaledMMLinear
-from pagewise_executor.models.skinny_linear import SkinnyLinear
+from pagewise_executor.models.quantised_weight import FP8
+from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
                     groups.setdefault((name, type(product), product.weight.shape), []).append(product)
     for (name, _, shape), products in groups.items():
         try:
-            most = _most_rows(products, name == "gate_up", operations, time or graph_milliseconds)
+            most = _most_rows(products, name, operations, time or graph_milliseconds)
         except Exception as error:  # whatever torch, Triton or the device raise
             most = 0
             log.warning("the library computes all products of %s: they could not be measured (%s)", name, error)
@@ -76,12 +77,13 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
         log.info("%s of %d · %d: the kernel for few rows computes up to %d tokens", name, *shape, most)
 
 
-def _most_rows(products: Sequence[Product], gated: bool, operations: TritonOperations, time: Time) -> int:
+def _most_rows(products: Sequence[Product], name: str, operations: TritonOperations, time: Time) -> int:
     most = 0
+    gated, after_norm = name == "gate_up", name in ("qkv", "gate_up")
     for rows in _ROWS:
-        x = torch.zeros(rows, products[0].weight.shape[1], dtype=products[0].weight.dtype, device=_device(products[0]))
+        x = _inputs(products[0], rows, rounded=after_norm)
 
-        def compute(x: torch.Tensor = x) -> None:
+        def compute(x: Rows = x) -> None:
             for product in products:
                 if gated:
                     operations.gated(product, x)
@@ -104,8 +106,15 @@ def _set(products: Sequence[Product], few_rows: int) -> None:
         product.few_rows = few_rows
 
 
-def _device(product: Product) -> torch.device:
-    return product.values.device if isinstance(product, ScaledMMLinear) else product.weight.device
+def _inputs(product: Product, rows: int, *, rounded: bool) -> Rows:
+    """Return what a product of so many rows gets in a step; ``rounded``: of a norm, which may have rounded them."""
+    shape, dtype = (rows, product.weight.shape[1]), product.weight.dtype
+    if not isinstance(product, ScaledMMLinear):
+        return torch.zeros(shape, dtype=dtype, device=product.weight.device)
+    device = product.values.device
+    if rounded and product.static_scale is None:
+        return RoundedRows(torch.zeros(shape, dtype=FP8, device=device), torch.ones(rows, device=device), dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def graph_milliseconds(call: Callable[[], None]) -> float:
