@@ -1,6 +1,7 @@
 """Quantised checkpoints as they lie on disk, made by hand of tiny models, and what they should compute."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,11 +221,14 @@ def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.fl
             assert float(error) <= (ERROR if dtype == torch.float32 else 0.01)
 
 
-def check_served(path: Path, oracle: Any, **options: Any) -> None:
-    """Tokens that are generated are likely to the oracle, with the log-probabilities that it gives them."""
+def check_served(
+    path: Path, oracle: Any, within: float = 0.05, prompts: Sequence[list[int]] = PROMPTS, **options: Any
+) -> None:
+    """Tokens that are generated are likely to the oracle, with the log-probabilities that it gives them, ``within``
+    this distance."""
     runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", num_blocks=64, **options))
-    requests = [request(prompt, 12, f"r{n}", logprobs=0) for n, prompt in enumerate(PROMPTS)]
-    for prompt, asked in zip(PROMPTS, requests, strict=True):
+    requests = [request(prompt, 12, f"r{n}", logprobs=0) for n, prompt in enumerate(prompts)]
+    for prompt, asked in zip(prompts, requests, strict=True):
         _, outputs = run_requests(runner, [asked], max_num_batched_tokens=24)
         tokens = asked.sequences[0].output_token_ids.tolist()
         found = torch.tensor([entry.logprob for output in outputs for entry in output.logprobs.values()])
@@ -232,5 +236,5 @@ def check_served(path: Path, oracle: Any, **options: Any) -> None:
             logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.0)
-        assert bool((expected >= logprobs.amax(dim=1) - 0.05).all())
+        torch.testing.assert_close(found, expected, atol=within, rtol=0.0)
+        assert bool((expected >= logprobs.amax(dim=1) - within).all())

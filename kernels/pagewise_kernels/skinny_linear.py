@@ -20,12 +20,14 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
-from pagewise_kernels.launch import check_device, interpreted, launch, num_sms
+from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch, num_sms
 from pagewise_kernels.matmul import COMPUTE_TYPES
 from pagewise_kernels.quantised import FP8, scale_of
 from pagewise_kernels.shapes import power_of_two
 
-MOST_ROWS = 64
+MOST_ROWS = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 64, FP8: 256}
+"""By the type of the weight. With more rows products take as long as the tensor cores, for which libraries are better;
+of float8 theirs have tiles of 128 · 128 and no parts, which leave half of the multiprocessors idle up to 256 rows."""
 MOST_ROUNDED_ROWS = 2
 """So many rows are rounded to float8 by the product itself: each of its programs reads them whole for their scales."""
 _MOST_PARTS = tl.constexpr(4)
@@ -86,22 +88,24 @@ def skinny_linear_kernel(
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Programs: tile of columns of the result, with all rows; part of the inner dimension, ``part_size`` inputs.
+    """Programs: tile of columns and rows, neighbours with the same columns; part of the inner dimension, ``part_size``
+    inputs.
 
     ``parts`` float32 [parts, 1 or 2 for gate and up, tiles, COLUMNS, ROWS]; ``arrivals`` int32 [tiles], 0 before and
     after. ``ROUNDED_SIZE``: inputs of a row up to a power of two, where rows have to be rounded, otherwise 0.
     ``WHOLE``: parts consist of whole tiles.
     """
     tile, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    rows, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
-    columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    rows, inner = (tile % row_tiles) * ROWS + tl.arange(0, ROWS), tl.arange(0, INNER)
+    columns = (tile // row_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     row_there, column_there = rows < num_rows, columns < size_out
     read = tl.minimum(columns, size_out - 1)  # so that no load needs a mask for them
     first, last = part * part_size, tl.minimum((part + 1) * part_size, size_in)
     gate_rows = weight + read.to(tl.int64) * stride_weight
     up_rows = gate_rows + tl.cast(size_out, tl.int64) * stride_weight
     gate_at, up_at = gate_rows[:, None] + inner[None, :], up_rows[:, None] + inner[None, :]
-    x_at = x + rows[None, :] * stride_x + inner[:, None]
+    x_at = x + rows.to(tl.int64)[None, :] * stride_x + inner[:, None]
     if PDL:  # what the first turns of the loop read: the kernel before is a small one, so memory has time
         prefetch_rows(gate_rows + first, last - first, PREFETCHED)
         if GATED:
@@ -133,7 +137,7 @@ def skinny_linear_kernel(
         )
         if GATED:
             up = tl.dot(u.to(COMPUTE), a.to(COMPUTE), up, input_precision=PRECISION, max_num_imprecise_acc=INNER)
-    at = (tile * COLUMNS + tl.arange(0, COLUMNS))[:, None] * ROWS + rows[None, :]
+    at = (tile * COLUMNS + tl.arange(0, COLUMNS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     stride_part = tl.num_programs(0) * COLUMNS * ROWS
     finished = num_parts == 1
     if num_parts > 1:
@@ -188,7 +192,7 @@ def skinny_linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias [rows, out] for x [rows, in] of at most MOST_ROWS rows, weight [out, in] and bias [out].
+    """x · weightᵀ + bias [rows, out] for x [rows, in] of few rows (MOST_ROWS), weight [out, in] and bias [out].
 
     ``gated``: weight and bias are those of gate and, behind them, up, [2 · out, in] and [2 · out], and the result is
     silu(gate) · up. ``weight_scales`` float32 [out or 2 · out]: the weight is float8_e4m3fn, and multiplied by them.
@@ -205,17 +209,18 @@ def skinny_linear(
         )
     (rows, size_in), outs = x.shape, len(weight)
     size_out = outs // 2 if gated else outs
-    if rows > MOST_ROWS or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
-        raise ValueError(f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, a bias of each output, two for a gate")
     dtype = x.dtype if dtype is None else dtype
     rounded = _check_types(x, weight, bias, x_scales, weight_scales, dtype)
+    most = MOST_ROWS[weight.dtype]
+    if rows > most or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
+        raise ValueError(f"{rows} rows, {outs} outputs: at most {most} rows, a bias of each output, two for a gate")
     given = [tensor for tensor in (bias, x_scales, weight_scales) if tensor is not None]
     if any(not tensor.is_contiguous() for tensor in given):
         raise ValueError("bias and scales are contiguous")
     check_device(x, weight, *given)
     sms = num_sms(x.device)
-    tile = _tile(rows, size_out, weight.dtype, gated, sms)
-    tiles = triton.cdiv(size_out, tile.columns)
+    tile = _tile(rows, size_out, weight.dtype, gated, sms, is_hopper(x.device))
+    tiles = triton.cdiv(size_out, tile.columns) * triton.cdiv(rows, tile.rows)
     part_size = tile.inner * triton.cdiv(size_in, tile.inner * tile.parts)
     num_parts = triton.cdiv(size_in, part_size)
     out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
@@ -263,21 +268,34 @@ def _check_types(
     return rounded
 
 
-def _tile(rows: int, size_out: int, dtype: torch.dtype, gated: bool, sms: int) -> _Tile:
+def _tile(rows: int, size_out: int, dtype: torch.dtype, gated: bool, sms: int, hopper: bool) -> _Tile:
     """Return the tile of a program, so that all programs are on the device at once, with the same work.
 
     Then each has its share of the memory's bandwidth, and none comes later. 48 KiB or more of the weight are on their
-    way to each multiprocessor, where the bandwidth times the latency of memory is about 30. Where rows are many, x
-    comes from the L2 cache once for each tile of columns: wider tiles keep that below half of what the weight takes.
+    way to each multiprocessor, where the bandwidth times the latency of memory is about 30. The tile of x comes from
+    the L2 cache once for each tile of columns, so these are wider where rows are many.
     """
-    few = rows <= 16
-    columns, inner = (16, 32 * dtype.itemsize) if interpreted() else (64, 256) if few else (128, 128)
-    tiles = triton.cdiv(size_out, columns)
+    tile_rows, columns, inner, num_warps, deep, shallow = _TILES[16 if rows <= 16 else 64 if rows <= 64 else 128, gated]
+    if interpreted():
+        columns, inner = 32, 64 * dtype.itemsize
+    tiles = triton.cdiv(size_out, columns) * triton.cdiv(rows, tile_rows)
     parts = next(parts for parts in (4, 2, 1) if tiles * parts <= sms or parts == 1)
-    # Two programs share a multiprocessor where there are more of them than multiprocessors.
-    deep, shallow = ((5, 3) if few else (5, 2)) if gated else (6, 5) if few else (6, 4)
     stages = deep if tiles * parts <= sms else shallow
-    return _Tile(16 if few else 64, columns, inner // dtype.itemsize, parts, 4 if few else 8, stages)
+    if not hopper:  # which has twice as much shared memory as most
+        stages = max(1, min(stages, 96 * 1024 // ((columns * (2 if gated else 1) + tile_rows) * inner)))
+    return _Tile(tile_rows, columns, inner // dtype.itemsize, parts, num_warps, stages)
+
+
+_TILES = {
+    (16, False): (16, 64, 256, 4, 6, 5),
+    (16, True): (16, 64, 256, 4, 5, 3),
+    (64, False): (64, 128, 128, 8, 6, 4),
+    (64, True): (64, 128, 128, 8, 5, 2),
+    (128, False): (128, 128, 128, 8, 6, 6),
+    (128, True): (128, 128, 128, 8, 4, 4),
+}
+"""By rows, and whether gate and up are computed: rows and columns of a tile, bytes of inputs, warps, stages where no
+two programs share a multiprocessor, and where they do."""
 
 
 @functools.cache

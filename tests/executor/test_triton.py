@@ -52,6 +52,14 @@ def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path, device: torc
     check("llama", tmp_path, device.type, LENGTHS, kv_layout="blocks", host_memory="1MiB", verify_copies=True)
 
 
+@pytest.mark.interpreted
+def test_all_products_may_be_those_for_few_rows(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewise_executor.models.skinny_linear.SkinnyLinear.few_rows", 64)
+    check("qwen2", tmp_path, device.type, LENGTHS[:2])
+
+
 def test_kv_that_comes_back_in_a_step_that_computes_nothing_is_found(tmp_path: Path, device: torch.device) -> None:
     build_model("llama", tmp_path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).to(device)

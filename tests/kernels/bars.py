@@ -30,7 +30,19 @@ _OF_3_9: Bars = {
     ("rope_write_kv bf16 kv fp8", "rope_write_kv_kernel"): Bar(56, (495,)),
     ("rms_norm bf16", "rms_norm_kernel"): Bar(58, (480,)),
     ("silu_mul bf16", "silu_mul_kernel"): Bar(34, (280,)),
-    ("gated_linear bf16", "gated_linear_kernel"): Bar(100, (230,)),
+    ("rms_norm bf16 rounded", "rms_norm_kernel"): Bar(66, (750,)),
+    # A turn of the loop reads 16 KiB of the weight, or 32 of gate and up.
+    ("skinny_linear bf16 rows 16", "skinny_linear_kernel"): Bar(52, (108,)),
+    ("skinny_linear bf16 rows 16 gated", "skinny_linear_kernel"): Bar(76, (157,)),
+    ("skinny_linear bf16 rows 64", "skinny_linear_kernel"): Bar(90, (80,)),
+    ("skinny_linear bf16 rows 64 gated", "skinny_linear_kernel"): Bar(132, (105,)),
+    ("skinny_linear fp8 rows 1", "skinny_linear_kernel"): Bar(132, (460, 250)),
+    ("skinny_linear fp8 rows 16", "skinny_linear_kernel"): Bar(60, (131,)),
+    ("skinny_linear fp8 rows 16 gated", "skinny_linear_kernel"): Bar(84, (195,)),
+    ("skinny_linear fp8 rows 64", "skinny_linear_kernel"): Bar(134, (123,)),
+    ("skinny_linear fp8 rows 64 gated", "skinny_linear_kernel"): Bar(182, (185,)),
+    ("skinny_linear fp8 rows 256", "skinny_linear_kernel"): Bar(222, (163,)),
+    ("skinny_linear fp8 rows 256 gated", "skinny_linear_kernel"): Bar(255, (264,)),
     ("sample fp32", "filter_kernel"): Bar(128, (74, 74, 157, 133, 74, 250, 335)),
 }
 

@@ -14,6 +14,8 @@ from tests.kernels.bars import BARS, MOST_SPILLED, Bars
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 NUM_KERNELS = 21
 VERSION = triton.__version__.rpartition(".")[0]
+LEAST_IN_FLIGHT = 48 * 1024
+"""Bytes on their way to a multiprocessor: 1/132 of 4.3 TB/s for a latency of 1 µs is 33 KB."""
 MOST_IMPRECISE = 256
 """Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
 NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel"}
@@ -57,6 +59,9 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         begins_early = target >= 90 and kernel["kernel"] not in NEVER_EARLY
         assert kernel["too_early"] == ([] if begins_early else None), name
         assert kernel["lets_next"] == begins_early, name
+        if kernel["kernel"] == "skinny_linear_kernel" and target == 90:
+            assert kernel["mma"] == "wgmma", f"{name}: weights go through registers"
+            assert in_flight(kernel["constants"], int(str(kernel["shared"]))) >= LEAST_IN_FLIGHT, name  # type: ignore[arg-type]
         if kernel["kernel"] == "attention_kernel" and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
@@ -64,6 +69,16 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         if VERSION not in BARS:
             pytest.skip(f"everything compiles, but there are no bars for Triton {VERSION}")
         check_bars(found, BARS[VERSION])
+
+
+def in_flight(constants: dict[str, str], shared: int) -> int:
+    """Bytes of weights that are on their way to a multiprocessor while its programs compute, for ``skinny_linear``."""
+    columns = int(constants["COLUMNS"]) * (2 if constants["GATED"] == "True" else 1)
+    rows, inner = int(constants["ROWS"]), int(constants["INNER"])
+    size = 1 if "8" in constants["COMPUTE"] else 2
+    stages = shared // ((columns + rows) * inner * size)
+    programs = (SHARED_BYTES[90] + 1024) // (shared + 1024)
+    return programs * (stages - 1) * columns * inner * size
 
 
 def check_bars(found: list[dict[str, object]], bars: Bars) -> None:

@@ -20,6 +20,7 @@ from pagewise_executor.models.quantised_linear import (
     make_fast,
 )
 from pagewise_executor.models.quantised_weight import Inputs, QuantisedWeight, join_outputs, quantise
+from pagewise_kernels.skinny_linear import MOST_ROWS
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -84,6 +85,21 @@ def test_quantised_checkpoints_are_served(form: str, tmp_path: Path) -> None:
 def test_a_quantised_checkpoint_is_served_by_the_triton_kernels(tmp_path: Path) -> None:
     oracle = build_quantised(FORMS["fp8 per block"], tmp_path, "llama", num_hidden_layers=1)
     check_served(tmp_path, oracle, dtype="float32", kernels="triton")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("few_rows", "prompts"), [(64, PROMPTS[1:2]), *(pytest.param(n, PROMPTS, marks=pytest.mark.long) for n in (64, 0))]
+)
+def test_an_fp8_checkpoint_in_bfloat16_is_served_by_the_kernel_for_few_rows_and_by_the_library(
+    few_rows: int, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MOST_ROWS, FP8, few_rows)
+    oracle = build_quantised(FORMS["fp8 per channel"], tmp_path, "llama", num_hidden_layers=1)
+    layers = [module for module in load(tmp_path, dtype="bfloat16", kernels="triton").model.modules()
+              if isinstance(module, QuantisedLinear)]  # fmt: skip
+    assert [(type(layer), layer.few_rows) for layer in layers] == 4 * [(ScaledMMLinear, few_rows)]  # type: ignore[attr-defined]
+    check_served(tmp_path, oracle, within=0.2, prompts=prompts, dtype="bfloat16", kernels="triton")
 
 
 def test_the_rest_of_a_model_may_be_in_bfloat16(tmp_path: Path) -> None:

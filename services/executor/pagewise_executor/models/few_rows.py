@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The linear layers of a decoder layer."""
-_ROWS = (1, 16, 32, 64)
-"""Sizes of batches. The kernel has one tile for up to 16 rows, and one for up to 64."""
+_ROWS = (1, 16, 32, 64, 128, 256)
+"""Sizes of batches. The kernel has one tile for up to 16 rows, one for up to 64, and one for more."""
 _REPEATS = 7
 
 Product = SkinnyLinear | ScaledMMLinear
@@ -48,7 +48,8 @@ def make_skinny(model: nn.Module, within: str) -> None:
                 linear = getattr(layer, name)
                 if type(linear) is nn.Linear and (linear.weight.dtype.itemsize == 2 or interpreted()):
                     made = SkinnyLinear.of(linear)
-                    made.few_rows = MOST_ROWS if name == "gate_up" else 0
+                    if name == "gate_up":
+                        made.few_rows = MOST_ROWS[linear.weight.dtype]
                     setattr(layer, name, made)
 
 
@@ -78,9 +79,12 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
 
 
 def _most_rows(products: Sequence[Product], name: str, operations: TritonOperations, time: Time) -> int:
+    from pagewise_kernels.skinny_linear import MOST_ROWS
+
     most = 0
     gated, after_norm = name == "gate_up", name in ("qkv", "gate_up")
-    for rows in _ROWS:
+    weight = products[0].values if isinstance(products[0], ScaledMMLinear) else products[0].weight
+    for rows in (rows for rows in _ROWS if rows <= MOST_ROWS[weight.dtype]):
         x = _inputs(products[0], rows, rounded=after_norm)
 
         def compute(x: Rows = x) -> None:

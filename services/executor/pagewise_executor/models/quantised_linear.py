@@ -230,7 +230,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs
     if isinstance(fast, ScaledMMLinear):
-        fast.few_rows = MOST_ROWS  # as predicted; ``choose_few_rows`` measures it
+        fast.few_rows = MOST_ROWS[FP8]  # as predicted; ``choose_few_rows`` measures it
     return fast
 
 
