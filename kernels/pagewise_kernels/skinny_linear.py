@@ -130,11 +130,9 @@ def skinny_linear_kernel(
             u = tl.load(up_at + start, mask=left[None, :], other=0.0) if GATED else g
         if ROUNDED_SIZE > 0:
             a = a.to(tl.float32) * inverse[None, :]
-            a = round_to_e4m3(a) if COMPUTE == tl.float32 else a
+            a = round_to_e4m3(a) if tl.float32 == COMPUTE else a
         # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products it goes on in float32.
-        gate = tl.dot(
-            g.to(COMPUTE), a.to(COMPUTE), gate, input_precision=PRECISION, max_num_imprecise_acc=INNER
-        )
+        gate = tl.dot(g.to(COMPUTE), a.to(COMPUTE), gate, input_precision=PRECISION, max_num_imprecise_acc=INNER)
         if GATED:
             up = tl.dot(u.to(COMPUTE), a.to(COMPUTE), up, input_precision=PRECISION, max_num_imprecise_acc=INNER)
     at = (tile * COLUMNS + tl.arange(0, COLUMNS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -255,11 +253,15 @@ def _check_types(
         raise TypeError(f"result and bias are float16, bfloat16 or float32, not {dtype}")
     if weight_scales is None:
         if x_scales is not None or x.dtype != weight.dtype or x.dtype not in COMPUTE_TYPES:
-            raise TypeError(f"without scales x and weight are of one floating-point type, not {x.dtype}, {weight.dtype}")
+            raise TypeError(
+                f"without scales x and weight are of one floating-point type, not {x.dtype}, {weight.dtype}"
+            )
         return False
     rounded = x_scales is None
     if weight.dtype != FP8 or (x.dtype not in COMPUTE_TYPES if rounded else x.dtype != FP8):
-        raise TypeError(f"weights with scales are float8_e4m3fn, and so is x with scales, not {weight.dtype}, {x.dtype}")
+        raise TypeError(
+            f"weights with scales are float8_e4m3fn, and so is x with scales, not {weight.dtype}, {x.dtype}"
+        )
     if rounded and len(x) > MOST_ROUNDED_ROWS:
         raise ValueError(f"{len(x)} rows cannot be rounded by the product, {MOST_ROUNDED_ROWS} can")
     for scales, size in ((x_scales, len(x)), (weight_scales, len(weight))):

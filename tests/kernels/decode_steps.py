@@ -88,7 +88,10 @@ class DecodeSteps:
             seen = decode_attention(qkv[:, :heads], keys, values, self._tables, self._plan)
             x = self._multiply(seen.flatten(1), out_weight)
             normed = rms_norm(x, mlp_norm, 1e-5, residual=residual)
-            gated = skinny_linear(normed, gate_up, gated=True) if number % 2 else silu_mul(self._multiply(normed, gate_up))
+            if number % 2:
+                gated = skinny_linear(normed, gate_up, gated=True)
+            else:
+                gated = silu_mul(self._multiply(normed, gate_up))
             x = self._multiply(gated, down)
         logits = self._multiply(rms_norm(x, self._norm, 1e-5, residual=residual), self._head).float()
         tokens = sample(logits, self._sampling, self._rows, self._positions + 1)

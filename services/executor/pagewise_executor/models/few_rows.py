@@ -98,7 +98,9 @@ def _most_rows(products: Sequence[Product], name: str, operations: TritonOperati
         library = time(compute)
         _set(products, rows)
         kernel = time(compute)
-        log.debug("products of %d tokens: %.3f ms by the kernel for few rows, %.3f by the library", rows, kernel, library)
+        log.debug(
+            "products of %d tokens: %.3f ms by the kernel for few rows, %.3f by the library", rows, kernel, library
+        )
         if kernel > library:
             break
         most = rows

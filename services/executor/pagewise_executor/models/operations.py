@@ -172,7 +172,8 @@ class TritonOperations:
     ) -> Rows:
         """See ``Operations``: rows are rounded by the norm for a product that would do that next."""
         if isinstance(reader, ScaledMMLinear) and reader.static_scale is None:
-            return RoundedRows(*self._rounded_rms_norm(x, weight, eps, residual=residual), x.dtype)
+            values, scales = self._rounded_rms_norm(x, weight, eps, residual=residual)
+            return RoundedRows(values, scales, x.dtype)
         return self.rms_norm(x, weight, eps, residual=residual)
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:

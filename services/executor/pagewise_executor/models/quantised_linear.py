@@ -109,8 +109,8 @@ class ScaledMMLinear(QuantisedLinear):
         """See ``QuantisedLinear``; also for rows that are rounded already."""
         if len(x) <= self.few_rows:
             return self._by_few_rows(x, gated=False)
-        values, scales, dtype = self._rounded(x)
-        scales = scales[:, None]
+        rounded = self._rounded(x)
+        values, scales, dtype = rounded.values, rounded.scales[:, None], rounded.dtype
         weight, of_weight = self.values.t(), self.column_scales
         return nn.functional.scaled_mm(
             values, weight, scales, _ROW_WISE, of_weight, _ROW_WISE, bias=self.bias, output_dtype=dtype
@@ -126,10 +126,11 @@ class ScaledMMLinear(QuantisedLinear):
         weight, bias, weight_scales = self.values, self.bias, self.column_scales[0]
         if isinstance(x, torch.Tensor) and len(x) <= MOST_ROUNDED_ROWS and self.static_scale is None:
             return skinny_linear(x, weight, bias, weight_scales=weight_scales, gated=gated)
-        values, scales, dtype = self._rounded(x)
+        rounded = self._rounded(x)
         return skinny_linear(
-            values, weight, bias, x_scales=scales, weight_scales=weight_scales, gated=gated, dtype=dtype
-        )
+            rounded.values, weight, bias,
+            x_scales=rounded.scales, weight_scales=weight_scales, gated=gated, dtype=rounded.dtype,
+        )  # fmt: skip
 
     def _rounded(self, x: Rows) -> RoundedRows:
         from pagewise_kernels.quantised import quantise_rows
@@ -225,7 +226,8 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return module
     kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
     fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16
-    if device.type in ("cuda", device_type()) and capability(device) >= 90 and weight.values.dtype == FP8 and whole and fits:
+    hopper = device.type in ("cuda", device_type()) and capability(device) >= 90
+    if hopper and weight.values.dtype == FP8 and whole and fits:
         kind = ScaledMMLinear if inputs.quantised else kind
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs

@@ -1,12 +1,13 @@
 """Linear layers in 16 bits with a kernel of their own for the few rows of a decode step."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 
-class RoundedRows(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class RoundedRows:
     """Inputs of a linear layer that the operation before has rounded: ``values`` float8_e4m3fn [rows, in], ``scales``
     float32 [rows], ``dtype``: that of the model."""
 
