@@ -98,11 +98,13 @@ class _RotationsByStep:
 class _NormsAsTheyAre:
     """``norm_for`` that is the same for all readers."""
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-
     def norm_for(
-        self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self: Operations,
+        reader: nn.Module,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
     ) -> Rows:
         """See ``Operations``."""
         return self.rms_norm(x, weight, eps) if residual is None else self.add_rms_norm(x, residual, weight, eps)
