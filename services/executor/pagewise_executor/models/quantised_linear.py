@@ -22,6 +22,9 @@ from pagewise_executor.models.skinny_linear import RoundedRows, Rows
 log = logging.getLogger(__name__)
 
 _ROW_WISE = nn.functional.ScalingType.RowWise
+_FEW_ROWS = 64
+"""So many rows the kernel for few rows computes where ``choose_few_rows`` does not measure it: up to there it should be
+faster whatever the shape is."""
 
 
 class QuantisedLinear(nn.Module):
@@ -232,7 +235,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs
     if isinstance(fast, ScaledMMLinear):
-        fast.few_rows = MOST_ROWS[FP8]  # as predicted; ``choose_few_rows`` measures it
+        fast.few_rows = min(_FEW_ROWS, MOST_ROWS[FP8])
     return fast
 
 
