@@ -55,7 +55,7 @@ def _decoder_layer(
     slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     angles = random(context, dim // 2)
     x, residual = random(batch, hidden), random(batch, hidden)
-    few = batch <= MOST_ROWS[dtype]
+    few = batch <= MOST_ROWS
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = skinny_linear if few else F.linear
 
     def call() -> torch.Tensor:

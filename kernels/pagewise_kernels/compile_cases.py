@@ -139,7 +139,7 @@ def _add_others() -> None:
         CASES[f"silu_mul {name}"] = partial(_silu_mul, dtype)
         CASES[f"linear {name}"] = partial(_linear, dtype)
     for dtype, rows, gated in product((torch.bfloat16, torch.float16, FP8), (1, 16, 64, 256), (False, True)):
-        if dtype == FP8 or rows in (16, 64):  # the others have one tile for 1 and for 16 rows, and none for 256
+        if dtype == FP8 or rows > 1:  # the others have one tile for 1 and for 16 rows
             name = f"skinny_linear {_name(dtype)} rows {rows}{' gated' if gated else ''}"
             CASES[name] = partial(_skinny_linear, dtype, rows, gated)
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm

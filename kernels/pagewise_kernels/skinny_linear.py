@@ -25,9 +25,9 @@ from pagewise_kernels.matmul import COMPUTE_TYPES
 from pagewise_kernels.quantised import FP8, scale_of
 from pagewise_kernels.shapes import power_of_two
 
-MOST_ROWS = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 64, FP8: 256}
-"""By the type of the weight. With more rows products take as long as the tensor cores, for which libraries are better;
-of float8 theirs have tiles of 128 · 128 and no parts, which leave half of the multiprocessors idle up to 256 rows."""
+MOST_ROWS = 256
+"""With more rows products take as long as the tensor cores do, for which libraries are better. Up to there theirs have
+too few tiles for all multiprocessors where outputs are few: with 4,096 of them 64 tiles of 128 · 128."""
 MOST_ROUNDED_ROWS = 2
 """So many rows are rounded to float8 by the product itself: each of its programs reads them whole for their scales."""
 _MOST_PARTS = tl.constexpr(4)
@@ -190,7 +190,7 @@ def skinny_linear(
     gated: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias [rows, out] for x [rows, in] of few rows (MOST_ROWS), weight [out, in] and bias [out].
+    """x · weightᵀ + bias [rows, out] for x [rows, in] of at most MOST_ROWS rows, weight [out, in] and bias [out].
 
     ``gated``: weight and bias are those of gate and, behind them, up, [2 · out, in] and [2 · out], and the result is
     silu(gate) · up. ``weight_scales`` float32 [out or 2 · out]: the weight is float8_e4m3fn, and multiplied by them.
@@ -209,9 +209,10 @@ def skinny_linear(
     size_out = outs // 2 if gated else outs
     dtype = x.dtype if dtype is None else dtype
     rounded = _check_types(x, weight, bias, x_scales, weight_scales, dtype)
-    most = MOST_ROWS[weight.dtype]
-    if rows > most or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
-        raise ValueError(f"{rows} rows, {outs} outputs: at most {most} rows, a bias of each output, two for a gate")
+    if rows > MOST_ROWS or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
+        raise ValueError(
+            f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, a bias of each output, two for a gate"
+        )
     given = [tensor for tensor in (bias, x_scales, weight_scales) if tensor is not None]
     if any(not tensor.is_contiguous() for tensor in given):
         raise ValueError("bias and scales are contiguous")

@@ -36,6 +36,8 @@ _OF_3_9: Bars = {
     ("skinny_linear bf16 rows 16 gated", "skinny_linear_kernel"): Bar(76, (157,)),
     ("skinny_linear bf16 rows 64", "skinny_linear_kernel"): Bar(90, (80,)),
     ("skinny_linear bf16 rows 64 gated", "skinny_linear_kernel"): Bar(132, (105,)),
+    ("skinny_linear bf16 rows 256", "skinny_linear_kernel"): Bar(144, (86,)),
+    ("skinny_linear bf16 rows 256 gated", "skinny_linear_kernel"): Bar(226, (112,)),
     ("skinny_linear fp8 rows 1", "skinny_linear_kernel"): Bar(132, (460, 250)),
     ("skinny_linear fp8 rows 16", "skinny_linear_kernel"): Bar(60, (131,)),
     ("skinny_linear fp8 rows 16 gated", "skinny_linear_kernel"): Bar(84, (195,)),

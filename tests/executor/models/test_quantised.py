@@ -20,7 +20,6 @@ from pagewise_executor.models.quantised_linear import (
     make_fast,
 )
 from pagewise_executor.models.quantised_weight import Inputs, QuantisedWeight, join_outputs, quantise
-from pagewise_kernels.skinny_linear import MOST_ROWS
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -94,7 +93,7 @@ def test_a_quantised_checkpoint_is_served_by_the_triton_kernels(tmp_path: Path) 
 def test_an_fp8_checkpoint_in_bfloat16_is_served_by_the_kernel_for_few_rows_and_by_the_library(
     few_rows: int, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(MOST_ROWS, FP8, few_rows)
+    monkeypatch.setattr("pagewise_executor.models.quantised_linear.FEW_ROWS", few_rows)
     oracle = build_quantised(FORMS["fp8 per channel"], tmp_path, "llama", num_hidden_layers=1)
     layers = [module for module in load(tmp_path, dtype="bfloat16", kernels="triton").model.modules()
               if isinstance(module, QuantisedLinear)]  # fmt: skip

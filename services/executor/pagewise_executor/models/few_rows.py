@@ -18,7 +18,7 @@ from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.quantised_linear import ScaledMMLinear
 from pagewise_executor.models.quantised_weight import FP8
-from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
+from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows, SkinnyLinear
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ def make_skinny(model: nn.Module, within: str) -> None:
     ``few_rows`` is set: that is where PyTorch is faster.
     """
     from pagewise_kernels.launch import interpreted
-    from pagewise_kernels.skinny_linear import MOST_ROWS
 
     for layer in model.get_submodule(within).modules():
         if isinstance(layer, FusedDecoderLayer):
@@ -49,7 +48,7 @@ def make_skinny(model: nn.Module, within: str) -> None:
                 if type(linear) is nn.Linear and (linear.weight.dtype.itemsize == 2 or interpreted()):
                     made = SkinnyLinear.of(linear)
                     if name == "gate_up":
-                        made.few_rows = MOST_ROWS[linear.weight.dtype]
+                        made.few_rows = FEW_ROWS
                     setattr(layer, name, made)
 
 
@@ -79,12 +78,9 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
 
 
 def _most_rows(products: Sequence[Product], name: str, operations: TritonOperations, time: Time) -> int:
-    from pagewise_kernels.skinny_linear import MOST_ROWS
-
     most = 0
     gated, after_norm = name == "gate_up", name in ("qkv", "gate_up")
-    weight = products[0].values if isinstance(products[0], ScaledMMLinear) else products[0].weight
-    for rows in (rows for rows in _ROWS if rows <= MOST_ROWS[weight.dtype]):
+    for rows in _ROWS:
         x = _inputs(products[0], rows, rounded=after_norm)
 
         def compute(x: Rows = x) -> None:

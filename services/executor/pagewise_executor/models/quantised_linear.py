@@ -17,14 +17,11 @@ from pagewise_executor.models.quantised_weight import (
     quantise,
     quantise_inputs,
 )
-from pagewise_executor.models.skinny_linear import RoundedRows, Rows
+from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows
 
 log = logging.getLogger(__name__)
 
 _ROW_WISE = nn.functional.ScalingType.RowWise
-_FEW_ROWS = 64
-"""So many rows the kernel for few rows computes where ``choose_few_rows`` does not measure it: up to there it should be
-faster whatever the shape is."""
 
 
 class QuantisedLinear(nn.Module):
@@ -221,7 +218,6 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return module
     from pagewise_kernels.launch import capability, device_type
     from pagewise_kernels.quantised import computable
-    from pagewise_kernels.skinny_linear import MOST_ROWS
 
     if weight.values.dtype == FP8 and capability(device) < 89:
         inputs = Inputs(quantised=False)
@@ -235,7 +231,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs
     if isinstance(fast, ScaledMMLinear):
-        fast.few_rows = min(_FEW_ROWS, MOST_ROWS[FP8])
+        fast.few_rows = FEW_ROWS
     return fast
 
 

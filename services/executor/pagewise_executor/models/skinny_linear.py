@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+FEW_ROWS = 64
+"""So many rows the kernel for few rows computes where ``choose_few_rows`` does not measure it: up to there it should be
+faster whatever the shape is."""
+
 
 @dataclass(slots=True, frozen=True)
 class RoundedRows:
