@@ -5,8 +5,8 @@
 Weights are of 16 bits, or float8 (e4m3) with a scale per output; then the rows of x are float8 with a scale each, too.
 
 The product is computed transposed, as cuBLAS and CUTLASS's "swap AB" do it for few rows: a tile of the weight is the
-left operand, whose 64 rows the tensor cores of Hopper take from shared memory as they are, and x the right one, of 16
-or 64. So weights of eight bits are never converted, and no register holds one. Where there are fewer tiles than
+left operand, whose 64 rows the tensor cores of Hopper take from shared memory as they are, and x the right one, of
+16, 64 or 128. So weights of eight bits are never converted, and no register holds one. Where there are fewer tiles than
 multiprocessors, the inner dimension is split, and the program that finishes the last part of a tile adds up all of
 them in their order: results do not depend on which program that was.
 """
@@ -48,11 +48,16 @@ def _row_scales(x, num_rows, stride_x, size_in, ROWS: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _sum_of_parts(parts, stride_part, at, num_parts):
-    """The sum of ``num_parts`` parts, of which each has its values ``at``, in their order; all are read at once."""
+def _sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
+    """The sum of ``num_parts`` parts, of which each has its values ``at``, in their order.
+
+    ``AT_ONCE``: parts that are not there are masked, so no read waits for the one before; registers have to suffice.
+    """
     total = tl.load(parts + at, cache_modifier=".cg")
     for part in tl.static_range(1, _MOST_PARTS):
-        if part < num_parts:
+        if AT_ONCE:
+            total += tl.load(parts + part * stride_part + at, mask=part < num_parts, other=0.0, cache_modifier=".cg")
+        elif part < num_parts:
             total += tl.load(parts + part * stride_part + at, cache_modifier=".cg")
     return total
 
@@ -148,9 +153,9 @@ def skinny_linear_kernel(
         finished = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == num_parts - 1
         if finished:
             tl.store(arrivals + tile, 0)
-            gate = _sum_of_parts(parts, (2 if GATED else 1) * stride_part, at, num_parts)
+            gate = _sum_of_parts(parts, (2 if GATED else 1) * stride_part, at, num_parts, ROWS <= 64)
             if GATED:
-                up = _sum_of_parts(parts + stride_part, 2 * stride_part, at, num_parts)
+                up = _sum_of_parts(parts + stride_part, 2 * stride_part, at, num_parts, ROWS <= 64)
     if finished:
         if HAS_SCALES:
             gate *= tl.load(weight_scales + read)[:, None] * scales[None, :]
