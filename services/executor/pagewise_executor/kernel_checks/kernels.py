@@ -19,6 +19,7 @@ from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.segment_move import move_tokens
+from pagewise_kernels.skinny_linear import skinny_linear
 from pagewise_shared.sampling import SamplingParams
 from torch import nn
 
@@ -30,7 +31,8 @@ from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.lora.triton_slots import make_tiles
 from pagewise_executor.models.operations import AttentionShape as FusedShape
 from pagewise_executor.models.operations import HeadNorm, Rotation, TorchOperations, TritonOperations
-from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
+from pagewise_executor.models.skinny_linear import SkinnyLinear
 from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
@@ -189,17 +191,22 @@ def _rms_norm(use: KernelUse) -> Iterator[Compared]:
 def _silu_mul(use: KernelUse) -> Iterator[Compared]:
     assert use.gate_up is not None
     size = len(use.gate_up.weight)  # type: ignore[arg-type]
-    operations = TritonOperations()
-    operations.gated_rows = 0
     x = use.draw(3, size)
-    yield Compared(operations.gated(nn.Identity(), x), TorchOperations().gated(nn.Identity(), x), _TOLERANCE[use.dtype])
-
-
-def _gated_linear(use: KernelUse) -> Iterator[Compared]:
-    assert use.gate_up is not None
-    x = use.draw(3, use.hidden_size)
-    found, expected = (each.gated(use.gate_up, x) for each in (TritonOperations(), TorchOperations()))
+    found, expected = (each.gated(nn.Identity(), x) for each in (TritonOperations(), TorchOperations()))
     yield Compared(found, expected, _TOLERANCE[use.dtype])
+
+
+def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
+    """Each tile of rows that is used, as a product and with gate, up and their activation."""
+    layer = use.gate_up
+    assert isinstance(layer, SkinnyLinear)
+    for rows in (3, 20, 70):
+        if rows <= layer.few_rows or rows == 3:
+            x = use.draw(rows, use.hidden_size)
+            product = nn.functional.linear(x, layer.weight, layer.bias)
+            yield Compared(skinny_linear(x, layer.weight, layer.bias), product, _TOLERANCE[use.dtype])
+            expected = TorchOperations().gated(nn.Identity(), product)
+            yield Compared(layer.gated(x), expected, _TOLERANCE[use.dtype])
 
 
 def _linear(use: KernelUse) -> Iterator[Compared]:
@@ -208,9 +215,11 @@ def _linear(use: KernelUse) -> Iterator[Compared]:
 
 
 def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
+    """Where few rows have a kernel of their own, also what rounds one row by itself, and what computes more rows."""
     for layer in use.linears:
-        x = use.draw(3, layer.values.shape[1])
-        yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), _TOLERANCE[use.dtype])
+        for rows in (1, 3, layer.few_rows + 1) if isinstance(layer, ScaledMMLinear) else (3,):
+            x = use.draw(rows, layer.values.shape[1])
+            yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), _TOLERANCE[use.dtype])
 
 
 def _lora(use: KernelUse) -> Iterator[Compared]:
@@ -331,7 +340,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "decode attention": (_always, _decode_attention),
     "prefill attention": (_always, _prefill_attention),
     "SiLU": (lambda use: use.hidden_size > 0, _silu_mul),
-    "gated linear": (lambda use: type(use.gate_up) is nn.Linear, _gated_linear),
+    "linear of few rows": (lambda use: isinstance(use.gate_up, SkinnyLinear), _skinny_linear),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.lora_rank > 0, _lora),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.lora import LEAST_RANK
+from pagewise_kernels.skinny_linear import MOST_ROWS
 from torch import nn
 
 from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_shapes, with_small_limits
@@ -13,6 +14,7 @@ from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.skinny_linear import SkinnyLinear
 
 _FEW_ENTRIES = 500
 """Entries of a vocabulary for Triton's interpreter, which takes seconds for a large one and compiles nothing for it."""
@@ -83,7 +85,8 @@ def typical_use(device: torch.device) -> KernelUse:
     small = device.type == "cpu"
     heads, kv_heads, head_dim, hidden = (4, 2, 32, 64) if small else (32, 8, 128, 4096)
     dtype = torch.float32 if small else torch.bfloat16
-    gate_up = nn.Linear(hidden, 4 * hidden if small else 2048, bias=False, device="meta")
+    gate_up = SkinnyLinear(hidden, 4 * hidden if small else 2048, bias=False, device="meta")
+    gate_up.few_rows = MOST_ROWS
     gate_up.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     use = KernelUse(
         device, dtype, dtype, 16, _FEW_ENTRIES if small else 128256,
