@@ -121,6 +121,22 @@ LIMITS = (
         "pagewise_gateway.structured.grammars:MAX_GRAMMAR_CHARACTERS",
     ),
     ("symbols in the rules of a grammar", "each request", "pagewise_gateway.structured.grammars:MAX_GRAMMAR_SYMBOLS"),
+    (
+        "combinations of character classes that a text has to match together, times characters",
+        "each string of a schema, each terminal",
+        "pagewise_gateway.structured.conjunctions:MAX_WORK",
+    ),
+    ("seconds of a processor to compile a grammar", "each request", "pagewise_gateway.structured.checker:SECONDS"),
+    (
+        "bytes of memory of a process that compiles grammars",
+        "each of two of a gateway",
+        "pagewise_gateway.structured.checker:MEMORY_BYTES",
+    ),
+    (
+        "grammars that wait to be compiled",
+        "each API key of a gateway",
+        "pagewise_gateway.structured.grammars:MAX_WAITING_GRAMMARS",
+    ),
     ("characters of a `regex`", "each request", "pagewise_gateway.structured.grammars:MAX_REGEX_CHARACTERS"),
     (
         "optional properties of an object, alternatives of `anyOf`",

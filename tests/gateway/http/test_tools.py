@@ -379,3 +379,16 @@ async def test_schemas_that_a_format_cannot_follow_are_refused(parser: str, choi
         error: Any = answer["error"]
         assert (status, error["param"]) == (400, "tools")
         assert "dependentRequired" in error["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+async def test_parameters_that_take_too_long_to_follow_are_refused(choice: str) -> None:
+    patterns = [{"type": "string", "pattern": f".*a.{{{number}}}b.*"} for number in range(39)]
+    parameters = {"type": "object", "properties": {"a": {"allOf": patterns}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": choice == "auto"}}
+    async with serving(tokenizer=TOKENIZER, enable_auto_tool_choice=True, tool_call_parser="hermes") as server:
+        body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice}
+        status, answer = await server.post("/v1/chat/completions", body)
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, "tools")
+        assert "the parameters of 'f': the patterns and formats that a string has to match together" in error["message"]

@@ -8,6 +8,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     Grammars,
+    Validate,
     check_grammar,
     choice_grammar,
     context_free_grammar,
@@ -139,15 +140,15 @@ def test_texts_that_cannot_be_written_are_no_choices() -> None:
 async def test_grammars_are_made_off_the_loop_and_checked_once() -> None:
     grammars, threads = Grammars(), []
 
-    def make() -> str:
+    def make(_: Validate) -> str:
         threads.append(threading.current_thread().name)
         return regex_grammar("[0-9]+")
 
     first, second = await asyncio.gather(grammars.checked(make, "a"), grammars.checked(make, "b"))
     assert first == second
-    assert set(threads) == {"grammars_0"}
+    assert set(threads) <= {"grammars_0", "grammars_1"}
     with pytest.raises(GrammarError):
-        await grammars.checked(lambda: regex_grammar("("), "a")
+        await grammars.checked(lambda _: regex_grammar("("), "a")
     grammars.close()
     assert await grammars.checked(make, "a") == first
     grammars.close()

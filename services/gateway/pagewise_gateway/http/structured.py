@@ -1,6 +1,5 @@
 """What a request wants its output to match, as a grammar."""
 
-from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ import msgspec
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError, UnsupportedParameterError
 from pagewise_gateway.http.schema import (
     GenerationFields,
     JSONObjectFormat,
@@ -17,8 +16,10 @@ from pagewise_gateway.http.schema import (
     StructuredOutputs,
 )
 from pagewise_gateway.metrics import GrammarKind
-from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.grammars import (
+    Make,
+    Validate,
     choice_grammar,
     context_free_grammar,
     json_object_grammar,
@@ -29,11 +30,11 @@ from pagewise_gateway.structured.grammars import (
 
 
 class Wanted(NamedTuple):
-    """A grammar that a request asks for. ``field``: where it does. ``make``: makes it, or raises ``GrammarError``."""
+    """A grammar that a request asks for. ``field``: where it does. ``make``: makes it."""
 
     kind: GrammarKind
     field: str
-    make: Callable[[], str]
+    make: Make
 
 
 async def request_grammar(service: Service, body: GenerationFields, capacity: Capacity, key: str) -> str:
@@ -64,12 +65,15 @@ async def checked_grammar(service: Service, wanted: Wanted, key: str) -> str:
 
     Raises:
         InvalidRequestError: it cannot be used.
+        OverloadedError: too many of this key wait.
     """
     began = perf_counter()
     try:
         grammar = await service.grammars.checked(wanted.make, key)
     except GrammarError as error:
         raise InvalidRequestError(f"{wanted.field}: {error}", wanted.field) from error
+    except TooManyGrammarsError as error:
+        raise OverloadedError(str(error), wanted.field) from error
     service.metrics.structured_requests(wanted.kind).inc()
     service.metrics.grammar_check_seconds.observe(perf_counter() - began)
     return grammar
@@ -95,12 +99,12 @@ def wanted_grammar(body: GenerationFields) -> Wanted | None:
 def _of_format(given: object) -> Wanted | None:
     match given:
         case JSONObjectFormat():
-            return Wanted("json_object", "response_format", json_object_grammar)
+            return Wanted("json_object", "response_format", lambda _: json_object_grammar())
         case JSONSchemaFormat(json_schema):
             schema = json_schema.schema
-            return Wanted("json", "response_format.json_schema.schema", lambda: json_schema_grammar(schema))
+            return Wanted("json", "response_format.json_schema.schema", lambda _: json_schema_grammar(schema))
         case StructuralTag():
-            return Wanted("structural_tag", "response_format", lambda: _tag_grammar(given))
+            return Wanted("structural_tag", "response_format", lambda _: _tag_grammar(given))
         case _:
             return None
 
@@ -121,10 +125,10 @@ def _of_outputs(outputs: StructuredOutputs) -> Wanted:
         if getattr(outputs, option) and kind not in ("json", "json_object"):
             field = f"structured_outputs.{option}"
             raise InvalidRequestError(f"{field} is only allowed with json and json_object", field)
-    return Wanted(kind, f"structured_outputs.{kind}", lambda: _grammar_of(kind, outputs))
+    return Wanted(kind, f"structured_outputs.{kind}", lambda validate: _grammar_of(kind, outputs, validate))
 
 
-def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs) -> str:
+def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs, validate: Validate) -> str:
     if kind in ("json", "json_object"):
         return json_schema_grammar(
             outputs.json if kind == "json" else {"type": "object"},
@@ -137,7 +141,7 @@ def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs) -> str:
     if kind == "choice":
         return choice_grammar(outputs.choice or ())
     if kind == "grammar":
-        return context_free_grammar(outputs.grammar or "")
+        return context_free_grammar(outputs.grammar or "", validate)
     tag = outputs.structural_tag
     if isinstance(tag, str):
         try:

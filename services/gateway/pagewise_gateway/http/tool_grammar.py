@@ -8,6 +8,7 @@ from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import Wanted, wanted_grammar
 from pagewise_gateway.http.tool_schema import NamedToolChoice
 from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.grammars import Validate
 from pagewise_gateway.structured.schemas import check_schema
 from pagewise_gateway.text.output_parsing import Start
 from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
@@ -39,7 +40,7 @@ def answer_grammar(
         ]
         parallel = parsing.parallel and named is None
 
-        def make() -> str:
+        def make(validate: Validate) -> str:
             for function in functions:
                 if has_to_call or function.strict:
                     _check_parameters(function.name, function.parameters)
@@ -52,7 +53,7 @@ def answer_grammar(
                     start=start,
                     required=has_to_call,
                     parallel=parallel,
-                    answer=answer() if answer is not None else None,
+                    answer=answer(validate) if answer is not None else None,
                 )
             except UnsupportedSchemaError as error:
                 raise GrammarError(str(error)) from error
@@ -61,7 +62,9 @@ def answer_grammar(
     if wanted is None:
         return None
     make_answer = wanted.make
-    return wanted._replace(make=lambda: after_reasoning(make_answer(), parsing.format, special_tokens, start))
+    return wanted._replace(
+        make=lambda validate: after_reasoning(make_answer(validate), parsing.format, special_tokens, start)
+    )
 
 
 def _check_parameters(name: str, parameters: Mapping[str, Any] | None) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -17,18 +17,18 @@ from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.checker import STACK_BYTES, Checker
+from pagewise_gateway.structured.conjunctions import check_terminals
+from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.schemas import MAX_LEVELS, MAX_TEXT, check_schema, without_additional_properties
 from pagewise_gateway.text.turns import Turns
 
 T = TypeVar("T")
 
-_STACK_BYTES = 64 * 1024 * 1024
-"""The library compiles rules recursively, about 8 KiB for each level."""
 _MAX_REASON = 400
 _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
-"""Grammars that are known to be good, and characters of them together."""
+"""Grammars that have been checked and are remembered, and characters of them together."""
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Of a grammar in Lark's form or in GBNF, without the schemas in it. Each state of a lexeme takes as long to make as it
 is long: 5 ms for one of 30,000 characters."""
@@ -40,8 +40,22 @@ _MOST_GBNF_WORK = 8 * 1024 * 1024
 """Rules times characters: the converter looks at all rules once for each link of the longest chain."""
 _EMBEDDED = re.compile(r"%json\s*")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
-_LIMITS = LLParserLimits(verbose_errors=False)
-_FEW_SYMBOLS = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_GRAMMAR_SYMBOLS)
+_ANY_SYMBOLS = 500_000
+_CHECKERS = 2
+MAX_WAITING_GRAMMARS = 4096
+"""Of one API key."""
+
+Validate = Callable[[str, int], str]
+"""Returns what is wrong with a grammar, of which the rules may have so many symbols; an empty text: nothing."""
+Make = Callable[[Validate], str]
+"""Makes a grammar, or raises ``GrammarError``. What takes long in it is done by the other function."""
+
+
+def validate_here(grammar: str, max_symbols: int = _ANY_SYMBOLS) -> str:
+    """Return what is wrong with a grammar, found in this process: it may take any time and memory."""
+    return LLMatcher.validate_grammar(
+        grammar, limits=LLParserLimits(verbose_errors=False, max_grammar_size=max_symbols)
+    )
 
 
 def json_schema_grammar(
@@ -116,7 +130,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark("\n".join(lines))
 
 
-def context_free_grammar(text: str) -> str:
+def context_free_grammar(text: str, validate: Validate = validate_here) -> str:
     """Return a grammar that is written in Lark's form, or in GBNF, which is converted.
 
     Raises:
@@ -138,7 +152,8 @@ def context_free_grammar(text: str) -> str:
         raise GrammarError(f"a grammar may have at most {MAX_LEVELS} rules")
     if len(rest) > MAX_GRAMMAR_CHARACTERS:
         raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_CHARACTERS} characters beside schemas")
-    if flaw := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(rest), limits=_FEW_SYMBOLS):
+    check_terminals(rest)
+    if flaw := validate(LLMatcher.grammar_from_lark(rest), MAX_GRAMMAR_SYMBOLS):
         raise GrammarError(_reason(flaw))
     return lark
 
@@ -167,68 +182,117 @@ def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers:
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-def check_grammar(grammar: str) -> None:
-    """Check a grammar as far as that is possible without a tokenizer. This takes up to 0.2 s, without the GIL.
+def check_grammar(grammar: str, validate: Validate = validate_here) -> None:
+    """Check a grammar as far as that is possible without the model's tokenizer.
 
     Raises:
         GrammarError: it is too large, or makes no sense.
     """
     _check_size(len(grammar.encode()))
-    if flaw := LLMatcher.validate_grammar(grammar, limits=_LIMITS):
+    if flaw := validate(grammar, _ANY_SYMBOLS):
         raise GrammarError(_reason(flaw))
 
 
 class Grammars:
-    """Makes and checks grammars off the event loop, on a thread with a stack that is deep enough."""
+    """Makes grammars on threads, with a stack that is deep enough, and checks them in processes that can be ended.
+
+    A key has one process at a time. So one that asks for expensive grammars delays no other, and of several keys each
+    other one has to wait for one grammar of each.
+    """
 
     def __init__(self) -> None:
-        self._turns = Turns(1)
-        self._thread: ThreadPoolExecutor | None = None
-        self._checked: OrderedDict[str, None] = OrderedDict()
+        self._turns = Turns(_CHECKERS)
+        self._own: dict[str, Turns] = {}
+        self._waiting: Counter[str] = Counter()
+        self._threads: ThreadPoolExecutor | None = None
+        self._checkers: list[Checker] = []
+        self._lock = threading.Lock()
+        self._checked: OrderedDict[str, str] = OrderedDict()
         self._characters = 0
 
-    async def checked(self, make: Callable[[], str], key: str) -> str:
+    async def checked(self, make: Make, key: str) -> str:
         """Return the grammar that ``make`` returns, checked. ``key``: name of the API key for which this is done.
 
         Raises:
             GrammarError: it cannot be used.
+            TooManyGrammarsError: too many of this key wait.
         """
-        await self._turns.take(key)
+        if self._waiting[key] >= MAX_WAITING_GRAMMARS:
+            raise TooManyGrammarsError(f"{MAX_WAITING_GRAMMARS} grammars of this API key wait to be compiled")
+        own = self._own.setdefault(key, Turns(1))
+        self._waiting[key] += 1
+        try:
+            await own.take(key)
+            try:
+                await self._turns.take(key)
+            except BaseException:
+                own.pass_on()
+                raise
+        finally:
+            self._waiting -= Counter((key,))
+
+        def pass_on(_: object = None) -> None:
+            self._turns.pass_on()
+            own.pass_on()
+
         try:
             work = asyncio.get_running_loop().run_in_executor(self._started(), self._make, make)
         except BaseException:
-            self._turns.pass_on()
+            pass_on()
             raise
-        work.add_done_callback(lambda _: self._turns.pass_on())
+        work.add_done_callback(pass_on)  # also if the client leaves, which ends no work
         return await asyncio.shield(work)
 
     def close(self) -> None:
-        """Stop the thread. It is started again if it is needed."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._thread = None
+        """Stop the threads and processes. They are started again if they are needed."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads = None
+        while self._checkers:
+            self._checkers.pop().close()
 
     def _started(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-            default = threading.stack_size(_STACK_BYTES)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_CHECKERS, thread_name_prefix="grammars")
+            self._checkers = [Checker() for _ in range(_CHECKERS)]
+            default = threading.stack_size(STACK_BYTES)
             try:
-                self._thread.submit(int)
+                started = threading.Barrier(_CHECKERS + 1)
+                for _ in range(_CHECKERS):
+                    self._threads.submit(started.wait)
+                started.wait()
             finally:
                 threading.stack_size(default)
-        return self._thread
+        return self._threads
 
-    def _make(self, make: Callable[[], str]) -> str:
-        grammar = make()
-        if grammar in self._checked:
-            self._checked.move_to_end(grammar)
+    def _make(self, make: Make) -> str:
+        with self._lock:
+            checker = self._checkers.pop()  # the last that was used: a second one starts when two are needed
+        try:
+            grammar = make(checker.validate)
+            if (flaw := self._checked.get(grammar)) is None:
+                flaw = self._flaw(grammar, checker)
+            if flaw:
+                raise GrammarError(flaw)
             return grammar
-        check_grammar(grammar)
-        self._checked[grammar] = None
-        self._characters += len(grammar)
-        while len(self._checked) > _MOST_CHECKED or self._characters > _MOST_CHARACTERS:
-            self._characters -= len(self._checked.popitem(last=False)[0])
-        return grammar
+        finally:
+            with self._lock:
+                self._checkers.append(checker)
+
+    def _flaw(self, grammar: str, checker: Checker) -> str:
+        """Check a grammar, and remember what is wrong with it."""
+        try:
+            check_grammar(grammar, checker.validate)
+            flaw = ""
+        except GrammarError as error:
+            flaw = str(error)
+        with self._lock:
+            if grammar not in self._checked:
+                self._checked[grammar] = flaw
+                self._characters += len(grammar)
+            while len(self._checked) > _MOST_CHECKED or self._characters > _MOST_CHARACTERS:
+                self._characters -= len(self._checked.popitem(last=False)[0])
+        return flaw
 
 
 def _sized(schema: Any) -> tuple[Any, int]:

@@ -6,10 +6,12 @@ here, wherever they stand as keywords. Source of what it implements: ``docs/json
 
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
+from functools import partial
 from math import lcm
 from typing import Any
 from urllib.parse import unquote
 
+from pagewise_gateway.structured.conjunctions import check_conjunctions
 from pagewise_gateway.structured.errors import GrammarError
 
 MAX_DEPTH = 64
@@ -80,6 +82,7 @@ def check_schema(schema: Any) -> int:
                 found.add(reference)
                 references.append(reference)
     _check_together(everywhere)
+    check_conjunctions(schema, partial(_target, schema))
     return levels
 
 

@@ -1,0 +1,292 @@
+"""Bounds regular expressions that one text has to match together.
+
+llguidance looks for a text that all of them match. For that it combines each character class that one expression
+allows next with each class of every other one, in one step that no limit of its own interrupts. The product of their
+numbers, and the lengths of the expressions, are the time that this takes: when a grammar is compiled, or in the middle
+of an output, where all rows of an executor wait for it.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pagewise_gateway.structured.errors import GrammarError
+
+MAX_WORK = 200_000
+"""Combinations of character classes, times characters. The worst of a thousand random ones took 0.11 s for a mask."""
+_FORMAT_CLASSES, _FORMAT_CHARACTERS = 8, 256
+"""Classes of a ``format`` that allow one byte (``email`` has seven with digits), and characters of a long one."""
+_MOST_NODES = 20_000
+_MOST_POWER = 18
+"""Twos of which the product is above the limit."""
+_CLASS = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\[a-zA-Z]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
+_FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
+_LARK = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|//[^\n]*'
+    r"|(?P<rule>^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:)|(?P<name>[A-Z_][A-Z0-9_]*)\b|(?P<both>&)",
+    re.MULTILINE,
+)
+_RULE_NAME = re.compile(r"[A-Za-z_]\w*")
+
+_Term = dict[str, Any] | frozenset[int]
+"""A schema, or numbers of nodes of which one has to match."""
+_Place = str | int | None
+"""Where in a value: a property, an item, or (None) any that the schema does not name."""
+
+
+def num_classes(regex: str) -> int:
+    """Return how many classes of a regular expression may contain the same byte, at most: at least 2, one for literal
+    characters and one for the text before and behind a match."""
+    classes = set()
+    nested = 0
+    for found in _CLASS.findall(regex):
+        if found[0] == "\\" and not found[1].isalpha():
+            continue  # a literal character
+        classes.add(found)
+        nested += found.count("[", 1) if found[0] == "[" else 0
+    return 2 + len(classes) + nested + len(_FLAGS.findall(regex))
+
+
+def check_conjunctions(schema: Any, resolve: Callable[[str], Any]) -> None:
+    """Check the patterns and formats that one string has to match together, because schemas are merged.
+
+    ``resolve``: returns the schema to which a ``$ref`` refers.
+
+    Raises:
+        GrammarError: there are too many of them, or too many schemas are merged to find that out.
+    """
+    merged = _Merged(resolve)
+    try:
+        merged.check(schema)
+    except RecursionError:
+        raise GrammarError("too many alternatives refer to each other") from None
+
+
+class Together(NamedTuple):
+    """Expressions that a text has to match together: how many, combinations of their classes, and characters."""
+
+    number: int = 0
+    combinations: int = 1
+    characters: int = 0
+
+    def joined(self, other: "Together") -> "Together":
+        """These and others."""
+        combinations = min(self.combinations * other.combinations, MAX_WORK + 1)
+        return Together(self.number + other.number, combinations, self.characters + other.characters)
+
+    @property
+    def too_much(self) -> bool:
+        """Whether they may take too long. One alone is combined with nothing."""
+        return self.number > 1 and self.combinations * self.characters > MAX_WORK
+
+
+class _Merged:
+    """The schemas that apply to each place of a document. A node is a number: that of schemas which all have to match.
+
+    Nodes are numbered so that those of the same schemas are looked at once. One that is asked for while it is being
+    looked at refers to itself, which adds nothing.
+    """
+
+    def __init__(self, resolve: Callable[[str], Any]) -> None:
+        self._resolve = resolve
+        self._numbers: dict[frozenset[int | frozenset[int]], int] = {}
+        self._terms: list[list[_Term]] = []
+        self._flattened: dict[int, list[_Term]] = {}
+        self._joined: dict[int, Together] = {}
+        self._places: dict[int, dict[_Place, None]] = {}
+        self._children: dict[tuple[int, type, _Place], int] = {}
+        self._nothing = self._node([])
+
+    def check(self, schema: Any) -> None:
+        """As ``check_conjunctions``."""
+        waiting, seen = [self._node([schema])], set()
+        while waiting:
+            if (node := waiting.pop()) in seen:
+                continue
+            seen.add(node)
+            if self._together(node).too_much:
+                raise GrammarError(
+                    "the patterns and formats that a string has to match together are too many, or too long: "
+                    f"combinations of their classes of characters, times characters, may be at most {MAX_WORK}"
+                )
+            waiting += [self._child(node, type(place), place) for place in self._named(node)]
+            waiting += (self._child(node, str, None), self._child(node, int, None))
+
+    def _node(self, terms: Iterable[Any]) -> int:
+        kept = {
+            id(term) if isinstance(term, dict) else term: term for term in terms if isinstance(term, dict | frozenset)
+        }
+        key = frozenset(kept)
+        if key not in self._numbers:
+            if len(self._numbers) == _MOST_NODES:
+                raise GrammarError("too many schemas are merged by allOf, anyOf, oneOf or $ref")
+            self._numbers[key] = len(self._terms)
+            self._terms.append(list(kept.values()))
+        return self._numbers[key]
+
+    def _flat(self, node: int) -> list[_Term]:
+        """All terms of a node, and those that they refer to."""
+        if node in self._flattened:
+            return self._flattened[node]
+        waiting: list[Any] = list(self._terms[node])
+        found: dict[int | frozenset[int], _Term] = {}
+        while waiting:
+            term = waiting.pop()
+            key = id(term) if isinstance(term, dict) else term
+            if not isinstance(term, dict | frozenset) or key in found:
+                continue
+            found[key] = term
+            if isinstance(term, dict):
+                if isinstance(reference := term.get("$ref"), str):
+                    waiting.append(self._resolve(reference))
+                if isinstance(parts := term.get("allOf"), list):
+                    waiting += parts
+                for keyword in ("anyOf", "oneOf"):
+                    if isinstance(parts := term.get(keyword), list):
+                        waiting.append(frozenset(self._node([part]) for part in parts))
+        return self._flattened.setdefault(node, list(found.values()))
+
+    def _together(self, node: int) -> "Together":
+        """Return the expressions that a string has to match."""
+        if node in self._joined:
+            return self._joined[node]
+        self._joined[node] = result = Together()
+        patterns = set()
+        for term in self._flat(node):
+            if isinstance(term, frozenset):
+                branches = [self._together(branch) for branch in term] or [result]
+                result = result.joined(Together(*map(max, zip(*branches, strict=True))))
+                continue
+            if isinstance(pattern := term.get("pattern"), str):
+                patterns.add(pattern)
+            if isinstance(term.get("format"), str):
+                result = result.joined(Together(1, _FORMAT_CLASSES, _FORMAT_CHARACTERS))
+        for pattern in patterns:
+            result = result.joined(Together(1, num_classes(pattern), len(pattern)))
+        self._joined[node] = result
+        return result
+
+    def _named(self, node: int) -> dict[_Place, None]:
+        """The properties and items for which a node has schemas of their own."""
+        if node in self._places:
+            return self._places[node]
+        self._places[node] = {}
+        places: dict[_Place, None] = {}
+        for term in self._flat(node):
+            if isinstance(term, frozenset):
+                for branch in term:
+                    places |= self._named(branch)
+            else:
+                places |= dict.fromkeys(_properties(term))
+                places |= dict.fromkeys(range(len(_prefix(term))))
+        self._places[node] = places
+        return places
+
+    def _child(self, node: int, kind: type, place: _Place) -> int:
+        """Return the node of a property (``kind``: str) or of an item (int)."""
+        key = node, kind, place
+        if key in self._children:
+            return self._children[key]
+        self._children[key] = self._nothing
+        terms: list[Any] = []
+        for term in self._flat(node):
+            if isinstance(term, frozenset):
+                terms += self._either({self._child(branch, kind, place) for branch in term} - {self._nothing})
+            elif kind is str:
+                terms.append(_properties(term).get(place, term.get("additionalProperties")))
+            else:
+                terms.append(_item(term, place))
+        self._children[key] = self._node(terms)
+        return self._children[key]
+
+    def _either(self, branches: set[int]) -> list[_Term]:
+        """Return alternatives as terms. Alternatives in alternatives are alternatives: a recursive schema ends so."""
+        flat: set[int] = set()
+        for branch in branches:
+            terms = self._terms[branch]
+            flat |= terms[0] if len(terms) == 1 and isinstance(terms[0], frozenset) else {branch}
+        if len(flat) == 1:
+            return list(self._terms[flat.pop()])
+        return [frozenset(flat)] if flat else []
+
+
+def _properties(term: dict[str, Any]) -> dict[_Place, Any]:
+    properties = term.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _prefix(term: dict[str, Any]) -> list[Any]:
+    """The schemas of the first items, in the newer form and in the older one."""
+    return next((found for name in ("prefixItems", "items") if isinstance(found := term.get(name), list)), [])
+
+
+def _item(term: dict[str, Any], place: _Place) -> Any:
+    prefix, items = _prefix(term), term.get("items")
+    if isinstance(place, int) and place < len(prefix):
+        return prefix[place]
+    return term.get("additionalItems") if isinstance(items, list) else items
+
+
+def check_terminals(lark: str) -> None:
+    """Check the expressions that a terminal of a grammar in Lark's form joins with ``&``, in others it refers to too.
+
+    Raises:
+        GrammarError: a terminal joins too many.
+    """
+    terminals: dict[str, _Terminal] = {}
+    terminal = terminals.setdefault("", _Terminal())
+    for found in _LARK.finditer(lark):
+        if found["rule"]:
+            name = _RULE_NAME.search(found["rule"])
+            terminal = terminals.setdefault(name[0] if name is not None else "", _Terminal())
+        elif found["regex"]:
+            terminal.classes += num_classes(found["regex"]) - 2
+            terminal.characters += len(found["regex"])
+        elif found["text"]:
+            terminal.characters += len(found["text"])
+        elif found["name"]:
+            terminal.references.append(found["name"])
+        elif found["both"]:
+            terminal.conjunctions += 1
+    if any(terminal.conjunctions for terminal in terminals.values()):
+        try:
+            _check_joined(terminals)
+        except RecursionError:
+            raise GrammarError("terminals refer to each other too deeply") from None
+
+
+@dataclass(slots=True)
+class _Terminal:
+    """The expressions of a terminal or a rule: classes, characters, how often they are joined, other terminals."""
+
+    classes: int = 2
+    characters: int = 0
+    conjunctions: int = 0
+    references: list[str] = field(default_factory=list)
+
+
+def _check_joined(terminals: dict[str, _Terminal]) -> None:
+    totals: dict[str, _Terminal] = {}
+
+    def total(name: str) -> _Terminal:
+        """A terminal with all that it refers to."""
+        if name in totals:
+            return totals[name]
+        own = terminals.get(name, _Terminal())
+        whole = totals[name] = _Terminal()  # one that refers to itself is refused by the library
+        whole.classes, whole.characters, whole.conjunctions = own.classes, own.characters, own.conjunctions
+        for inner in map(total, own.references):
+            whole.classes = min(whole.classes + inner.classes - 2, MAX_WORK)
+            whole.characters = min(whole.characters + inner.characters, MAX_WORK)
+            whole.conjunctions = min(whole.conjunctions + inner.conjunctions, _MOST_POWER)
+        return whole
+
+    for name in terminals:
+        whole = total(name)
+        combinations = whole.classes ** min(whole.conjunctions + 1, _MOST_POWER)
+        if Together(whole.conjunctions + 1, combinations, whole.characters).too_much:
+            raise GrammarError(
+                f"the expressions that {name} joins with & are too many, or too long: combinations of their classes "
+                f"of characters, times characters, may be at most {MAX_WORK}"
+            )
