@@ -121,12 +121,13 @@ PIECES = [
     BODY,
 ]
 
+JSON_POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 NO_HTTP = [
     b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
     b"GET http://[::bad HTTP/1.1\r\nHost: a\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+    JSON_POST + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+    JSON_POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
 ]
 HEADERS = b"X: " + b"y" * 8000 + b"\r\n"
 

@@ -60,6 +60,7 @@ GROUPS = {
         "host",
         "port",
         "reuse_port",
+        "allowed_hosts",
         "ssl_certfile",
         "ssl_keyfile",
         "max_connections",

@@ -132,6 +132,9 @@ class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
     host: Annotated[str, _help("address the HTTP server listens on", "HOST")] = "127.0.0.1"
     port: Annotated[Port, _help("port the HTTP server listens on; 0 takes a free one", "PORT")] = 8000
     reuse_port: Annotated[bool, _help("let several gateways on this host listen on the same port")] = False
+    allowed_hosts: Annotated[
+        str | None, _help("without API keys, names in Host that are answered besides localhost; * allows all", "NAMES")
+    ] = None
     ssl_certfile: Annotated[
         str | None, _help("certificate chain (PEM) for HTTPS; read again when it changes", "FILE")
     ] = None

@@ -25,6 +25,7 @@ from pagewise_shared.config.reading import build_config
 from pagewise_shared.errors import ConfigError
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.raw_connections import http_bytes
 from tests.gateway.server import MODEL, Server, serving
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -159,7 +160,13 @@ async def begun(
     """A request whose body was announced, and of which only ``sent`` has come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
-    lines = [f"POST {COMPLETION} HTTP/1.1", "Host: a", length, *(f"{name}: {text}" for name, text in headers.items())]
+    lines = [
+        f"POST {COMPLETION} HTTP/1.1",
+        "Host: a",
+        "Content-Type: application/json",
+        length,
+        *(f"{name}: {text}" for name, text in headers.items()),
+    ]
     writer.write("\r\n".join([*lines, "", ""]).encode())
     if sent:
         writer.write(b"%x\r\n%b\r\n" % (len(sent), sent) if chunked else sent)
@@ -240,7 +247,7 @@ async def test_the_memory_of_a_body_is_free_while_its_request_runs() -> None:
 )
 async def test_what_was_parsed_is_gone_while_the_request_runs(path: str, body: dict[str, Any]) -> None:
     content = json.dumps({"max_tokens": 1, **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    sent = http_bytes(path, content)
     async with serving(FakeScheduler(paused=True, max_model_len=100_000, vocab_size=100_000)) as server:
         connections = []
         try:
@@ -248,7 +255,7 @@ async def test_what_was_parsed_is_gone_while_the_request_runs(path: str, body: d
                 if number == 1:  # the first one has filled caches
                     tracemalloc.start()
                 connections.append(await asyncio.open_connection("127.0.0.1", server.port))
-                connections[-1][1].write(head + content)
+                connections[-1][1].write(sent)
                 await server.scheduler.until(lambda: len(server.scheduler.submits) == len(connections))
             gc.collect()
             assert tracemalloc.get_traced_memory()[0] < 2 * 100_000

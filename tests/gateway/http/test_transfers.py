@@ -11,6 +11,7 @@ from pagewise_gateway.http.loop_turns import LoopTurns
 
 from tests.gateway.server import Server, serving
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 COMPLETION = "/v1/completions"
 BODY = json.dumps({"prompt": "the fox", "max_tokens": 3}).encode()
 KEYS = {"api_keys": "alice:sk-alice,bob:sk-bob"}
@@ -99,7 +100,7 @@ async def test_chunked_body(size: int) -> None:
     """Chunks may be as small as they like while the body is small."""
     parts = [BODY[start : start + size] for start in range(0, len(BODY), size)]
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with serving() as server:
         answer, _ = await raw(server, head, chunks + b"0\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -107,7 +108,7 @@ async def test_chunked_body(size: int) -> None:
 
 async def test_large_body_in_chunks_of_some_bytes() -> None:
     chunk = b"40\r\n" + b"a" * 64 + b"\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     data = head + b'b\r\n{"prompt":"\r\n' + chunk * 15_000 + b'2\r\n"}\r\n0\r\n\r\n'
     async with serving() as server:
         answer, body = await raw(server, data)
@@ -118,7 +119,7 @@ async def test_large_body_in_chunks_of_some_bytes() -> None:
 @pytest.mark.parametrize("length", [b"Content-Length: 3000000", b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("key", [b"sk-alice", b"none"])
 async def test_a_client_that_sends_everything_first_reads_why_its_body_was_refused(length: bytes, key: bytes) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer " + key + b"\r\n" + length + b"\r\n\r\n"
+    head = POST + b"Authorization: Bearer " + key + b"\r\n" + length + b"\r\n\r\n"
     data = b"a" * 3_000_000
     data = data if length.startswith(b"Content") else b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
     async with serving(**KEYS) as server:
@@ -131,7 +132,7 @@ async def test_a_client_that_sends_everything_first_reads_why_its_body_was_refus
 
 
 async def test_a_refused_body_that_does_not_end_is_left() -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n"
+    head = POST + b"Content-Length: 1000000000\r\n\r\n"
     async with serving(max_body_bytes=100_000) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(head)
@@ -150,7 +151,7 @@ async def test_a_refused_body_that_does_not_end_is_left() -> None:
 async def test_connection_goes_on_after_a_small_body_was_refused() -> None:
     async with serving(**KEYS) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(BODY)
+        head = POST + b"Content-Length: %d\r\n" % len(BODY)
         for key, status in ((b"none", b"401"), (b"sk-alice", b"200")):
             writer.write(head + b"Authorization: Bearer " + key + b"\r\n\r\n")
             await asyncio.sleep(0.1)

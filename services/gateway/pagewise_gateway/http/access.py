@@ -8,6 +8,7 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
+from pagewise_gateway.http.browser_guard import BrowserGuard
 from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT, is_messages
@@ -36,12 +37,13 @@ def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
 
 
 def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
-    """Return the middleware that finds out which client sends a request, and refuses requests without a valid key.
+    """Return the middleware that finds out which client sends a request, and refuses requests without a valid key. If
+    there are no keys, it refuses requests that web pages of other sites make browsers send.
 
     Raises:
-        ConfigError: as in ``make_keyring``.
+        ConfigError: as in ``make_keyring``, or a host that is allowed is none.
     """
-    keyring = make_keyring(config, metrics)
+    keyring, guard = make_keyring(config, metrics), BrowserGuard(config)
     public = _PROBES | _PAGE | ({"/metrics"} if config.public_metrics else set())
 
     @web.middleware
@@ -50,6 +52,8 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         if isinstance(connection, ClientConnection):
             connection.begin(request.content)
         resource = request.match_info.route.resource
+        if keyring is None:
+            guard.check(request)
         if keyring is None or (resource is not None and resource.canonical in public):
             request[CLIENT] = EVERYBODY
             return await handler(request)

@@ -56,12 +56,12 @@ export async function getJson(path, options = {}) {
   return (await request(path, options)).json();
 }
 
-/** A POST of JSON. */
+/** A POST of JSON, which is declared even if there is none: without keys, a server takes no POST without a type. */
 export function post(path, body, options = {}) {
   return request(path, {
     method: "POST",
     body: body === undefined ? undefined : JSON.stringify(body),
-    headers: body === undefined ? {} : { "Content-Type": "application/json" },
+    headers: { "Content-Type": "application/json" },
     ...options,
   });
 }

@@ -15,7 +15,7 @@ from pagewise_gateway.http.console.assets import Assets
 from pagewise_gateway.http.console.block_text import with_text
 from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Feeds
 from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.errors import ForbiddenError, InvalidRequestError, NotFoundError, OverloadedError
+from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError, OverloadedError
 from pagewise_gateway.http.sse import EventWriter
 
 _PAGE = "/console"
@@ -134,8 +134,6 @@ async def block(request: web.Request) -> web.Response:
 async def abort(request: web.Request) -> web.Response:
     """Abort a request, by our id or its client's. Its client gets the finish reason ``abort``."""
     check_operator(request, "aborting a request touches")
-    if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        raise ForbiddenError("requests are aborted from the console's own page only")
     name = request.match_info["request_id"][:_LONGEST_NAME]
     link = request.app[Service.KEY].link
     for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):

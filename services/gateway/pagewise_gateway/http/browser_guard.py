@@ -1,0 +1,92 @@
+"""Keeps web pages of other sites from a server without API keys, which a browser beside it can reach.
+
+A page may send any request that a form could send, though it cannot read the answer (cross-site request forgery). If
+its name leads to this server after it was loaded, it may read the answers too, as its own (DNS rebinding). Browsers say
+where a request comes from, and names that are not expected are refused. With API keys neither is possible, because no
+browser adds a key to a request by itself.
+"""
+
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.errors import ConfigError
+
+from pagewise_gateway.http.errors import ForbiddenError, MediaTypeError
+
+ANY_HOST = "*"
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN = frozenset({"same-origin", "none"})
+_PORTS = {"http": 80, "https": 443}
+
+
+class BrowserGuard:
+    """Checks the requests of a server without API keys."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Read ``--allowed-hosts``. Without it, and if the server does not listen on loopback, all hosts are allowed.
+
+        Raises:
+            ConfigError: an entry is no name of a host.
+        """
+        entries = [entry.strip().lower() for entry in (config.allowed_hosts or "").split(",") if entry.strip()]
+        for entry in entries:
+            if entry != ANY_HOST and _HOST.fullmatch(entry) is None:
+                raise ConfigError(f"--allowed-hosts: {entry!r} is no name of a host; give names without a port")
+        self._any = ANY_HOST in entries or not (entries or _is_loopback(config.host))
+        self._names = {*entries, config.host.lower()}
+
+    def check(self, request: web.Request) -> None:
+        """Check where a request comes from.
+
+        Raises:
+            ForbiddenError: from a page of another site, or for a host that is not allowed.
+            MediaTypeError: it may change something, and has no Content-Type, which pages could leave out.
+        """
+        host = request.headers.get("Host")
+        if host is not None and not self._is_allowed(host):
+            raise ForbiddenError(
+                f"the host {host[:100]!r} is not allowed: this server has no API keys, so it answers to localhost, "
+                "addresses and names without a dot only; start it with --allowed-hosts to allow more, or with API keys"
+            )
+        reads = request.method in _READING
+        site = request.headers.get("Sec-Fetch-Site", "none").lower()
+        if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
+            raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
+        origin = request.headers.get("Origin")
+        if origin is not None and not _is_own(origin, host):
+            raise ForbiddenError(f"a page of {origin[:100]!r} sends this: a server without API keys does not take it")
+        if not reads and "Content-Type" not in request.headers:
+            raise MediaTypeError("the request has no Content-Type: send Content-Type: application/json")
+
+    def _is_allowed(self, host: str) -> bool:
+        found = _HOST.match(host.lower())
+        name = found[0].rstrip(".") if found is not None else ""
+        # Nobody can register a name without a dot, or make a page whose name is an address.
+        return self._any or name in self._names or "." not in name or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_own(origin: str, host: str | None) -> bool:
+    """Whether an Origin is the page of the host that a request is for, over HTTP or HTTPS, which a proxy may end."""
+    try:
+        parts = urlsplit(origin.lower())
+        default = _PORTS[parts.scheme]
+        own = urlsplit(f"//{host}".lower())
+        return host is not None and (parts.hostname, parts.port or default) == (own.hostname, own.port or default)
+    except (KeyError, ValueError):
+        return False
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host.strip("[]")).is_loopback)
