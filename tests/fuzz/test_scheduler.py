@@ -246,7 +246,7 @@ async def check_gateways(stack: Stack) -> None:
     (session,) = stack.gateways
     assert not session.peer.submissions
     assert not session.peer.streams
-    assert not stack.gateways._names
+    assert not stack.gateways.names
     assert len(stack.gateways._bad_frames) <= 10_001
 
 

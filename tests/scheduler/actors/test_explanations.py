@@ -190,7 +190,7 @@ async def test_the_oldest_of_the_busiest_key_are_dropped(tmp_path: Path) -> None
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
         kept = stack.coordinator.explanations = Explanations(
-            lambda: stack.gateways.live_requests, lambda: stack.fleet.engines, most=3
+            stack.gateways.names.newest, lambda: stack.fleet.engines, most=3
         )
         stack.gateways.on_ended = kept.ended
         await (await stack.gateway.submit([1, 2], key="quiet", request_id="quiet")).result()

@@ -104,7 +104,7 @@ async def test_a_request_that_makes_no_sense_is_refused_alone(tmp_path: Path, su
         assert len((await good.result())[0]) == 8
         assert stack.dropped("impossible") == 1
         assert stack.router.waiting.sequences == 0
-        assert not stack.gateways._names
+        assert not stack.gateways.names
 
 
 STREAMS = [(-1, 1), (MAX_STREAM, 1), (0, 0), (0, -5), (0, 2**62), (0, 1), (1, 1), (2**62, 1)]

@@ -150,7 +150,7 @@ async def test_an_abort_frees_the_blocks_of_all_prompts(tmp_path: Path) -> None:
         await stack.all_free()
         assert stack.engines[0].scheduler.requests == []
         assert stack.router.waiting.sequences == 0
-        assert not stack.gateways._names
+        assert not stack.gateways.names
         frames = len(stack.gateway.frames)
         await asyncio.sleep(0.1)
         assert len(stack.gateway.frames) == frames, "nobody reads it: nothing is told"
@@ -247,7 +247,7 @@ async def test_a_gateway_that_dies_takes_its_requests_along_and_nobody_elses(tmp
         assert len((await mine.result())[0]) == 150
         await stack.all_free()
         assert stack.metric("gateways_ready") == 1
-        assert not stack.gateways._names
+        assert not stack.gateways.names
 
 
 async def test_a_gateway_that_falls_silent_is_given_up_and_may_come_back(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ async def test_an_output_that_had_ended_is_not_generated_again(tmp_path: Path) -
         told = sum(len(unpack_int32s(frame.tokens)) for frame in stack.gateway.frames)
         assert told == 13, "nothing that it had already"
         await stack.all_free()
-        assert not stack.gateways._names
+        assert not stack.gateways.names
 
 
 @pytest.mark.parametrize("ending", ["length", "stop"])

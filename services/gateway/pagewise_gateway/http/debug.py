@@ -12,6 +12,7 @@ from aiohttp import web
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError
+from pagewise_gateway.http.parsing import count_request
 
 DEFAULT_LIMIT, MOST = 100, 10_000
 MOST_OF_OWN = 1_000
@@ -31,6 +32,7 @@ async def debug_request(request: web.Request) -> web.Response:
     The last few requests that have ended are known too. A request of somebody else is answered like an unknown one.
     """
     name = request.match_info["request_id"]
+    await count_request(request)
     # An id that a client has chosen may look like the id of one of our responses.
     for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
         with suppress(LookupError):

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import NotFoundError
+from pagewise_gateway.http.parsing import count_request
 
 MOST_DELIVERIES = 4096
 """Requests of which is remembered how long their clients let them wait."""
@@ -51,6 +52,7 @@ async def debug_explain(request: web.Request) -> web.Response:
     The last requests that have ended are known too. A request of another key is answered like an unknown one.
     """
     name = request.match_info["request_id"]
+    await count_request(request)
     link, view = request.app[Service.KEY].link, request[CLIENT].view
     for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
         if len(known_as) > _LONGEST_NAME:

@@ -59,11 +59,7 @@ async def _read_request(request: web.Request, request_type: type[RequestT]) -> t
         MediaTypeError, BodyTooLargeError, BodyTimeoutError: the body cannot be read.
         InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
-    service, client = request.app[Service.KEY], request[CLIENT]
-    intake = request[Intake.KEY] = Intake(
-        client, request[REQUEST_ID], service.body_memory, service.answer_memory, service.answering
-    )
-    await intake.count(service.link)
+    service, client, intake = request.app[Service.KEY], request[CLIENT], await count_request(request)
     body = await _read(request, intake)
     if len(body) <= _SMALL_BODY_BYTES:
         small = await service.turns.call(client.name, lambda: parse_request(body, request_type))
@@ -87,6 +83,21 @@ async def _settle_adapter(service: Service, body: Struct) -> None:
     name, limits = getattr(body, "model", None), service.limits
     if name is not None and limits.max_lora_rank and name != limits.model_name:
         await limits.adapters.settle(name)
+
+
+async def count_request(request: web.Request) -> Intake:
+    """Count a request against the limits of its API key, until it is answered. Returns what is held for it.
+
+    Raises:
+        GenerationError: the API key is over one of its limits.
+        OverloadedError: the key has too many answers that are not read yet.
+    """
+    service = request.app[Service.KEY]
+    intake = request[Intake.KEY] = Intake(
+        request[CLIENT], request[REQUEST_ID], service.body_memory, service.answer_memory, service.answering
+    )
+    await intake.count(service.link)
+    return intake
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:

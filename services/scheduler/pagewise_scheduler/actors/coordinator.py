@@ -93,7 +93,7 @@ class Coordinator:
         self._console = Console(
             metrics.model_name, self.fleet, self.router, self.gateways, shows_text=config.console_shows_text
         )
-        self.explanations = Explanations(lambda: self.gateways.live_requests, lambda: self.fleet.engines)
+        self.explanations = Explanations(self.gateways.names.newest, lambda: self.fleet.engines)
         self.gateways.on_ended = self.explanations.ended
         self._gauges = Gauges(self.router, metrics)
         status = Path(config.service_status) if config.service_status else None
@@ -237,4 +237,4 @@ class Coordinator:
             self._report_memory_events()
         if query.kind == "request" and query.detail == "explain":
             return self.explanations.answer(query)
-        return answer(query, self.fleet.engines, self.router.unplaced, self.metrics, self._console)
+        return answer(query, self.fleet.engines, self.gateways.names, self.metrics, self._console)

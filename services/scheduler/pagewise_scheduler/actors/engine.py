@@ -14,7 +14,7 @@ from pagewise_scheduler.actors.executor_link import GONE, ExecutorLink
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
-from pagewise_scheduler.actors.recent_requests import RecentRequests, newest_called
+from pagewise_scheduler.actors.recent_requests import RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import memory_report, request_report
 from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport
@@ -369,15 +369,10 @@ class Engine:
         """What the executor's KV memory holds, lists cut to ``limit``."""
         return memory_report(self.executor_id, self.scheduler, clock(), limit)
 
-    def request_reports(self, name: str, key: str, limit: int) -> list[RequestReport]:
-        """What requests of this name hold, or held when they ended: the newest that has not, and the newest of the
-        last that have.
+    def runs(self, request: Request) -> bool:
+        """Whether a request that has not ended is here, running or waiting."""
+        return (live := self._live.get(request.request_id)) is not None and live.request is request
 
-        ``name``: our id, or the client's own. ``key``: the API key that they belong to; "": any. Looking for a request
-        of another key takes as long as looking for one that nobody knows, because every request is looked at.
-        """
-        now = clock()
-        newest = newest_called((live.request for live in self._live.values()), name, key)
-        reports = [] if newest is None else [request_report(newest, self.scheduler, now, limit)]
-        ended = self.recent.newest_called(name, key, now)
-        return reports if ended is None else [*reports, ended]
+    def request_report(self, request: Request, limit: int) -> RequestReport:
+        """What a request holds that is here, lists cut to ``limit``."""
+        return request_report(request, self.scheduler, clock(), limit)

@@ -15,9 +15,10 @@ from pagewise_shared.protocol import Query
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.actors.recent_requests import is_called, newest_called
+from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.requests.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +35,19 @@ class _Ended(NamedTuple):
     request_id: str
     client_request_id: str
     key: str
-    arrived: float
     packed: bytes
 
 
 class Explanations:
     """Keeps at most ``most`` explanations; beyond that, the oldest of the key that has the most go first.
 
-    ``live``: the requests that have not ended. ``engines``: all that there are now.
+    ``live``: finds the newest request that has not ended by its name and key, as ``RequestNames.newest``. ``engines``:
+    all that there are now.
     """
 
     def __init__(
         self,
-        live: Callable[[], Iterable[LiveRequest]],
+        live: Callable[[str, str], Request | None],
         engines: Callable[[], Iterable[Engine]],
         most: int = MOST_EXPLANATIONS,
     ) -> None:
@@ -56,6 +57,7 @@ class Explanations:
         self._most = most
         self._of_keys: dict[str, OrderedDict[str, _Ended]] = {}
         self._sizes: Counter[str] = Counter()
+        self._names: RequestNames[_Ended] = RequestNames()
 
     def __len__(self) -> int:
         return self._sizes.total()
@@ -79,13 +81,15 @@ class Explanations:
         if kept.pop(request.request_id, None) is None:
             self._sizes[request.key] += 1
         name, theirs = request.request_id, request.client_request_id
-        kept[name] = _Ended(name, theirs, request.key, told.arrived, _encode(told))
+        kept[name] = _Ended(name, theirs, request.key, _encode(told))
+        self._names.add(kept[name], told.arrived)
         if len(self) > self._most:
             self._drop_one()
 
     def _drop_one(self) -> None:
         key, _ = self._sizes.most_common(1)[0]
-        self._of_keys[key].popitem(last=False)
+        _, dropped = self._of_keys[key].popitem(last=False)
+        self._names.remove(dropped)
         self._sizes[key] -= 1
         if not self._sizes[key]:
             del self._sizes[key], self._of_keys[key]
@@ -104,10 +108,8 @@ class Explanations:
     def _find(self, name: str, key: str) -> Explanation | None:
         """The newest request that is called so, by our own id before any that a client has given."""
         now = clock()
-        newest = newest_called((one.request for one in self._live()), name, key)
+        newest, ended = self._live(name, key), self._names.newest(name, key)
         found = [] if newest is None else [explain(newest, now, time.time() - now)]
-        # All are looked at, whosever they are: how long this takes tells nobody which ids others have.
-        ended = [one for kept in self._of_keys.values() for one in kept.values() if is_called(one, name, key)]
-        if ended:
-            found.append(_decode(min(ended, key=lambda one: (one.request_id != name, -one.arrived)).packed))
+        if ended is not None:
+            found.append(_decode(ended.packed))
         return min(found, key=lambda one: (one.request_id != name, -one.arrived), default=None)

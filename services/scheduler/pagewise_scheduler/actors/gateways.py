@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -35,6 +35,7 @@ from pagewise_scheduler.actors.key_limits import KeyUsages
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.recent_requests import newest_called
+from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.actors.router import Capacity, Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, spoken_version, text_flaw
@@ -131,16 +132,11 @@ class Gateways(Sessions[Gateway]):
         self._on_traced = on_traced
         self._end_any = end_any
         self._usages = KeyUsages(metrics)
-        self._names: set[str] = set()
+        self.names: RequestNames[Request] = RequestNames()
         self._told = Capacity()
         self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.on_ended: Callable[[LiveRequest], None] = lambda live: None
-
-    @property
-    def live_requests(self) -> Iterator[LiveRequest]:
-        """The requests of all gateways, one for each output that may still come."""
-        return (live for session in self for live in session.peer.streams.values())
 
     def flush(self) -> None:
         """Tell every gateway what is new, in one frame each."""
@@ -306,7 +302,7 @@ class Gateways(Sessions[Gateway]):
     def _unique(self, submit: Submit) -> str:
         """The name of a request, made unique among those that live: gateways do not know each other's."""
         name, number = submit.request_id, 1
-        while any(each in self._names for each in names_of(name, len(submit.prompts))):
+        while any(each in self.names for each in names_of(name, len(submit.prompts))):
             number += 1
             name = f"{submit.request_id}~{number}"
         return name
@@ -333,7 +329,7 @@ class Gateways(Sessions[Gateway]):
             request.timeline.resumed = now if submit.resumed else None
             submission.prompts.append(live)
             submission.running += 1
-            self._names.add(request.request_id)
+            self.names.add(request, request.arrival_time)
             gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + submit.n), live))
         for live in list(submission.prompts):
             self._settle(live, now)
@@ -373,7 +369,7 @@ class Gateways(Sessions[Gateway]):
     def _prompt_ended(self, gateway: Gateway, submission: Submission, live: LiveRequest) -> None:
         if live.traceparent and self._on_traced is not None:
             self._on_traced(live, clock())
-        self._names.discard(live.request.request_id)
+        self.names.remove(live.request)
         self.on_ended(live)
         for stream in range(live.stream, live.stream + live.request.n):
             gateway.streams.pop(stream, None)

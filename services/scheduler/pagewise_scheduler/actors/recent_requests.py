@@ -3,10 +3,11 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
+from pagewise_scheduler.actors.request_names import Named, RequestNames
 from pagewise_scheduler.core.memory_reports import RequestReport, later
 from pagewise_scheduler.core.requests.request import Request
 
@@ -45,6 +46,7 @@ class RecentRequests:
         self._most = most
         self._of_keys: dict[str, OrderedDict[str, EndedRequest]] = {}
         self._sequences: Counter[str] = Counter()
+        self._names: RequestNames[EndedRequest] = RequestNames()
 
     def add(self, report: RequestReport, now: float) -> None:
         """Keep a report that was made at ``now``, in seconds of ``clock``."""
@@ -53,6 +55,7 @@ class RecentRequests:
             self._drop(key, name)
         ended = EndedRequest(name, report.client_request_id, key, size, now, _encode(report))
         self._of_keys.setdefault(key, OrderedDict())[name] = ended
+        self._names.add(ended, now - report.arrived_seconds_ago)
         self._sequences[key] += size
         while self._sequences.total() > self._most:
             widest, _ = self._sequences.most_common(1)[0]
@@ -62,7 +65,9 @@ class RecentRequests:
             self._drop(widest, oldest.request_id)
 
     def _drop(self, key: str, request_id: str) -> None:
-        self._sequences[key] -= self._of_keys[key].pop(request_id).num_sequences
+        dropped = self._of_keys[key].pop(request_id)
+        self._names.remove(dropped)
+        self._sequences[key] -= dropped.num_sequences
         if not self._of_keys[key]:
             del self._of_keys[key], self._sequences[key]
 
@@ -78,27 +83,8 @@ class RecentRequests:
 
     def newest_called(self, name: str, key: str, now: float) -> RequestReport | None:
         """The report of the newest request that ``is_called`` so, as of ``now``; None: there is none."""
-        ended = [later(one.report, now - one.time) for one in self if is_called(one, name, key)]
-        return min(ended, key=lambda one: (one.request_id != name, one.arrived_seconds_ago), default=None)
-
-
-class Named(Protocol):
-    """What has the names of a request."""
-
-    @property
-    def request_id(self) -> str:
-        """Our own id."""
-        ...
-
-    @property
-    def client_request_id(self) -> str:
-        """Its client's."""
-        ...
-
-    @property
-    def key(self) -> str:
-        """The name of its API key."""
-        ...
+        ended = self._names.newest(name, key)
+        return None if ended is None else later(ended.report, now - ended.time)
 
 
 def is_called(request: Named, name: str, key: str) -> bool:
