@@ -7,11 +7,13 @@ from threading import Event
 
 import numpy as np
 import pytest
+import tokenizers
 
 pytest.importorskip("llguidance")
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.structured.grammars import Grammars
 from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     choice_grammar,
     context_free_grammar,
@@ -139,4 +141,31 @@ def test_a_grammar_may_not_make_others_wait_for_long(model_path: Path) -> None:
                 break
         assert failed == fails, text[:60]
         assert not failed or "Too many items" in matcher.get_error()
+    grammars.close()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_most_patterns_that_gateways_take_do_not_hold_up_steps(model_path: Path, hidden: bool) -> None:
+    """``hidden``: behind what the output has to begin with, so that only later masks have to join them."""
+    before = "^(y|z{9}" if hidden else "^("
+    taken: list[str] = []
+    for number in range(2, 40):
+        patterns = [{"type": "string", "pattern": f"{before}.*a.{{{n}}}b.*)$"} for n in range(number)]
+        try:
+            taken.append(json_schema_grammar({"allOf": patterns}))
+        except GrammarError:
+            break
+    assert 1 <= len(taken) < 10
+    grammars = Grammars(load_tokenizer(model_path, VOCAB_SIZE), 1)
+    backend = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
+    for grammar in taken:
+        grammars.prepare(grammar).result(30)
+        matcher = grammars.matcher(grammar)
+        for character in '"' + "z" * 9 * hidden + "a" * 30:
+            began = time.thread_time()
+            grammars.masks([matcher])
+            assert time.thread_time() - began < 0.5
+            (token,) = backend.encode(character, add_special_tokens=False).ids
+            if not matcher.consume_token(token):
+                break
     grammars.close()
