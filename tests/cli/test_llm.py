@@ -219,7 +219,9 @@ def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not() -> None:
 def test_the_example_runs() -> None:
     example = Path(__file__).parents[2] / "examples" / "python" / "batch.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    # Beside other work, an executor warns that it could not measure what steps cost.
+    errors = [line for line in done.stderr.splitlines() if "costs of steps are not to be trusted" not in line]
+    assert (done.returncode, errors) == (0, [])
     assert "'def read(self' -> " in done.stdout
 
 
