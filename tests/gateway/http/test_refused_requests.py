@@ -39,11 +39,13 @@ async def refused(server: Server, data: bytes) -> None:
     "data",
     [
         b"GET /nowhere HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
-        b"POST /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 100000\r\n\r\n" + TAIL,
+        b"POST /version HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: a/b\r\nContent-Length: 100000\r\n\r\n"
+        + TAIL,
         b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n" + TAIL,
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Encoding: gzip\r\nContent-Length: 100000\r\n\r\n" + TAIL,
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000,
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"1\r\n \r\n" * 20_000,
     ],
     ids=["no such path", "method", "no HTTP", "no gzip", "small chunks"],
 )
