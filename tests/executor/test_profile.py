@@ -16,7 +16,7 @@ LARGEST, ROOM = 2048, 8192
 
 def exact(start: int, count: int) -> float:
     """A step whose costs are just those."""
-    return STEP + TOKEN * count + start * (CONTEXT + ATTENTION * count)
+    return STEP + TOKEN * count + start * CONTEXT + ATTENTION * count * (start + count / 2)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,9 @@ def test_a_slow_machine_is_profiled_by_small_steps() -> None:
 
 
 def test_a_short_pool_is_profiled_without_context(caplog: pytest.LogCaptureFixture) -> None:
-    assert measure_steps(exact, 128, 128) == pytest.approx((STEP, TOKEN, 0.0, 0.0))
+    found = measure_steps(exact, 128, 128)
+    assert (found.attention, found.context) == (0.0, 0.0)
+    assert [found.step + found.token * count for count in (16, 128)] == pytest.approx([exact(0, 16), exact(0, 128)])
     assert measure_steps(exact, 1, 1) == (0.0, exact(0, 1), 0.0, 0.0)
     assert not caplog.text
 
@@ -141,7 +143,7 @@ def test_tokens_on_a_gpu_cost_something_though_small_steps_only_cost_launches(la
     launches = 15_000.0
 
     def on_gpu(start: int, count: int) -> float:
-        return max(launches, 2_000.0 + 33.0 * count + start * 1e-3 * count)
+        return max(launches, 2_000.0 + 33.0 * count + 1e-3 * count * (start + count / 2))
 
     costs = measure_steps(on_gpu, largest, room, GPU_SIZES)
     assert costs.token == pytest.approx(33.0, rel=0.05)

@@ -12,6 +12,7 @@ import transformers
 from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv import host_tier
+from pagewise_executor.kv.host_copies import Job
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
@@ -64,8 +65,8 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     expected = reference(model, [*prompts, prompts[0]], [8] * 4, "cpu")
     store = host._store
 
-    def store_badly(job: host_tier._Job, stream: object) -> None:
-        store(job, stream)  # type: ignore[arg-type]
+    def store_badly(job: Job, asked: CopyJob, stream: torch.cuda.Stream | None) -> None:
+        store(job, asked, stream)
         for slot in job.pairs[::3, 1].tolist():
             host.memory.slot(slot)[0] ^= 1
 
@@ -89,7 +90,7 @@ def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
         target[0] ^= 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_tier, "_copy", copy_badly)
+        patch.setattr(host_tier, "copy_rows", copy_badly)
         host.begin(CopyJob(0, 1, DEVICE, HOST, pairs, names=[None]))
         assert done.get(timeout=10).bad == b""
     host.begin(CopyJob(0, 2, HOST, DEVICE, pairs[:, ::-1]))

@@ -32,6 +32,7 @@ from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
 from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.peers import MakePeers, Peers
@@ -91,7 +92,7 @@ class ModelRunner:
             most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
         self._longest = loaded.max_model_len
-        self._threads = StepThreads(threads if self._device.type == "cpu" else 1)
+        self._threads, self._issuing = StepThreads(threads if self._device.type == "cpu" else 1), Issuing()
         self._upload = Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
@@ -114,7 +115,7 @@ class ModelRunner:
         # weights, so the time when the weights were changed counts too.
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
-        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks)
+        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks, self._issuing)
         lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
         store = BlockStore(self._pool, self._tiers)
         self._storages = make_storages(
@@ -206,7 +207,7 @@ class ModelRunner:
             return tiers
         sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
         self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
-        return [measure_tier(self, number, tier) for number, tier in self._tiers.items()]
+        return [measure_tier(self, number, tier, beside=sizes is GPU_SIZES) for number, tier in self._tiers.items()]
 
     def report_copies(self, report: Report) -> None:
         """See ``Runner``."""
@@ -305,42 +306,41 @@ class ModelRunner:
         began = time.perf_counter()
         start = record_event(self._device)
         batch, sampler = self._batch, self._sampler
-        work = batch.apply(plan)
-        if self._adapters is not None:
-            self._adapters.check(batch.adapters[work.joined].tolist())
-        self._engine.update_block_tables(work)  # needed in steps that compute nothing, too
-        for row in work.left:
-            sampler.leave(row)
-        for row in work.joined:
-            held = batch.sequences[row]
-            sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-        if self._ranks.first:  # which samples, and knows what that depends on
-            for draft in work.drafts:
-                sampler.check_draftable(draft.row)
-        self._accepted(plan)
-        self._copier.begin(plan.epoch, plan.step, work.copies)
-        # After the copies, which report what leaves the device by its block hash.
-        self._block_hashes.discard_overwritten(batch, work.changed_tables)
-        self._mover.move(work.moves, batch)
-        tokens = torch.zeros(0, dtype=torch.int64)
-        logprobs: LogprobsTensors | None = None
-        prompts: list[tuple[int, LogprobsTensors]] = []
-        if self._graphs is not None and len(work.decoding) and not work.chunks:
-            tokens, logprobs = self._decode(self._graphs, work)
-        elif len(work.decoding) or work.chunks:
-            with self._threads.step(work.num_tokens):
-                logits, at, prompts = self._forward(work)
-                if work.sampled_rows:
-                    tokens, logprobs = self._sample(work, logits, at)
-        rows = [batch.sequences[row] for row in work.sampled_rows]
-        kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
-        batch.advance(work)
-        if start is not None:
+        with self._issuing.step():
+            work = batch.apply(plan)
+            if self._adapters is not None:
+                self._adapters.check(batch.adapters[work.joined].tolist())
+            self._engine.update_block_tables(work)  # needed in steps that compute nothing, too
+            for row in work.left:
+                sampler.leave(row)
+            for row in work.joined:
+                held = batch.sequences[row]
+                sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+            if self._ranks.first:  # which samples, and knows what that depends on
+                for draft in work.drafts:
+                    sampler.check_draftable(draft.row)
+            self._accepted(plan)
+            self._copier.begin(plan.epoch, plan.step, work.copies)
+            # After the copies, which report what leaves the device by its block hash.
+            self._block_hashes.discard_overwritten(batch, work.changed_tables)
+            self._mover.move(work.moves, batch)
+            tokens = torch.zeros(0, dtype=torch.int64)
+            logprobs: LogprobsTensors | None = None
+            prompts: list[tuple[int, LogprobsTensors]] = []
+            if self._graphs is not None and len(work.decoding) and not work.chunks:
+                tokens, logprobs = self._decode(self._graphs, work)
+            elif len(work.decoding) or work.chunks:
+                with self._threads.step(work.num_tokens):
+                    logits, at, prompts = self._forward(work)
+                    if work.sampled_rows:
+                        tokens, logprobs = self._sample(work, logits, at)
+            rows = [batch.sequences[row] for row in work.sampled_rows]
+            kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
+            batch.advance(work)
             tokens = to_host(tokens)
-        done = record_event(self._device)
-        events = (start, done) if start is not None and done is not None else None
-        seconds = time.perf_counter() - began
-        return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
+            done, seconds = record_event(self._device), time.perf_counter() - began
+            events = (start, done) if start is not None and done is not None else None
+            return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
 
     def _accepted(self, plan: StepPlan) -> None:
         """Called with every plan once it has been found to be right, before anything is done for it."""

@@ -43,8 +43,10 @@ _TOLERANCE = 0.1
 _LEAST_TOKEN = 0.02
 """The least share of the time of the largest chunk that its tokens take together: the rest is the step's."""
 _COPY_TIMEOUT = 60
-_MOST_COPIED = 64
-"""Blocks of the longest list of copies that is tried."""
+_MOST_COPIED = 256
+"""Blocks of the longest list of copies that is tried: as many as a scheduler asks for at once."""
+_TOKENS_BESIDE = 512
+"""Tokens of the steps that run on a GPU while copies are timed, as they do when sequences recover."""
 
 Timer = Callable[[int, int], float]
 """Times a step that computes ``count`` tokens after ``start`` others: (start, count) to microseconds."""
@@ -115,11 +117,11 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     return MeasuredCosts(*steps)
 
 
-def measure_tier(runner: Runner, number: int, tier: Tier) -> LowerTier:
+def measure_tier(runner: Runner, number: int, tier: Tier, *, beside: bool = False) -> LowerTier:
     """Time copies between a tier and the device. The runner must be reset afterwards.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
-    from another process.
+    from another process. ``beside``: steps run meanwhile, if the pool has room for them.
 
     Raises:
         ModelError: copies fail, or take forever.
@@ -127,9 +129,10 @@ def measure_tier(runner: Runner, number: int, tier: Tier) -> LowerTier:
     began = time.perf_counter()
     named = tier.names()
     unnamed = [block for block in range(tier.num_blocks) if block not in named][:_MOST_COPIED]
-    store, stored = _measure_copies(tier, DEVICE, number, runner, unnamed) if unnamed else (None, 0)
+    step = _prefill_again(runner) if beside else None
+    store, stored = _measure_copies(tier, DEVICE, number, runner, unnamed, step) if unnamed else (None, 0)
     # What was just stored can be loaded, and what another process has left.
-    load, _ = _measure_copies(tier, number, DEVICE, runner, [*unnamed[:stored], *named])
+    load, _ = _measure_copies(tier, number, DEVICE, runner, [*unnamed[:stored], *named], step)
     # If no block may be written over, a store is taken to cost what a load costs.
     measured = LowerTier(number, tier.num_blocks, *load, *(store or load))
     log.info(
@@ -171,7 +174,9 @@ def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZE
     per_few = max(0.0, far_few.time - few.time) / context
     per_many = max(0.0, far_many.time - many.time) / context
     attention = max(0.0, (per_many - per_few) / (large - small))
-    step, token = _chunk_line(one.time, few.time, many.time, small, large)
+    # The tokens of a chunk attend to each other, too.
+    own_few, own_many = (attention * size * size / 2 for size in (small, large))
+    step, token = _chunk_line(one.time, few.time - own_few, many.time - own_many, small, large)
     return StepCosts(step, token, attention, max(0.0, per_few - attention * small))
 
 
@@ -289,11 +294,37 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
     return (time.perf_counter() - began) * 1e6
 
 
+def _prefill_again(runner: Runner) -> Callable[[], object] | None:
+    """Return what runs a step of one chunk, as often as it is called, in the last blocks of the device; None: with the
+    blocks that are copied there are too few."""
+    info = runner.info
+    count = min(_TOKENS_BESIDE, info.max_model_len, info.max_num_batched_tokens or _TOKENS_BESIDE)
+    number = -(-count // info.block_size)
+    if info.num_blocks < _MOST_COPIED + number:
+        return None
+    runner.reset(Welcome(0, 1, count, keeps_blocks=True))
+    blocks = np.arange(info.num_blocks - number, info.num_blocks, dtype=np.int32).tobytes()
+    new = NewSequence(0, pack_int32s([1] * count), count, 0, blocks, SamplingParams(temperature=0.0))
+    left: tuple[int, ...] = ()
+
+    def step() -> None:
+        nonlocal left
+        runner.execute(StepPlan(epoch=0, step=1, left=left, joined=(new,), chunks=((0, count),))).result()
+        left = (0,)
+
+    return step
+
+
 def _measure_copies(
-    tier: Tier, source: int, target: int, runner: Runner, blocks: Sequence[int]
+    tier: Tier,
+    source: int,
+    target: int,
+    runner: Runner,
+    blocks: Sequence[int],
+    step: Callable[[], object] | None = None,
 ) -> tuple[tuple[float, float], int]:
     """Return the microseconds of a list of copies between ``blocks`` of a tier and the first blocks of the device, and
-    of each block in it; and how many of the blocks were copied."""
+    of each block in it; and how many of the blocks were copied. ``step``: called while copies are under way."""
     name = tier_name(max(source, target))
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     tier.report = done.put
@@ -302,6 +333,9 @@ def _measure_copies(
         pairs = np.stack([np.arange(count), blocks[:count]], axis=1).astype(np.int32)
         pairs = pairs if source == DEVICE else pairs[:, ::-1]
         tier.begin(CopyJob(0, 1, source, target, pairs, names=[None] * count))
+        until = time.perf_counter() + _COPY_TIMEOUT
+        while step is not None and done.empty() and time.perf_counter() < until:
+            step()
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
         except queue.Empty:

@@ -33,13 +33,19 @@ _RECORD = np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", 32)])
 
 
 class HostMemory(Protocol):
-    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: the memory survives the process."""
+    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: the memory survives the process.
+    ``blocks_per_piece``: the memory is pinned in pieces of so many blocks."""
 
     num_blocks: int
     outlives: bool
+    blocks_per_piece: int
 
     def slot(self, block: int) -> Raw:
         """Return the memory of a block: uint8 [bytes_per_block]."""
+        ...
+
+    def rows(self, first: int, count: int) -> Raw:
+        """Return the memory of blocks that follow each other in one piece: uint8 [count, bytes_per_block]."""
         ...
 
     def void(self, block: int) -> None:
@@ -82,17 +88,24 @@ class AnonymousMemory:
 
     def __init__(self, num_blocks: int, bytes_per_block: int, cuda: bool) -> None:
         self.num_blocks = num_blocks
-        self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
+        self.blocks_per_piece = _blocks_per_piece(bytes_per_block)
         pieces = [
-            torch.empty(min(self._per_piece, num_blocks - start), bytes_per_block, dtype=torch.uint8, pin_memory=cuda)
-            for start in range(0, num_blocks, self._per_piece)
+            torch.empty(
+                min(self.blocks_per_piece, num_blocks - start), bytes_per_block, dtype=torch.uint8, pin_memory=cuda
+            )
+            for start in range(0, num_blocks, self.blocks_per_piece)
         ]
         self._pieces: list[Raw] = pieces if cuda else [piece.numpy() for piece in pieces]
         self._known: dict[int, tuple[BlockHash | None, int]] = {}
 
     def slot(self, block: int) -> Raw:
         """See ``HostMemory``."""
-        return self._pieces[block // self._per_piece][block % self._per_piece]
+        return self._pieces[block // self.blocks_per_piece][block % self.blocks_per_piece]
+
+    def rows(self, first: int, count: int) -> Raw:
+        """See ``HostMemory``."""
+        start = first % self.blocks_per_piece
+        return self._pieces[first // self.blocks_per_piece][start : start + count]
 
     def void(self, block: int) -> None:
         """See ``HostMemory``."""
@@ -146,6 +159,7 @@ class NamedMemory:
         self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool, number: int = 0
     ) -> None:
         self.num_blocks = num_blocks
+        self.blocks_per_piece = _blocks_per_piece(bytes_per_block)
         kind = hashlib.sha256(f"1 {content} {num_blocks} {bytes_per_block}".encode()).hexdigest()[:16]
         records = -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE
         size = records + num_blocks * bytes_per_block
@@ -169,6 +183,10 @@ class NamedMemory:
     def slot(self, block: int) -> Raw:
         """See ``HostMemory``."""
         return self._blocks[block] if self._pinned is None else self._pinned[block]
+
+    def rows(self, first: int, count: int) -> Raw:
+        """See ``HostMemory``."""
+        return (self._blocks if self._pinned is None else self._pinned)[first : first + count]
 
     def void(self, block: int) -> None:
         """See ``HostMemory``."""
@@ -209,6 +227,10 @@ class NamedMemory:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._file.close()
+
+
+def _blocks_per_piece(bytes_per_block: int) -> int:
+    return max(1, _PIECE_BYTES // bytes_per_block)
 
 
 def _prefix() -> str:
@@ -315,7 +337,7 @@ def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
     Raises:
         OSError: the driver refuses; then nothing stays pinned.
     """
-    per_piece = max(1, _PIECE_BYTES // blocks.shape[1])
+    per_piece = _blocks_per_piece(blocks.shape[1])
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pieces = [blocks[start : start + per_piece] for start in range(0, len(blocks), per_piece)]
     for number, piece in enumerate(pieces):

@@ -1,19 +1,23 @@
 """The host tier of an executor, and the copies between it and the device.
 
-Each direction has a thread of its own, so copies run while steps and copies of the other direction run. What a step
-stores is read from the device before anything else of the step is issued; the rest of a store may take its time. What a
-step loads is written after its copies inside the device, which may read the same blocks, and after earlier stores.
+Each direction has a thread of its own, and on a GPU streams of its own, so copies run while steps and copies of the
+other direction run. No copy waits for a step in flight, and no step waits for the link:
+
+- What is stored was computed by steps that have come back. Small kernels on a stream of their own read it into staging
+  memory at once, and what the step overwrites waits for these kernels alone.
+- What is loaded goes into blocks that no step in flight touches: the scheduler hands no others out. It waits for the
+  copies that read these blocks before, which are stores and copies inside the device, and for stores of its own source
+  blocks. The copies of a list are issued to the device ahead, so the thread needs the interpreter no more until the
+  last of them has arrived; and while a step is issued, no thread that copies takes the interpreter from it.
 """
 
-import concurrent.futures
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as ReadOnlyList
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,58 +25,31 @@ import torch
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
-from pagewise_shared.logs import about
-from pagewise_shared.protocol import HOST, Copied, StepError
+from pagewise_shared.protocol import HOST, Copied
 
 from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.kv.checksum import checksum
+from pagewise_executor.kv.host_copies import URGENT, Done, HostCopies, Job, barrier, checksum_of, copy_rows, record
+from pagewise_executor.kv.host_loads import LOADING_BYTES, HostLoads
 from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
+from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
 
 log = logging.getLogger(__name__)
 
-Direction = Literal["store", "load"]
-
 _STAGING_PIECE, _STAGING_PIECES = 64 * 2**20, 8
 """The bytes of one staging buffer on a GPU, and the number of buffers for stores. A step waits if all are in use."""
-STAGING_BYTES = _STAGING_PIECE * (_STAGING_PIECES + 1)
-"""The device memory that a host tier takes: the buffers for stores, and one for loads."""
-
-
-@dataclass(slots=True)
-class _Staging:
-    """A staging buffer in device memory for stores. ``copied``: the event after which its content is on the host."""
-
-    memory: Raw
-    copied: "torch.cuda.Event | None" = None
-
-
-@dataclass(slots=True)
-class _Job:
-    """A list of copies, or a part of it (``pairs``), of which only the ``last`` is reported.
-
-    ``copies``: None for a barrier. ``staged`` [n, block bytes]: what a store has read from the device. ``names`` [n]:
-    the block hashes, as far as they are known. ``staging``: the buffer to be given back afterwards.
-    """
-
-    copies: CopyJob | None
-    pairs: Pairs
-    staged: Raw = None
-    staging: _Staging | None = None
-    names: list[BlockHash | None] = field(default_factory=list)
-    last: bool = True
-    after: "concurrent.futures.Future[None] | None" = None
-    ready: "torch.cuda.Event | None" = None
-    done: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
+STAGING_BYTES = _STAGING_PIECE * _STAGING_PIECES + LOADING_BYTES
+"""The device memory that a host tier takes."""
 
 
 class HostTier:
     """The host tier, whose blocks are those of ``memory``. Its threads call ``report`` when a job is done.
 
-    ``bandwidth``: bytes per second that each direction is held to, None for what the machine gives. ``verify``: keep a
-    checksum of every block that is stored, and check what arrives on the device against it. What another process has
-    left in the memory is checked in any case. ``keep_memory``: leave it to the next process, if it outlives this one.
+    ``issuing``: shared with who issues steps to the device; None: nobody else does. ``bandwidth``: bytes per second
+    that each direction is held to, None for what the machine gives. ``verify``: keep a checksum of every block that is
+    stored, and check what arrives on the device against it. What another process has left in the memory is checked in
+    any case. ``keep_memory``: leave it to the next process, if it outlives this one.
     """
 
     def __init__(
@@ -80,6 +57,7 @@ class HostTier:
         pool: KVPool,
         memory: HostMemory,
         *,
+        issuing: Issuing | None = None,
         bandwidth: float | None = None,
         verify: bool = False,
         keep_memory: bool = True,
@@ -87,67 +65,95 @@ class HostTier:
         self.memory = memory
         self.num_blocks = memory.num_blocks
         self.bytes_per_block = pool.bytes_per_block
-        self.report: Callable[[Copied], None] = lambda message: None
         self._pool = pool
-        self._bandwidth = bandwidth
-        self._verify = verify
         self._keep_memory = keep_memory
-        self._cuda = pool.device.type == "cuda"
+        if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
+            issuing = Issuing()
+        self._copies = copies = HostCopies(pool, memory, issuing, bandwidth, verify)
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
-        self._stagings: queue.SimpleQueue[_Staging] = queue.SimpleQueue()
-        for _ in range(_STAGING_PIECES if self._cuda else 0):
-            self._stagings.put(_Staging(pool.staging(self._piece)))
-        self._elapsed: dict[Direction, float] = {"store": 0.0, "load": 0.0}
-        self._epoch = 0
-        self._last_store: concurrent.futures.Future[None] | None = None
-        self._inboxes: dict[Direction, queue.SimpleQueue[_Job]] = {
-            "store": queue.SimpleQueue(),
-            "load": queue.SimpleQueue(),
-        }
-        for direction, inbox in self._inboxes.items():
-            threading.Thread(target=self._run, args=(direction, inbox), name=direction, daemon=True).start()
+        self._stagings: queue.SimpleQueue[Raw] = queue.SimpleQueue()
+        for _ in range(_STAGING_PIECES if copies.cuda else 0):
+            self._stagings.put(pool.staging(self._piece))
+        self._gathers = copies.stream(URGENT)
+        self._gathered: torch.cuda.Event | None = None
+        self._elapsed = 0.0
+        self._stores: dict[int, Done] = {}
+        self._num_stores = 0
+        # The number of the store that writes each block of the host, the last of several; 0: none has.
+        self._stored_by = np.zeros(memory.num_blocks, np.int64)
+        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._loads = HostLoads(copies)
+        threading.Thread(target=self._run, name="store", daemon=True).start()
+
+    @property
+    def report(self) -> Callable[[Copied], None]:
+        """See ``Copier``."""
+        return self._copies.report
+
+    @report.setter
+    def report(self, report: Callable[[Copied], None]) -> None:
+        self._copies.report = report
 
     def reset(self, epoch: int, *, keep: bool = False) -> None:
         """Whatever is asked for under an older epoch is void, and so is what was stored, unless ``keep``. Waits for
-        copies that have begun."""
-        self._epoch = epoch
-        for inbox in self._inboxes.values():
-            barrier = _Job(None, np.zeros((0, 2), np.int32))
-            inbox.put(barrier)
-            barrier.done.result()
+        copies that have begun, and for the device: copies of the new epoch do not wait for steps of an older one."""
+        self._copies.epoch = epoch
+        for begin in (self._inbox.put, self._loads.begin):
+            last = barrier()
+            begin(last)
+            last.done.result()
+        if self._copies.cuda:
+            torch.cuda.synchronize(self._pool.device)
         if not keep:
             self.memory.clear()
-        self._last_store = None
+        self._stores.clear()
 
     def begin(self, job: CopyJob) -> None:
         """Begin copies between the host and the device."""
         if job.target == HOST:
             self._begin_store(job)
-        else:
-            self._inboxes["load"].put(_Job(job, job.pairs, after=self._last_store, ready=self._event()))
+            return
+        pairs = job.pairs[np.argsort(job.pairs[:, 0], kind="stable")]
+        after = self._stores.get(int(self._stored_by[pairs[:, 0]].max(initial=0)))
+        ready = [event for event in (self._gathered, self._pool.copied) if event is not None]
+        self._loads.begin(Job(job, pairs, after=after, ready=ready))
 
-    def _begin_store(self, copies: CopyJob) -> None:
+    def _begin_store(self, asked: CopyJob) -> None:
         """When this returns, the device blocks have been read as far as the device's own order goes."""
-        pairs, names = _without_overwritten(copies.pairs, list(copies.names))
-        size = self._piece if self._cuda else max(1, len(pairs))  # on the CPU staging is host memory as well
+        pairs, names = _by_target(asked.pairs, asked.names)
+        size = self._piece if self._copies.cuda else max(1, len(pairs))  # there, staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
-            job = _Job(copies, part, names=names[start : start + size], last=start + size >= len(pairs))
-            if self._cuda:
-                job.staging = staging = self._stagings.get()
-                try:
-                    if staging.copied is not None:
-                        torch.cuda.current_stream().wait_event(staging.copied)
-                    job.staged = staging.memory[: len(part)]
-                    self._pool.gather_into(part[:, 0], job.staged)
-                except BaseException:
-                    self._stagings.put(staging)
-                    raise
+            job = Job(asked, part, names=names[start : start + size], last=start + size >= len(pairs))
+            if self._copies.cuda:
+                self._gather(job)
             else:
                 job.staged = self._pool.gather(part[:, 0])
-            job.ready = self._event()
-            self._last_store = job.done
-            self._inboxes["store"].put(job)
+            self._note_store(job)
+            self._inbox.put(job)
+        if self._gathered is not None:
+            torch.cuda.current_stream(self._pool.device).wait_event(self._gathered)
+
+    def _gather(self, job: Job) -> None:
+        """Read what a job stores into staging memory, beside the steps in flight."""
+        with self._copies.issuing.waiting():
+            job.staging = self._stagings.get()
+        try:
+            with torch.cuda.stream(self._gathers), self._copies.issuing.copies():
+                job.staged = job.staging[: len(job.pairs)]
+                self._pool.gather_into(job.pairs[:, 0], job.staged)
+                self._gathered = record()
+        except BaseException:
+            self._stagings.put(job.staging)
+            raise
+        job.ready = [self._gathered]
+
+    def _note_store(self, job: Job) -> None:
+        for number in [number for number, done in self._stores.items() if done.done()]:
+            del self._stores[number]
+        self._num_stores += 1
+        self._stores[self._num_stores] = job.done
+        self._stored_by[job.pairs[:, 1]] = self._num_stores
 
     def names(self) -> dict[int, BlockHash]:
         """See ``Tier``."""
@@ -166,110 +172,69 @@ class HostTier:
         for row, slot in zip(rows, slots, strict=True):
             held = self.memory.slot(slot)
             row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-            if self.memory.checksum(slot) is None or not self._is_sound(slot):
+            if self.memory.checksum(slot) is None or not self._copies.is_sound(slot):
                 raise OSError(f"block {slot} of the host is not what was stored there")
         return rows
 
     def _wait_for_stores(self) -> None:
-        if (last := self._last_store) is not None:
-            last.result()
+        for done in list(self._stores.values()):
+            done.result()
 
     def close(self) -> None:
         """See ``Tier``."""
         if not self._keep_memory:
             self.memory.close()
 
-    def _is_sound(self, slot: int) -> bool:
-        """Whether a block is sound: one that another process wrote must match its checksum."""
-        memory = self.memory
-        return not memory.is_inherited(slot) or memory.checksum(slot) == _checksum(memory.slot(slot))
+    def _run(self) -> None:
+        stream = self._copies.stream()
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            while True:
+                job = self._inbox.get()
+                try:
+                    if job.copies is not None and job.copies.epoch == self._copies.epoch:
+                        self._store(job, job.copies, stream)
+                except Exception as error:
+                    self._copies.failed("store", job, error)
+                    self._elapsed = 0.0
+                finally:
+                    if job.staging is not None:
+                        self._stagings.put(job.staging)
+                    job.done.set_result(None)
 
-    def _event(self) -> "torch.cuda.Event | None":
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _run(self, direction: Direction, inbox: "queue.SimpleQueue[_Job]") -> None:
-        if self._cuda:
-            torch.cuda.set_device(self._pool.device)  # every thread begins on the first device
-        stream = torch.cuda.Stream(self._pool.device) if self._cuda else None  # type: ignore[no-untyped-call]
-        while True:
-            job = inbox.get()
-            try:
-                if job.copies is not None and job.copies.epoch == self._epoch:
-                    with torch.inference_mode(), torch.cuda.stream(stream):
-                        self._do(direction, job.copies, job, stream)
-            except Exception as error:
-                assert job.copies is not None
-                epoch, step = job.copies.epoch, job.copies.step
-                where = about(epoch=epoch, step=step)
-                log.exception("a %s of step %d of epoch %d failed", direction, step, epoch, extra=where)
-                self._elapsed[direction] = 0.0
-                self.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
-            finally:
-                if job.staging is not None:
-                    self._stagings.put(job.staging)
-                job.done.set_result(None)
-
-    def _do(self, direction: Direction, copies: CopyJob, job: _Job, stream: "torch.cuda.Stream | None") -> None:
-        if job.after is not None:
-            job.after.result()
-        if stream is not None and job.ready is not None:
-            stream.wait_event(job.ready)
+    def _store(self, job: Job, asked: CopyJob, stream: "torch.cuda.Stream | None") -> None:
         began = time.perf_counter()
-        bad: list[int] = []
-        if direction == "store":
-            assert job.staged is not None
-            self._store(job, stream)
-            if job.staging is not None:
-                job.staging.copied = self._event()
-        else:
-            for start in range(0, len(job.pairs), self._piece):
-                part = job.pairs[start : start + self._piece]
-                bad += self._load(part, stream)
-        if self._bandwidth:
-            wanted = len(job.pairs) * self._pool.bytes_per_block / self._bandwidth
-            time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
-        self._elapsed[direction] += time.perf_counter() - began
-        if job.last:
-            elapsed, self._elapsed[direction] = self._elapsed[direction], 0.0
-            self.report(copies.confirmed(elapsed, bad))
-
-    def _store(self, job: _Job, stream: "torch.cuda.Stream | None") -> None:
         memory, slots = self.memory, job.pairs[:, 1].tolist()
-        for row, slot in zip(job.staged, slots, strict=True):
+        for slot in slots:
             memory.void(slot)
-            _copy(memory.slot(slot), row)
-        if stream is not None:
-            stream.synchronize()
-        summed = self._verify or memory.outlives
+        with self._copies.issuing.copies():
+            for event in job.ready:
+                assert stream is not None
+                stream.wait_event(event)
+            for start, stop in self._copies.runs(slots):
+                copy_rows(memory.rows(slots[start], stop - start), job.staged[start:stop])
+            copied = record() if stream is not None else None
+        if copied is not None:
+            copied.synchronize()
+        verify = self._copies.verify
         for row, slot, name in zip(job.staged, slots, job.names, strict=True):
             # With --verify-copies, the checksum is that of the content read from the device: an error in either copy is
             # found.
-            checksum = _checksum(row if self._verify else memory.slot(slot)) if summed else 0
+            checksum = checksum_of(row if verify else memory.slot(slot)) if verify or memory.outlives else 0
             memory.keep(slot, name, checksum)
-
-    def _load(self, pairs: Pairs, stream: "torch.cuda.Stream | None") -> list[int]:
-        """Copy blocks to the device; return the device blocks whose content is wrong."""
-        slots, blocks = pairs[:, 0].tolist(), pairs[:, 1]
-        staged = self._pool.staging(len(slots))
-        sound = [self._is_sound(slot) for slot in slots]
-        for row, slot in zip(staged, slots, strict=True):
-            _copy(row, self.memory.slot(slot))
-        self._pool.scatter(blocks, staged)
-        if stream is not None:
-            stream.synchronize()
-        if self._verify:
-            arrived = self._pool.gather(blocks)
-            memory = self.memory
-            sound = [_checksum(row) == memory.checksum(slot) for row, slot in zip(arrived, slots, strict=True)]
-        return [block for block, is_sound in zip(blocks.tolist(), sound, strict=True) if not is_sound]
+        self._copies.hold_back(len(slots), began)
+        self._elapsed += time.perf_counter() - began
+        if job.last:
+            elapsed, self._elapsed = self._elapsed, 0.0
+            self._copies.report(asked.confirmed(elapsed))
 
 
 def make_host_tier(
-    config: ExecutorConfig, pool: KVPool, folder: Path | None, content: str, ranks: Ranks
+    config: ExecutorConfig,
+    pool: KVPool,
+    folder: Path | None,
+    content: str,
+    ranks: Ranks,
+    issuing: Issuing | None = None,
 ) -> HostTier | None:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
@@ -306,30 +271,20 @@ def make_host_tier(
     if memory is None:
         memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
     bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
-    tier = HostTier(pool, memory, bandwidth=bandwidth, verify=config.verify_copies, keep_memory=config.keep_host_memory)
+    tier = HostTier(
+        pool, memory, issuing=issuing, bandwidth=bandwidth, verify=config.verify_copies,
+        keep_memory=config.keep_host_memory,
+    )  # fmt: skip
     log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, num_blocks * pool.bytes_per_block / 2**30)
     return tier
 
 
-def _without_overwritten(pairs: Pairs, names: list[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
-    """Leave out copies into blocks that a later copy of the list is written over.
+def _by_target(pairs: Pairs, names: ReadOnlyList[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
+    """Order copies by their targets, and leave out those into blocks that a later copy of the list is written over.
 
-    This is more than thrift. A process that was killed in the middle of such a list could leave the content of the
-    later copy under the name of the earlier one, with a checksum that fits: wrong KV that nothing would ever notice.
+    Leaving them out is more than thrift. A process that was killed in the middle of such a list could leave the content
+    of the later copy under the name of the earlier one, with a checksum that fits: wrong KV that nothing would ever
+    notice.
     """
-    targets, first = np.unique(pairs[::-1, 1], return_index=True)
-    if len(targets) == len(pairs):
-        return pairs, names
-    kept = np.sort(len(pairs) - 1 - first)
-    return pairs[kept], [names[index] for index in kept] if names else names
-
-
-def _copy(target: Raw, source: Raw) -> None:
-    if isinstance(target, np.ndarray):
-        np.copyto(target, source)
-    else:
-        target.copy_(source, non_blocking=True)
-
-
-def _checksum(row: Raw) -> int:
-    return checksum(np.ascontiguousarray(row if isinstance(row, np.ndarray) else row.cpu().numpy()))
+    last = len(pairs) - 1 - np.unique(pairs[::-1, 1], return_index=True)[1]
+    return pairs[last], [names[index] for index in last.tolist()] if names else [None] * len(last)

@@ -74,6 +74,7 @@ class KVPool:
     blocks that follow each other lie at equal distances in each layer. ``heads_first``: in the memory of a block the
     heads come before the tokens; only the strides of ``keys`` and ``values`` tell. ``triton``: the Triton kernels make
     the copies. ``memory``: what the pool lies in, uint8 [num_blocks * bytes_per_block]; None: memory of its own.
+    ``copied``: on a GPU, the event after the last copies inside the pool, which have read their sources then.
 
     Raises:
         ModelError: the device has no room for it.
@@ -97,6 +98,7 @@ class KVPool:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
+        self.copied: torch.cuda.Event | None = None
         self._triton = triton
         self._memory = memory
         self._over = functools.partial(
@@ -157,11 +159,14 @@ class KVPool:
         if self._triton and not np.intersect1d(pairs[:, 0], pairs[:, 1]).size:
             from pagewise_kernels.block_copy import copy_blocks
 
-            on_device = self._to_device(pairs)
+            ids = self.on_device(pairs)
             for region in self.regions:
-                copy_blocks(region, on_device)
+                copy_blocks(region, ids)
         else:
             self.scatter(pairs[:, 1], self.gather(pairs[:, 0]))
+        if self.device.type == "cuda":
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record()
 
     def gather(self, blocks: BlockIds) -> Raw:
         """Return the content of ``blocks`` [n], all layers in one piece: [n, bytes_per_block] uint8 on the device."""
@@ -173,8 +178,11 @@ class KVPool:
         """Copy the content of ``blocks`` [n] into ``staged`` [n, bytes_per_block] uint8."""
         self._move(blocks, staged, gather=True)
 
-    def scatter(self, blocks: BlockIds, staged: Raw) -> None:
-        """Write ``staged`` [n, bytes_per_block], as ``gather`` returns it, into ``blocks`` [n]."""
+    def scatter(self, blocks: BlockIds | torch.Tensor, staged: Raw) -> None:
+        """Write ``staged`` [n, bytes_per_block], as ``gather`` returns it, into ``blocks`` [n].
+
+        On a GPU they may be what ``on_device`` returns.
+        """
         self._move(blocks, staged, gather=False)
 
     def staging(self, count: int) -> Raw:
@@ -182,8 +190,9 @@ class KVPool:
         room = torch.empty(count, self.bytes_per_block, dtype=torch.uint8, device=self.device)
         return room.numpy() if self.device.type == "cpu" else room
 
-    def _move(self, blocks: BlockIds, staged: Raw, *, gather: bool) -> None:
+    def _move(self, blocks: BlockIds | torch.Tensor, staged: Raw, *, gather: bool) -> None:
         start = 0
+        ids = self.on_device(blocks) if isinstance(blocks, np.ndarray) else blocks
         for region in self.regions:
             parts, _, size = region.shape
             columns = staged[:, start : start + parts * size]
@@ -191,16 +200,19 @@ class KVPool:
             if self.device.type == "cpu":
                 # numpy, not torch: torch starts a pool of threads for each thread that copies, and these pools would
                 # take the cores from the threads that compute.
-                _move_parts(region.numpy(), blocks.astype(np.int64), columns, gather)
+                _move_parts(region.numpy(), ids.numpy(), columns, gather)
             elif self._triton:
                 from pagewise_kernels.block_copy import gather_blocks, scatter_blocks
 
-                (gather_blocks if gather else scatter_blocks)(region, self._to_device(blocks), columns)
+                (gather_blocks if gather else scatter_blocks)(region, ids, columns)
             else:
-                _move_parts(region, self._to_device(blocks), columns, gather)
+                _move_parts(region, ids, columns, gather)
 
-    def _to_device(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device, non_blocking=True)
+    def on_device(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Return block ids as int64 on the device. They go through pinned memory: from other memory, a copy may wait
+        for the stream."""
+        host = torch.from_numpy(ids.astype(np.int64))
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
 
 def no_room_for_pool(device: torch.device, size: int) -> ModelError:

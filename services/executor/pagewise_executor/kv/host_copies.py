@@ -1,0 +1,140 @@
+"""What both directions of the host tier share: the memory on both sides, and how its blocks are copied."""
+
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.logs import about
+from pagewise_shared.protocol import Copied, StepError
+
+from pagewise_executor.block_copies import CopyJob, Pairs
+from pagewise_executor.kv.checksum import checksum
+from pagewise_executor.kv.host_memory import HostMemory
+from pagewise_executor.kv.issuing import Issuing
+from pagewise_executor.kv.kv_pool import KVPool, Raw
+
+log = logging.getLogger(__name__)
+
+_LARGEST_COPY = 8 * 2**20
+"""The bytes of the largest single copy: what a step uploads may have to wait for the one that is being made."""
+URGENT = -1
+"""The priority of streams whose kernels go before those of steps, which are larger by far."""
+
+Done = concurrent.futures.Future[None]
+
+
+@dataclass(slots=True)
+class Job:
+    """A list of copies, or a part of it (``pairs``, in the order of their host blocks), of which only the ``last`` is
+    reported.
+
+    ``copies``: None for a barrier. ``staged`` [n, block bytes]: what a store has read from the device, in the buffer
+    ``staging`` on a GPU. ``names`` [n]: the block hashes, as far as they are known. ``after``: the store that a load
+    waits for. ``ready``: events that its copies wait for.
+    """
+
+    copies: CopyJob | None
+    pairs: Pairs
+    staged: Raw = None
+    staging: Raw = None
+    names: list[BlockHash | None] = field(default_factory=list)
+    last: bool = True
+    after: Done | None = None
+    ready: "list[torch.cuda.Event]" = field(default_factory=list)
+    done: Done = field(default_factory=Done)
+
+
+def barrier() -> Job:
+    """Return a job that is done when all jobs before it are."""
+    return Job(None, np.zeros((0, 2), np.int32))
+
+
+@dataclass
+class HostCopies:
+    """The device's pool and the host's memory. ``report``: called with every list of copies that is done.
+
+    ``issuing``: when copies may be issued to the device. ``bandwidth`` and ``verify``: see ``HostTier``. ``epoch``:
+    jobs of other epochs are void.
+    """
+
+    pool: KVPool
+    memory: HostMemory
+    issuing: Issuing
+    bandwidth: float | None
+    verify: bool
+    epoch: int = 0
+    report: Callable[[Copied], None] = lambda message: None
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.pool.device.type == "cuda"
+
+    def stream(self, priority: int = 0) -> "torch.cuda.Stream | None":
+        """Return a new stream for the calling thread; None on the CPU."""
+        if not self.cuda:
+            return None
+        torch.cuda.set_device(self.pool.device)  # every thread begins on the first device
+        return torch.cuda.Stream(self.pool.device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def is_sound(self, slot: int) -> bool:
+        """Whether a block of the host is sound: one that another process wrote must match its checksum."""
+        memory = self.memory
+        return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(memory.slot(slot))
+
+    def runs(self, slots: list[int]) -> Iterator[tuple[int, int]]:
+        """Divide blocks of the host, in ascending order, into runs (start, stop) that one copy moves: neighbours in one
+        piece of memory."""
+        most = max(1, _LARGEST_COPY // self.pool.bytes_per_block) if self.cuda else len(slots)
+        start, per_piece = 0, self.memory.blocks_per_piece
+        for index in range(1, len(slots) + 1):
+            if (
+                index == len(slots)
+                or slots[index] != slots[index - 1] + 1
+                or slots[index] % per_piece == 0
+                or index - start == most
+            ):
+                yield start, index
+                start = index
+
+    def hold_back(self, num_blocks: int, began: float) -> None:
+        """Wait until so many blocks would have been copied at the bandwidth that the direction is held to.
+
+        ``began``: when their copies began, in seconds of ``time.perf_counter``.
+        """
+        if self.bandwidth:
+            wanted = num_blocks * self.pool.bytes_per_block / self.bandwidth
+            time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
+
+    def failed(self, what: str, job: Job, error: Exception) -> None:
+        """Log and report that a job has failed, which is a ``what``."""
+        assert job.copies is not None
+        epoch, step = job.copies.epoch, job.copies.step
+        where = about(epoch=epoch, step=step)
+        log.exception("a %s of step %d of epoch %d failed", what, step, epoch, extra=where)
+        self.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
+
+
+def record() -> "torch.cuda.Event":
+    """Record an event on the current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def copy_rows(target: Raw, source: Raw) -> None:
+    """Copy blocks [n, block bytes]; on a GPU the copy is issued to the current stream."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source)
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+def checksum_of(row: Raw) -> int:
+    """Return the checksum of the content of a block [block bytes]."""
+    return checksum(np.ascontiguousarray(row if isinstance(row, np.ndarray) else row.cpu().numpy()))

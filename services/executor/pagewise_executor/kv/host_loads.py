@@ -1,0 +1,180 @@
+"""Loads from the host: a thread that issues the copies of a list all at once, and waits for the last of them."""
+
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagewise_executor.block_copies import CopyJob, Pairs
+from pagewise_executor.kv.host_copies import URGENT, HostCopies, Job, checksum_of, copy_rows, record
+from pagewise_executor.kv.kv_pool import Raw
+
+_PIECE, _PIECES = 32 * 2**20, 4
+"""The bytes of one staging buffer on a GPU, and the number of buffers. The device waits by itself for a buffer that is
+in use, so that copies into it can be issued before it is free."""
+LOADING_BYTES = _PIECE * _PIECES
+"""The device memory that loads take."""
+
+
+@dataclass(slots=True)
+class _Staging:
+    """A staging buffer in device memory. ``free``: the event after which it may be written again."""
+
+    memory: Raw
+    free: "torch.cuda.Event | None" = None
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A list that is being issued. ``began``: seconds of the clock. ``bad``: device blocks whose source is not sound.
+
+    ``slots``: the blocks of the host, of which the first ``issued`` have been issued; ``blocks``: those of the device,
+    on the device if that is a GPU. ``arrived``: the event after the last copy; None on the CPU, where copies are made
+    at once.
+    """
+
+    job: Job
+    asked: CopyJob
+    began: float
+    bad: list[int]
+    slots: list[int]
+    blocks: Any
+    issued: int = 0
+    arrived: "torch.cuda.Event | None" = None
+
+
+class HostLoads:
+    """The thread that loads, one list after the other.
+
+    On a GPU the copy engine brings blocks into staging buffers on one stream, and small kernels write them into the
+    pool on another one, beside the steps: neither takes the multiprocessors from a step for long. The first pieces of a
+    list are issued before the step that asks for it, so that the link works while that step is issued.
+    """
+
+    def __init__(self, copies: HostCopies) -> None:
+        self._inbox: queue.SimpleQueue[Job | _Loading] = queue.SimpleQueue()
+        self._copies = copies
+        self._link, self._scatters = copies.stream(), copies.stream(URGENT)
+        self._piece = max(1, _PIECE // copies.pool.bytes_per_block)
+        self._stagings = deque[_Staging]()
+        if copies.cuda:
+            self._stagings.extend(_Staging(copies.pool.staging(self._piece)) for _ in range(_PIECES))
+        self._num_waiting = 0  # lists that have not been issued whole
+        self._link_free = 0.0
+        threading.Thread(target=self._run, name="load", daemon=True).start()
+
+    def begin(self, job: Job) -> None:
+        """Begin a list of loads, or a barrier."""
+        waits = job.after is not None and not job.after.done()
+        if self._copies.cuda and job.copies is not None and not self._num_waiting and not waits:
+            with torch.cuda.stream(self._scatters), self._copies.issuing.copies():
+                loading = self._start(job, job.copies)
+                for _ in range(_PIECES):
+                    self._issue_piece(loading)
+            self._num_waiting += 1
+            self._inbox.put(loading)
+        else:
+            self._num_waiting += 1
+            self._inbox.put(job)
+
+    def _run(self) -> None:
+        """Issue each list before the one before it is waited for, so that the link does not rest between the two."""
+        copies, issued = self._copies, deque[_Loading]()
+        if copies.cuda:
+            torch.cuda.set_device(copies.pool.device)  # every thread begins on the first device
+        with torch.inference_mode(), torch.cuda.stream(self._scatters):
+            while True:
+                if issued and (len(issued) > 1 or self._inbox.empty() or not copies.cuda):
+                    self._finish(issued.popleft())
+                    continue
+                given = self._inbox.get()
+                job = given.job if isinstance(given, _Loading) else given
+                if job.copies is None or (job.after is not None and not job.after.done()):
+                    while issued:
+                        self._finish(issued.popleft())
+                if job.copies is None:
+                    job.done.set_result(None)
+                elif job.copies.epoch == copies.epoch:
+                    try:
+                        issued.append(self._issue(given, job.copies))
+                    except Exception as error:
+                        copies.failed("load", job, error)
+                self._num_waiting -= 1
+
+    def _issue(self, given: "Job | _Loading", asked: CopyJob) -> _Loading:
+        """Issue a list, or the rest of it."""
+        if isinstance(given, _Loading):
+            loading = given
+        else:
+            if given.after is not None:
+                given.after.result()
+            with self._copies.issuing.copies():
+                loading = self._start(given, asked)
+        while loading.issued < len(loading.slots):
+            with self._copies.issuing.copies():
+                self._issue_piece(loading)
+        return loading
+
+    def _start(self, job: Job, asked: CopyJob) -> _Loading:
+        slots, blocks = job.pairs[:, 0].tolist(), job.pairs[:, 1]
+        sources = zip(blocks.tolist(), slots, strict=True)
+        bad = [block for block, slot in sources if not self._copies.is_sound(slot)]
+        loading = _Loading(job, asked, time.perf_counter(), bad, slots, blocks)
+        if self._scatters is not None:
+            for event in job.ready:
+                self._scatters.wait_event(event)
+            loading.blocks = self._copies.pool.on_device(blocks)
+        return loading
+
+    def _issue_piece(self, loading: _Loading) -> None:
+        """Issue the next copies of a list, as many as a staging buffer holds; on the CPU make all of them."""
+        pool, start = self._copies.pool, loading.issued
+        if self._link is None or self._scatters is None:
+            staged = pool.staging(len(loading.slots))
+            self._bring(loading.slots, staged)
+            pool.scatter(loading.blocks, staged)
+            loading.issued = len(loading.slots)
+            return
+        if not (part := loading.slots[start : start + self._piece]):
+            return
+        staging = self._stagings.popleft()
+        self._stagings.append(staging)
+        with torch.cuda.stream(self._link):
+            if staging.free is not None:
+                self._link.wait_event(staging.free)
+            self._bring(part, staging.memory)
+            brought = record()
+        self._scatters.wait_event(brought)
+        loading.issued += len(part)
+        pool.scatter(loading.blocks[start : loading.issued], staging.memory[: len(part)])
+        staging.free = loading.arrived = record()
+
+    def _bring(self, slots: list[int], staged: Raw) -> None:
+        """Copy blocks [n] of the host into the first n rows of ``staged``."""
+        for start, stop in self._copies.runs(slots):
+            copy_rows(staged[start:stop], self._copies.memory.rows(slots[start], stop - start))
+
+    def _finish(self, issued: _Loading) -> None:
+        """Wait until a list has arrived, and report it. The link has begun with it when it was done with the list
+        before."""
+        copies, pairs = self._copies, issued.job.pairs
+        began = max(issued.began, self._link_free)
+        try:
+            if issued.arrived is not None:
+                issued.arrived.synchronize()
+            copies.hold_back(len(pairs), began)
+            self._link_free = time.perf_counter()
+            bad = self._wrong(pairs) if copies.verify else issued.bad
+            copies.report(issued.asked.confirmed(self._link_free - began, bad))
+        except Exception as error:
+            copies.failed("load", issued.job, error)
+
+    def _wrong(self, pairs: Pairs) -> list[int]:
+        """Return the device blocks that do not hold what was stored."""
+        checked = zip(self._copies.pool.gather(pairs[:, 1]), pairs.tolist(), strict=True)
+        checksum = self._copies.memory.checksum
+        return [block for row, (slot, block) in checked if checksum_of(row) != checksum(slot)]
