@@ -9,6 +9,7 @@ _LEAST_SECONDS = 1e-9
 _MOST_SURPRISE = 4.0
 _FADE = 0.02
 _RESTS = 64
+_WAIT_GAIN = 0.2
 
 
 class OnlineLine:
@@ -49,8 +50,10 @@ class OnlineLine:
             for constant, gain, scale in zip(before, gains, self._scales, strict=True)
         ]
         if abs(seconds - self.predict(*features)) > abs(residual):
-            # What was kept from falling below zero would have made up for others that rose: scale all of them instead.
-            ratio = (seconds + predicted) / (2 * predicted) if predicted > 0 else 1.0
+            # What was kept from falling below zero would have made up for others that rose: scale all of them instead,
+            # by as much as this observation tells beside those before it.
+            told = 1 - _FORGETTING / weight
+            ratio = 1 + told * (seconds / predicted - 1) if predicted > 0 else 1.0
             self.constants = [constant * ratio for constant in before]
         for row, gain in zip(covariance, gains, strict=True):
             row[:] = [(value - gain * other / weight) / _FORGETTING for value, other in zip(row, gains, strict=True)]
@@ -63,28 +66,46 @@ class OnlineLine:
 class Link(OnlineLine):
     """What copies from one place cost: from a tier below the device, or from a peer. Features: lists of copies, blocks.
 
-    ``num_loading``: blocks asked for that have not arrived. ``wait``: seconds that a load takes beside the link's own,
-    lately: behind a step in progress, and until the next one begins. ``rests``: choices for which it is left alone
-    because it has failed.
+    ``num_loading``: blocks asked for that have not arrived. ``busy_until``: when they are predicted to be there.
+    ``wait``: seconds that a load takes beside the link's own, lately: behind a step in progress, and until the next one
+    begins. ``rests``: choices for which it is left alone because it has failed.
     """
 
-    __slots__ = ("_first", "num_loading", "rests", "wait")
+    __slots__ = ("_first", "_num_waits", "busy_until", "num_loading", "rests", "wait")
 
     def __init__(self, setup: float, block: float) -> None:
         super().__init__((setup, block), (1.0, 32.0))
         self._first = setup, block
-        self.wait = 0.0
-        self.num_loading = 0
+        self.wait = self.busy_until = 0.0
+        self.num_loading = self._num_waits = 0
         self.rests = 0
 
     def seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
         """Copying blocks behind ``queued_blocks`` others."""
         return self.wait + self.predict(1, num_blocks + queued_blocks) if num_blocks > 0 else 0.0
 
+    def blocks_in(self, seconds: float) -> int:
+        """How many blocks it copies in that time."""
+        return int(max(0.0, seconds) / max(_LEAST_SECONDS, self.predict(0, 1)))
+
+    def asked(self, num_blocks: int, now: float) -> None:
+        """A list of so many blocks has been asked for."""
+        self.num_loading += num_blocks
+        self.busy_until = max(self.busy_until, now) + self.predict(1, num_blocks)
+
+    def done(self, num_blocks: int, seconds: float) -> None:
+        """A list of so many blocks has arrived, which took the link so long; 0: nobody knows."""
+        self.num_loading -= num_blocks
+        if not self.num_loading:
+            self.busy_until = 0.0
+        elif seconds:
+            self.busy_until += seconds - self.predict(1, num_blocks)
+
     def waited(self, seconds: float, least: float) -> None:
         """A load has taken so much longer than the link itself; ``least``: what is no surprise."""
         most = _MOST_SURPRISE * max(self.wait, least)
-        self.wait += 0.2 * (min(max(0.0, seconds), most) - self.wait)
+        self._num_waits += 1
+        self.wait += max(_WAIT_GAIN, 1 / self._num_waits) * (min(max(0.0, seconds), most) - self.wait)
 
     def passed_over(self) -> None:
         """It is not used, so nothing is learned of it: what is believed against it fades."""

@@ -17,8 +17,9 @@ from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy
 from pagewise_scheduler.core.memory.use_history import UseHistory
 
 _LEAST_SECONDS = 1e-9
-_FADE = 0.02
+_FADE, _FADE_AT_FIRST = 0.02, 0.1
 _LATELY = 0.05
+_SMALL_STEP_GAIN = 0.3
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
@@ -52,11 +53,15 @@ class Costs:
 
 @dataclass(slots=True, frozen=True)
 class RecoveryEstimate:
-    """Predicted seconds of each method to recover a span."""
+    """Predicted seconds of each method to recover a span.
+
+    ``after``: of the step that follows a load and computes the tokens behind it, which recomputing takes along.
+    """
 
     load: float
     recompute: float
     both: float
+    after: float = 0.0
 
 
 class CostModel:
@@ -65,11 +70,15 @@ class CostModel:
     ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: what copies
     between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links to peers by
     endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes than the two
-    by themselves would. ``decoding``: the sequences that have decoded in a step, and ``token``: the seconds between two
-    of their tokens, both lately.
+    by themselves would. ``small_step``: the seconds of a step that computes no more than a block, lately.
+    ``decoding``: the sequences that have decoded in a step, and ``token``: the seconds between two of their tokens,
+    both lately.
     """
 
-    __slots__ = ("_chunk", "_first_fetch", "block_size", "both_bias", "decoding", "peers", "prefill", "tiers", "token")
+    __slots__ = (
+        "_chunk", "_first_fetch", "_num_both", "block_size", "both_bias", "decoding", "peers", "prefill", "small_step",
+        "tiers", "token",
+    )  # fmt: skip
 
     def __init__(self, costs: Costs, block_size: int, chunk: int, tiers: Iterable[int] = ()) -> None:
         self.block_size = block_size
@@ -79,8 +88,15 @@ class CostModel:
         self._first_fetch = costs.fetch_setup, costs.fetch_block
         self.tiers = {number: TierCosts.beginning_with(costs.of_tier(number)) for number in sorted(tiers)}
         self.peers: dict[str, Link] = {}
-        self.both_bias = 1.0
+        self.both_bias, self._num_both = 1.0, 0
         self.decoding, self.token = 1.0, costs.step
+        self.small_step = costs.step
+
+    def computed(self, seconds: float, num_tokens: int, attention: float, context: float) -> None:
+        """A step with chunks took so long. ``num_tokens``, ``attention``, ``context``: as ``features`` has them."""
+        self.prefill.observe(seconds, 1, num_tokens, attention, context)
+        if num_tokens <= self.block_size:
+            self.small_step += _SMALL_STEP_GAIN * (seconds - self.small_step)
 
     def decoded(self, num_sequences: int, seconds: float) -> None:
         """A step in which so many sequences decoded took so long."""
@@ -142,36 +158,43 @@ class CostModel:
         missing = self.compute_seconds(start, hole * self.block_size, share)
         load = max(missing, link.seconds(num_blocks, queued_blocks))
         recompute = self.compute_seconds(start, tokens, share)
-        split = max(hole * self.block_size, self.split(start, tokens, link, queued_blocks, share))
+        ahead = link.predict(0, queued_blocks)
+        split = max(hole * self.block_size, self.split(start, tokens, link, ahead, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
         # The front goes half of the way in each step until what is left is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,
-            link.seconds(hole + num_blocks - split // self.block_size, queued_blocks) + empty_step,
+            link.seconds(hole + num_blocks - split // self.block_size, queued_blocks),
         )
-        return RecoveryEstimate(load, recompute, both)
+        # The line follows large chunks. The host takes as long to launch the kernels of a small one.
+        after = max(self.small_step, self.compute_seconds(start + tokens, 1))
+        return RecoveryEstimate(load, recompute, both, after)
 
     def both_took(self, seconds: float, predicted: float) -> None:
         """Recovering from both ends took so long: compute and copies may slow each other down."""
+        self._num_both += 1
         ratio = self.both_bias * seconds / max(predicted, _LEAST_SECONDS)
         self.both_bias += 0.3 * (min(4.0, max(0.5, ratio)) - self.both_bias)
 
     def both_passed_over(self) -> None:
-        """Another way was chosen: what is believed against both ends fades, so that they get another try."""
-        self.both_bias += _FADE * (1.0 - self.both_bias)
+        """Another way was chosen: what is believed against both ends fades, so that they get another try; the sooner,
+        the fewer tries there were."""
+        fade = max(_FADE, _FADE_AT_FIRST / max(1, self._num_both))
+        self.both_bias += fade * (1.0 - self.both_bias)
 
-    def split(self, start: int, tokens: int, link: Link, queued_blocks: int = 0, share: float = 1.0) -> int:
-        """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back,
-        behind ``queued_blocks`` others, takes as long; whole blocks."""
+    def split(self, start: int, tokens: int, link: Link, ahead: float = 0.0, share: float = 1.0) -> int:
+        """Of ``tokens`` after ``start``, how many to compute from the front so that loading the others from the back
+        takes as long; whole blocks. ``ahead``: seconds by which the link is busy for longer than the steps in
+        flight."""
         step, token, attention, context = self.prefill.constants
         setup, block = link.constants
         per_token = block / self.block_size
         per_chunk = (step + context * (start + tokens / 2)) / max(1.0, share * self._chunk)
         linear = token + attention * start + per_chunk + per_token
-        ahead = per_token * tokens + setup + block * queued_blocks
-        if linear <= 0.0:
+        ahead += per_token * tokens + setup - step
+        if linear <= 0.0 or ahead <= 0.0:
             return 0
         # attention / 2 · m² + linear · m = ahead; the stable form of the root also holds where attention is nearly 0.
         split = 2 * ahead / (linear + sqrt(linear * linear + 2 * attention * ahead))

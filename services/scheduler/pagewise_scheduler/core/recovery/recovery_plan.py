@@ -40,6 +40,12 @@ class RecoveryPlan:
             self.method
         ]
 
+    @property
+    def seconds_with_step(self) -> float:
+        """The same, with the step that follows a load."""
+        after = self.estimate.after if self.estimate is not None and self.method in ("load", "both") else 0.0
+        return self.seconds + after
+
 
 @dataclass(slots=True, eq=False)
 class Recovery:

@@ -6,7 +6,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.recovery.cost_model import CostModel, RecoveryEstimate
 from pagewise_scheduler.core.recovery.recovery_plan import Method, RecoveryMode
 
-_WORTH_BOTH = 0.9
+_WORTH_BOTH = 0.975
 
 
 class RecoveryPolicy:
@@ -24,9 +24,10 @@ class RecoveryPolicy:
             return "load"
         if self.mode != "auto":
             return self.mode
-        better: Method = "load" if estimate.load <= estimate.recompute else "recompute"
+        load, both = estimate.load + estimate.after, estimate.both + estimate.after
+        better: Method = "load" if load <= estimate.recompute else "recompute"
         # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
-        if estimate.both < _WORTH_BOTH * min(estimate.load, estimate.recompute):
+        if both < _WORTH_BOTH * min(load, estimate.recompute):
             return "both"
         self._costs.both_passed_over()
         if better == "recompute":

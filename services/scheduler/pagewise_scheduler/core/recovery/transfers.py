@@ -86,11 +86,12 @@ class _Recent(NamedTuple):
 
 
 class Transfers:
-    """All copies under way of one executor. ``num_loading``: blocks that are to come to the device."""
+    """All copies under way of one executor. ``num_loading``: blocks that are to come to the device. ``now``: when the
+    step is planned that asks for copies next, in seconds."""
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, storages: Mapping[str, Storage]) -> None:
         """``storages``: that the executor has, by name."""
-        self.num_loading = 0
+        self.num_loading, self.now = 0, 0.0
         self._storages = storages
         self._kv = kv
         self._costs = costs
@@ -99,8 +100,9 @@ class Transfers:
         self._cancelled: dict[tuple[int, str], None] = {}
         self._recent: deque[_Recent] = deque(maxlen=_MOST_RECENT)
 
-    def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load], now: float) -> None:
-        """A plan asks for ``copies``; those to the device are ``loads``. ``now``: seconds."""
+    def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load]) -> None:
+        """A plan asks for ``copies``; those to the device are ``loads``."""
+        now = self.now
         for one in copies:
             peer = one.peer.endpoint if one.peer is not None else ""
             self._recent.append(_Recent(now, one.source, one.target, peer, one.pairs))
@@ -130,7 +132,7 @@ class Transfers:
     def begin(self, load: Load, count: int) -> None:
         """So many blocks more are to come to the device by a load; a plan that asks for it follows."""
         load.num_blocks += count
-        load.link.num_loading += count
+        load.link.asked(count, self.now)
         self.num_loading += count
 
     def confirmed(self, message: Copied) -> Load | None:
@@ -144,7 +146,7 @@ class Transfers:
         if not entries:
             del self._under_way[key]
         if entry.load is not None:
-            self._end(entry.load)
+            self._end(entry.load, message.elapsed_us * 1e-6)
         elif key.target == STORAGE:
             if not message.bad:
                 self._storages[key.peer].costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
@@ -153,10 +155,10 @@ class Transfers:
             tier.costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
         return entry.load
 
-    def _end(self, load: Load) -> None:
-        """What was held for a load is let go of."""
+    def _end(self, load: Load, seconds: float = 0.0) -> None:
+        """What was held for a load is let go of. ``seconds``: that its link took; 0: nobody knows."""
         self.num_loading -= load.num_blocks
-        load.link.num_loading -= load.num_blocks
+        load.link.done(load.num_blocks, seconds)
         for owner, places, blocks in load.parts:
             owner.source.release(reversed(places))
             self._kv.drop(blocks, None)

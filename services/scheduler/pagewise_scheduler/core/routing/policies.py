@@ -158,7 +158,7 @@ def _fetched(candidate: Candidate, link: Link, end: int) -> PredictedRecovery:
     rest = costs.compute_seconds(end, candidate.query.num_tokens - end, share)
     if estimate.load <= estimate.both:
         return PredictedRecovery(estimate.load + rest, end)
-    front = costs.split(start, end - start, link, link.num_loading, share)
+    front = costs.split(start, end - start, link, link.predict(0, link.num_loading), share)
     return PredictedRecovery(estimate.both + rest, end - front)
 
 

@@ -13,7 +13,7 @@ def begin_leaving(scheduler: Scheduler, request: Request) -> None:
     assert not request.chooses, "what it goes on with is decided where all its sequences are"
     scheduler.waiting.withdraw(request)
     for sequence in request.sequences:
-        scheduler.segments.release(sequence)
+        scheduler.segments.release(sequence, scheduler.last_step if scheduler.steps_in_flight else None)
         if sequence.status in (SequenceStatus.PREFILL, SequenceStatus.DECODE):
             scheduler.vacate(sequence, ends=False)
         if not sequence.finished:

@@ -205,7 +205,7 @@ class Scheduler:
 
         ``now``: seconds, noted on requests that run for the first time.
         """
-        self._now = self.kv.losses.now = now
+        self._now = self.kv.losses.now = self.recoveries.transfers.now = now
         if self.speculation.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
@@ -290,7 +290,7 @@ class Scheduler:
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
         plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads), self._writers.take(step))
         if plan.copies:
-            self.recoveries.transfers.requested(step, plan.copies, loads, self._now)
+            self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in completed:
             if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
@@ -375,7 +375,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.PREFILL:
             self._prefilling.remove(sequence)
         self.recoveries.abandon(sequence)
-        self.segments.release(sequence)
+        self.segments.release(sequence, self.last_step if self.steps_in_flight else None)
         self._cache_full_blocks(
             sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
         )

@@ -375,15 +375,16 @@ class Segments:
         blocks, self._moved = self._moved, []
         self._kv.drop(blocks, step)
 
-    def release(self, sequence: Sequence) -> None:
-        """The sequence ends, or loses its blocks; harmless for one that holds nothing."""
+    def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
+        """The sequence ends, or loses its blocks; harmless for one that holds nothing. ``in_flight_step``: the last one
+        that may move some of what it holds."""
         if self._draft is not None and self._draft[0] is sequence:
             self._draft = None
         if (prepared := self._prepared.pop(sequence, None)) is not None:
             for original in prepared.distinct:
                 self._need_no_more(original)
-                self._kv.drop(original.blocks, None)
-            self._kv.drop(prepared.root_blocks, None)
+                self._kv.drop(original.blocks, in_flight_step)
+            self._kv.drop(prepared.root_blocks, in_flight_step)
 
     def clear(self) -> None:
         """The executor is gone or reset."""

@@ -97,7 +97,7 @@ class StepInFlight:
     def took(self, seconds: float, costs: CostModel) -> None:
         """Let ``costs`` learn how long it took; 0: nobody knows."""
         if seconds and self.chunk_rows:
-            costs.prefill.observe(seconds, 1, self.num_tokens, self.attention, self.context)
+            costs.computed(seconds, self.num_tokens, self.attention, self.context)
         if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
             costs.decoded(num_decoding, seconds)
 
