@@ -13,10 +13,10 @@ from math import inf
 from typing import Any, Protocol
 
 _RESULT = concurrent.futures.Future.result
-LET_GO, HANDOVER = 5e-6, 35e-6
+LET_GO, HANDOVER = 5e-6, 50e-6
 """Seconds after which a thread that computes lets go of the interpreter lock, as every call of CUDA does, and seconds
 until it has it back if another thread has taken it meanwhile, which has to be woken. With these, what an H200 took to
-recover from both ends is explained within a fifth, for a thread that calls CUDA for every block that it loads."""
+recover from both ends is explained within an eighth, for a thread that calls CUDA for every block that it loads."""
 
 
 class Clockwork(Protocol):
