@@ -91,7 +91,7 @@ def test_ranks_share_the_host_tier_and_its_bandwidth(monkeypatch: pytest.MonkeyP
         tier = make_host_tier(config, POOL, None, "content", Two(rank))
         assert tier is not None
         assert tier.num_blocks == 2 * 2**20 // POOL.bytes_per_block
-        assert tier._bandwidth == 5 * 2**20
+        assert tier._copies.bandwidth == 5 * 2**20
 
 
 def test_ranks_on_two_hosts_share_neither_and_have_as_many_blocks_as_the_host_with_more_ranks(
@@ -103,7 +103,7 @@ def test_ranks_on_two_hosts_share_neither_and_have_as_many_blocks_as_the_host_wi
         tier = make_host_tier(config, POOL, None, "content", Two(1, on_host=1, others=blocks))
         assert tier is not None
         assert tier.num_blocks == min(blocks, 4 * 2**20 // POOL.bytes_per_block)
-        assert tier._bandwidth == 10 * 2**20
+        assert tier._copies.bandwidth == 10 * 2**20
     with pytest.raises(ModelError, match="--host-memory 4MiB"):
         make_host_tier(config, POOL, None, "content", Two(1, on_host=1, others=0))
 

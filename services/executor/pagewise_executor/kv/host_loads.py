@@ -59,7 +59,8 @@ class HostLoads:
         self._inbox: queue.SimpleQueue[Job | _Loading] = queue.SimpleQueue()
         self._copies = copies
         self._link, self._scatters = copies.stream(), copies.stream(URGENT)
-        self._piece = max(1, _PIECE // copies.pool.bytes_per_block)
+        # An even number, because kernels take lists of block ids that begin at a multiple of 16 bytes.
+        self._piece = max(2, _PIECE // copies.pool.bytes_per_block // 2 * 2)
         self._stagings = deque[_Staging]()
         if copies.cuda:
             self._stagings.extend(_Staging(copies.pool.staging(self._piece)) for _ in range(_PIECES))
@@ -71,7 +72,7 @@ class HostLoads:
         """Begin a list of loads, or a barrier."""
         waits = job.after is not None and not job.after.done()
         if self._copies.cuda and job.copies is not None and not self._num_waiting and not waits:
-            with torch.cuda.stream(self._scatters), self._copies.issuing.copies():
+            with torch.inference_mode(), torch.cuda.stream(self._scatters), self._copies.issuing.copies():
                 loading = self._start(job, job.copies)
                 for _ in range(_PIECES):
                     self._issue_piece(loading)

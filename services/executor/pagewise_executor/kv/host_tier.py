@@ -177,8 +177,9 @@ class HostTier:
         return rows
 
     def _wait_for_stores(self) -> None:
-        for done in list(self._stores.values()):
-            done.result()
+        with self._copies.issuing.waiting():
+            for done in list(self._stores.values()):
+                done.result()
 
     def close(self) -> None:
         """See ``Tier``."""
