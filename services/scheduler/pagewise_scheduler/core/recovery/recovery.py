@@ -17,7 +17,8 @@ from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.memory.tier import Copies
-from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
+from pagewise_scheduler.core.recovery.cost_model import CostModel
+from pagewise_scheduler.core.recovery.pointers import Pointers
 from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
 from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
@@ -27,11 +28,6 @@ from pagewise_scheduler.core.recovery.transfers import Load, Receiver, TransferK
 from pagewise_scheduler.core.requests.request import Sequence
 
 _REPORTS_KEPT = 4096
-_PIECE_BLOCKS = 256
-_FETCHED_BLOCKS = 128
-_SMALL_PIECE = 8
-_QUEUED_SECONDS = 0.1
-"""For so long a link may be asked for blocks ahead while the front computes."""
 _IN_STORAGE = CachedBlock(None, b"", ())
 """Stands for any block in storage: what is there is in no tree."""
 
@@ -58,6 +54,7 @@ class Recoveries:
         self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
         self.transfers = Transfers(kv, costs, self.storages)
         self.prefetches = Prefetches(kv, costs, self.transfers)
+        self._pointers = Pointers(kv, costs, self.transfers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
@@ -197,21 +194,7 @@ class Recoveries:
     def room(self, sequence: Sequence) -> int | None:
         """How many of the sequence's next tokens may be computed now; None: as many as there are."""
         recovery = self._active.get(sequence)
-        if recovery is None:
-            return None
-        size, start = self._kv.block_size, sequence.num_scheduled_tokens
-        hole = max(0, recovery.first * size - start)
-        if recovery.method == "load":
-            return hole
-        gap = (recovery.first + recovery.back) * size - start
-        # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
-        # made up for; all of it once a step costs more than the tokens in it.
-        left = max(hole, self._split(recovery, gap))
-        if not left and recovery.back:
-            return 0  # the link brings the rest before a step could compute any of it
-        if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
-            left = -(-left // 2)
-        return min(gap, -(-max(1, left) // size) * size - start % size)
+        return None if recovery is None else self._pointers.front(recovery)
 
     def request_loads(self, step: int, requested: dict[TransferKey, Load]) -> None:
         """Add to ``requested`` what ``step`` brings to the device from the back of each recovery."""
@@ -219,7 +202,7 @@ class Recoveries:
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             source = recovery.source
-            count = min(self._next_piece(recovery), self._most_loading(recovery, requested) - source.link.num_loading)
+            count = self._pointers.back(recovery, alone=not requested)
             # One request is for one life of a peer: blocks that were pinned before it was reset are not there any more.
             if count <= 0 or lives.setdefault(source.peer, source.epoch) != source.epoch:
                 continue
@@ -272,40 +255,6 @@ class Recoveries:
         # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
         step = 0 if key.source == DEVICE else peer.scheduler.last_step
         return RemoteTier(key.peer, load.epoch, step, peer.key)
-
-    def _most_loading(self, recovery: Recovery, requested: dict[TransferKey, Load]) -> int:
-        """The blocks that a link may have before it.
-
-        While the front computes, the next step that asks for more may be tens of milliseconds away. What comes behind
-        others of the same step is confirmed with them, so that only the first asks for so much.
-        """
-        if recovery.method != "both" or recovery.source.peer or requested:
-            return 2 * _PIECE_BLOCKS
-        return max(2 * _PIECE_BLOCKS, recovery.source.link.blocks_in(_QUEUED_SECONDS))
-
-    def _next_piece(self, recovery: Recovery) -> int:
-        piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
-        if recovery.method == "load" or not recovery.back:
-            return min(recovery.back, piece)
-        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
-        # it twice before the link is asked again. The prediction is made anew in every step, and what is left goes to
-        # whichever turns out to be the faster one: all of it to the link if no step is worth while any more.
-        start = recovery.sequence.num_scheduled_tokens
-        left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
-        front = self._split(recovery, left * self._kv.block_size) // self._kv.block_size
-        behind, link = left - front, recovery.source.link
-        coming = min(recovery.loading, link.blocks_in(link.busy_until - self.transfers.now))
-        if front and behind + coming > _SMALL_PIECE:
-            behind = (3 * (behind + coming) + 3) // 4 - coming
-        return max(0, min(behind, recovery.back, piece if recovery.source.peer else behind))
-
-    def _split(self, recovery: Recovery, gap: int) -> int:
-        """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
-        link brings."""
-        sequence, link = recovery.sequence, recovery.source.link
-        start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
-        computing = self.costs.compute_seconds(done, start - done)
-        return self.costs.split(start, gap, link, max(0.0, link.busy_until - self.transfers.now) - computing)
 
     def copied(self, message: Copied) -> list[Sequence]:
         """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
