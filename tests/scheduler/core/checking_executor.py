@@ -6,7 +6,7 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pagewise_shared.block_hash import BlockHash, block_hash, unpack_names
@@ -71,7 +71,8 @@ class CheckingExecutor:
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
     others that it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: what lies in storage, which
-    others may share. ``full``: nothing is written there.
+    others may share. ``full``: nothing is written there. ``in_flight``: returns the steps that the scheduler has not
+    had back. Copies do not wait for them: none may be loaded over what they touch, or stored that they write.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
@@ -84,6 +85,7 @@ class CheckingExecutor:
         self.epoch = 1
         self.storage: dict[BlockHash, Content] = {}
         self.full = False
+        self.in_flight: Callable[[], set[int]] = set
         self.reset()
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
@@ -93,6 +95,8 @@ class CheckingExecutor:
         self.rows: dict[int, Row] = {}
         self.decoding: dict[int, None] = {}
         self.last_step = 0
+        self.touched: dict[int, set[int]] = {}  # by each step in flight
+        self.written: dict[int, set[int]] = {}
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
         self.num_fetched = self.num_drafted = self.num_accepted = 0
         self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
@@ -115,7 +119,13 @@ class CheckingExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
+        live = self.in_flight() - {plan.step}
+        for blocks in (self.touched, self.written):
+            for step in blocks.keys() - live:
+                del blocks[step]
+            blocks[plan.step] = set()
         for copies in plan.copies:
+            self._check_copies(plan.step, copies)
             self._copy(plan, copies)
         for row in plan.left:
             del self.rows[row]
@@ -264,6 +274,15 @@ class CheckingExecutor:
             names[name] = block
         return names
 
+    def _check_copies(self, step: int, copies: BlockCopies) -> None:
+        """Check that no copy needs to wait for a step in flight before ``step``."""
+        if copies.target == DEVICE and copies.source != DEVICE:
+            touched = set().union(*(blocks for number, blocks in self.touched.items() if number != step))
+            assert not touched & {target for _, target in pairs(copies.pairs)}, "a step in flight touches this block"
+        if copies.source == DEVICE and copies.target not in (DEVICE, STORAGE):
+            written = set().union(*(blocks for number, blocks in self.written.items() if number != step))
+            assert not written & {source for source, _ in pairs(copies.pairs)}, "a step in flight writes this block"
+
     def _copy(self, plan: StepPlan, copies: BlockCopies) -> None:
         """Begin a list of copies. Those to the device are made when they are told of, the others at once."""
         if STORAGE in (copies.source, copies.target):
@@ -313,6 +332,7 @@ class CheckingExecutor:
             assert row.tokens[position] & MOVED
             at = position - move.distance
             source = self.blocks[blocks[at // size - move.first]]
+            self.touched[self.last_step].add(blocks[at // size - move.first])
             assert blocks[at // size - move.first] not in arriving
             expected = (row.root, (*plain[:root], *plain[begin : position + 1]))
             assert source.get(at % size) == expected, f"no original: {source.get(at % size)} instead of {expected}"
@@ -330,6 +350,7 @@ class CheckingExecutor:
                 continue  # what is there is checked below
             self.num_computed += 1
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
+            self.written[self.last_step].add(block)
             assert self.holders[block] == 1, "a shared block is written"
             assert block not in arriving, "a block is written that is being loaded"
             self.blocks.setdefault(block, {})[position % self.block_size] = (
@@ -337,6 +358,7 @@ class CheckingExecutor:
                 tuple(row.tokens[: position + 1]),
             )
         row.computed += size
+        self.touched[self.last_step].update(row.blocks[: -(-row.computed // self.block_size)])
         self._check(row)
         if append:
             row.tokens.append(next_token(tuple(row.tokens)))

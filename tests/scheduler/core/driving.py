@@ -39,7 +39,9 @@ def expected_beams(request: Request) -> list[list[int]]:
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
-    return CheckingExecutor(tiers, block_size=scheduler.kv.block_size)
+    executor = CheckingExecutor(tiers, block_size=scheduler.kv.block_size)
+    executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
+    return executor
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:
