@@ -1,5 +1,6 @@
 """Blocks that the device has no room for go to the host and come back: by loading, by computing, or by both."""
 
+from collections import deque
 from math import isnan
 
 import pytest
@@ -289,3 +290,21 @@ def test_copies_compete_for_a_busy_link_and_the_hopeless_lose() -> None:
     assert is_worth_copying(node, host)
     host.num_arriving = host.max_arriving * 3 // 4
     assert not is_worth_copying(node, host)
+
+
+def test_nothing_is_loaded_over_what_a_step_in_flight_touches() -> None:
+    scheduler, executor = after_eviction("swap")
+    ends, begins = create_request(prompt=8, max_tokens=4), create_request(prompt=LONG, max_tokens=2)
+    scheduler.add(ends)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    result = executor.execute(plan)
+    scheduler.abort(ends.request_id)
+    scheduler.add(begins)
+    results = deque([result])
+    while (plan := scheduler.schedule(0.0)) is not None:
+        results.append(executor.execute(plan))  # which checks what its copies touch
+    while results:
+        scheduler.update(results.popleft())
+    run(scheduler, executor)
+    assert begins.sequences[0].output_token_ids.tolist() == expected_tokens(begins)
