@@ -22,6 +22,7 @@ import zmq
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv.block_server import BlockServer
 from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.host_loads import HostLoads
 from pagewise_executor.kv.host_memory import AnonymousMemory
 from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.kv_pool import KVPool
@@ -68,7 +69,7 @@ class _Parts:
 
 def _host(direction: str) -> None:
     parts = _Parts()
-    with mock.patch.object(HostTier, f"_{direction}", _break):
+    with mock.patch.object(HostTier, "_store", _break), mock.patch.object(HostLoads, "_issue", _break):
         parts.copy(parts.host, *((DEVICE, HOST) if direction == "store" else (HOST, DEVICE)))
         _wait()
 
