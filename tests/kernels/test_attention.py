@@ -118,7 +118,7 @@ def test_plans_of_another_device_are_refused(device: torch.device) -> None:
     for given in ((lengths.to("meta"), None), (lengths, lengths.to("meta"))):
         with pytest.raises(ValueError, match="tensors lie on different devices"):
             plan.plan(*given)
-    plan.positions = plan.positions.to("meta")
+    plan.units = plan.units.to("meta")
     with pytest.raises(ValueError, match="tensors lie on different devices"):
         decode_attention(case.queries(5), *case.stored, case.tables, plan)
 

@@ -52,6 +52,8 @@ def check_attention(
         raise ValueError(f"a head size of {head_dim} is not supported, 1 to 256 are")
     if q.stride(2) != 1 or keys.stride(3) != 1 or values.stride(3) != 1:
         raise ValueError("the elements of a head lie next to each other in q, keys and values")
+    if keys.stride() != values.stride():
+        raise ValueError(f"keys and values have equal strides, not {keys.stride()} and {values.stride()}")
     if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise TypeError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
     if q.dtype not in _TYPES:

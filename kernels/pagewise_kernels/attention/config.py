@@ -1,6 +1,6 @@
 """Which tile, how many warps: one plain function per kind of attention, never keyed on the batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from pagewise_kernels.shapes import power_of_two
 class TileConfig:
     """``rows``: (query, head) rows of a tile; ``tile``: context tokens that are read at once.
 
-    ``programs``: of decode attention, for each multiprocessor; of eight warps there is room for one.
+    ``programs``: of decode attention, for each multiprocessor, which limits the registers of a thread (``run``).
     """
 
     rows: int
@@ -31,20 +31,23 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
     rows = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(rows, 16, 4, 1)
+    # Five stages are two buffers of K and V: block ids, and the pointers made of them, take the others.
     if deterministic:
-        return deterministic_config(group, dim, kv_bytes, device)
+        config = deterministic_config(group, dim, kv_bytes, device)
+        return replace(config, num_stages=5) if dim <= 128 and kv_bytes < 4 else config
     if rows >= 64 and kv_bytes < 4:  # many heads share K and V: with four warps, sums do not fit into registers
         return TileConfig(rows, 64 if dim <= 128 else 32, 8, 3, programs=1)
-    # About 16 KiB of K per stage keeps enough bytes in flight with two programs on a multiprocessor.
+    # Two buffers of about 16 KiB of K and as much of V, so that three programs fit into shared memory.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
-    # Five stages are two buffers of K and V: block ids, and the pointers made of them, take the others.
-    return TileConfig(rows, tile, 4, 5 if kv_bytes < 4 else 2)
+    if kv_bytes == 4:
+        return TileConfig(rows, tile, 4, 2)
+    return TileConfig(rows, tile, 4, 5, programs=3 if dim <= 128 else 2)
 
 
 def decode_configs(group: int) -> list[TileConfig]:
     """What may be fastest for decodes with heads of 128 in 16 bits, the default first: for benchmarks to find out."""
     rows = max(16, power_of_two(group))
-    return [TileConfig(rows, 64, 4, 5, 2), TileConfig(rows, 64, 2, 5, 3), TileConfig(rows, 128, 4, 5, 1)]
+    return [TileConfig(rows, 64, 4, 5, 3), TileConfig(rows, 64, 4, 2, 3), TileConfig(rows, 64, 4, 5, 2)]
 
 
 def prefill_config(
@@ -76,7 +79,9 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
         # Rows of 64, which Hopper's tensor cores want, spill: prefill keeps the sums of two stretches at a time.
         return TileConfig(max(32, power_of_two(group)), 64, 8, 2, programs=1)
     if is_hopper(device):
-        return TileConfig(max(64, power_of_two(group)), 64, 8, 2, programs=1)
+        # With eight warps half of them would do nothing but wait for the loads of a decode. Float8 is converted by them.
+        warps = 4 if kv_bytes == 2 and group <= 64 else 8
+        return TileConfig(max(64, power_of_two(group)), 64, warps, 2, programs=8 // warps)
     return TileConfig(max(32, power_of_two(group)), 64, 4, 2)
 
 

@@ -13,9 +13,9 @@ from pagewise_kernels.attention.config import (
     decode_config,
     decode_programs,
 )
-from pagewise_kernels.attention.kernel import UNIT_FIELDS
+from pagewise_kernels.attention.decode_kernel import DECODE_FIELDS
 from pagewise_kernels.attention.plan_kernel import plan_decode_kernel
-from pagewise_kernels.attention.run import Parts, run_attention
+from pagewise_kernels.attention.run import Parts, run_decode
 from pagewise_kernels.attention.sharing import no_shared, shared_table, views
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -74,16 +74,17 @@ class DecodePlan:
             # A run of work ends in the middle of one query, or of one shared stretch, which are fewer than the queries.
             max_units = num_runs + max_queries * (2 if self.can_share else 1)
             max_parts = num_runs * self._at_once + 2 * max_queries if self.can_share else max_units
-        self.max_queries = max_queries
+        self.max_queries, self._num_runs = max_queries, num_runs
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._rows_in_order = torch.arange(max_queries, dtype=torch.int32, device=device)
-        self.positions, self.first_parts, self.num_parts = ints(max_queries), ints(max_queries), ints(max_queries)
-        self.units, self.num_units, self.first_units = ints(max_units, UNIT_FIELDS), ints(2), ints(num_runs)
+        self.first_parts, self.num_parts = ints(max_queries), ints(max_queries)
+        self.units = ints(num_runs + max_units, DECODE_FIELDS)
         self.parts = Parts(
             torch.empty(max_parts, heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(max_parts, heads, dtype=torch.float32, device=device),
             torch.empty(max_parts, heads, dtype=torch.float32, device=device),
             self.first_parts,
             self.num_parts,
@@ -140,30 +141,28 @@ class DecodePlan:
         count = len(lengths)
         if count < self._queries_sharing:
             raise ValueError(f"query {self._queries_sharing - 1} shares a prefix, and there are only {count} queries")
-        check_device(self.positions, lengths, rows)
+        check_device(self.units, lengths, rows)
         launch(
             plan_decode_kernel,
             (1,),
             lengths,
             rows,
-            self.positions,
             self.units,
-            self.num_units,
-            self.first_units,
             self.first_parts,
             self.num_parts,
             *views(self._shared, self.max_queries),
             self._slot_counts,
             self.parts.arrivals,
             count,
-            len(self.first_units),
+            self._num_runs,
             self.window or NO_WINDOW,
-            self.units.shape[0],
+            self.units.shape[0] - self._num_runs,
             self.parts.arrivals.shape[1],
             TILE=self.config.tile,
             SPLIT_TILES=self.split_tiles,
             SHARING=self.can_share,
             N=power_of_two(count + count // 2 if self.can_share else count),
+            RUNS=power_of_two(self._num_runs),
             num_warps=4,
         )
 
@@ -201,10 +200,9 @@ def decode_attention(
         raise ValueError(
             f"the plan is for {plan.max_queries} queries of {list(plan.parts.values.shape[1:])}, q is {list(q.shape)}"
         )
-    run_attention(
+    run_decode(
         q, keys, values, tables, out, shape, plan.config,
-        positions=plan.positions, units=plan.units, num_units=plan.num_units, programs=plan.programs,
-        parts=plan.parts, order=plan.order, first_units=None if plan.deterministic else plan.first_units,
-        scale=scale, softcap=softcap, window=plan.window, scales=scales, strict=plan.deterministic,
+        units=plan.units, programs=plan.programs, parts=plan.parts, order=plan.order,
+        scale=scale, softcap=softcap, has_window=plan.window is not None, scales=scales, strict=plan.deterministic,
     )  # fmt: skip
     return out

@@ -1,22 +1,17 @@
-"""The attention kernel: query rows of one KV head against a stretch of a paged context.
+"""The kernel of prefill attention: query rows of one KV head against a paged context.
 
-Its work comes in *units*: some neighbouring queries of the batch, the block table they look through, the stretch of
-context they see here, and which part of their result that is. Decode attention is units of one query, split along the
-context so that all multiprocessors have something to read, and with units of several sequences over a prefix that they
-share (after Hydragen, Juravsky et al., arXiv 2402.05099); prefill is units of many queries and the whole context.
-
-Split along the context as in Flash-Decoding; what is done with a stretch of it is in ``tiles``.
+Its work comes in *units*: some neighbouring queries of the batch, the block table they look through, and the stretch of
+context they see. What is done with a tile of it is in ``tiles``, as for decodes (``decode_kernel``).
 """
 
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.merging import merge_if_last
-from pagewise_kernels.attention.tiles import attend_stretch, finish, merge
+from pagewise_kernels.attention.tiles import attend_stretch, finish, merge, prepared_queries
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 
-UNIT_FIELDS = 6
-"""first query, number of queries, row of the block tables, first and last context token (exclusive), part or -1."""
+UNIT_FIELDS = 5
+"""first query, number of queries, row of the block tables, first and last context token (exclusive)."""
 
 
 @triton.jit
@@ -42,17 +37,10 @@ def attention_kernel(
     k_scales,
     v_scales,
     out,
-    parts,
-    part_highs,
     tables,
     positions,
     units,
     num_units,
-    first_parts,
-    num_parts,
-    arrivals,
-    order,
-    first_units,
     stride_qn,
     stride_qh,
     stride_kb,
@@ -75,69 +63,43 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     M: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    HAS_RUNS: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Units times KV heads, shared out among the programs of a fixed grid.
+    """Units times KV heads, which the programs of a fixed grid take in turns.
 
-    With ``HAS_RUNS`` each program takes one run of neighbouring units for one KV head; else they take turns.
-
-    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` units of
-    several queries are those of entries of ``order``. ``PARTS``: how many parts of a query's result the program merges
-    at once that has stored the last of them; with 0 there are no parts. ``SPLIT``: finish and merge after every so many
-    context tokens, in the order in which parts are merged one by one (0: never).
+    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. ``SPLIT``: sums begin
+    anew and are merged after every so many context tokens, in the order in which parts of decodes are merged one by one (0: never).
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
     program = tl.program_id(0)
     wait_for_predecessor(PDL)
-    number = tl.load(num_units)
-    if HAS_RUNS:
-        run = program // KV_HEADS
-        used = tl.load(num_units + 1)
-        first_item = tl.load(first_units + run, mask=run < used, other=0)
-        next_item = tl.load(first_units + run + 1, mask=run + 1 < used, other=0)
-        num_items = tl.where(run < used, tl.where(run + 1 < used, next_item, number), 0)
-        step = 1
-    else:
-        first_item = program
-        num_items = number * KV_HEADS
-        step = tl.num_programs(0)
-    for item in range(first_item, num_items, step):
-        if HAS_RUNS:
-            unit = units + item * 6
-            head = program % KV_HEADS
-        else:
-            unit = units + (item // KV_HEADS) * 6
-            head = item % KV_HEADS
+    for item in range(program, tl.load(num_units) * KV_HEADS, tl.num_programs(0)):
+        unit = units + (item // KV_HEADS) * 5
+        head = item % KV_HEADS
         first_query = tl.load(unit)
         num_queries = tl.load(unit + 1)
         table = tables + tl.load(unit + 2).to(tl.int64) * stride_tables
         start = tl.load(unit + 3)
         stop = tl.load(unit + 4)
-        part = tl.load(unit + 5)
         queries = first_query + rows // GROUP
         valid = rows < num_queries * GROUP
-        if HAS_ORDER and num_queries > 1:
-            queries = tl.load(order + queries, mask=valid, other=0)
         row_positions = tl.load(positions + queries, mask=valid, other=-1)
         q_at = queries.to(tl.int64) * stride_qn + (head * GROUP + rows % GROUP) * stride_qh
         if HEAD_DIM == DIM:
-            tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=valid[:, None], other=0.0).to(COMPUTE)
+            tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
         else:
             in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
-            tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=in_head, other=0.0).to(COMPUTE)
+            tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=in_head, other=0.0)
+        tile_q, factor = prepared_queries(tile_q, scale, HAS_SCALES, COMPUTE)
         inner, outer = unmasked_tiles(row_positions, valid, start, stop, window, TILE, HAS_WINDOW)
         acc = tl.zeros([M, DIM], tl.float32)
         high = tl.full([M], float("-inf"), tl.float32)
@@ -153,35 +115,18 @@ def attention_kernel(
                 acc, high, total = attend_stretch(
                     acc, high, total, tile_q, row_positions, k_here, v_here, ks_here, vs_here, table,
                     tl.maximum(low, start), inner, outer, stop, tl.minimum(low + SPLIT, stop),
-                    stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap, window,
+                    stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
                     BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
                 )  # fmt: skip
-                acc, high = finish(acc, high, total)
-                all_acc, all_high, all_total = merge(all_acc, all_high, all_total, acc, high)
-            acc, high, total = all_acc, all_high, all_total
+                all_acc, all_high, all_total = merge(all_acc, all_high, all_total, acc, high, total)
+            acc, total = all_acc, all_total
         else:
             acc, high, total = attend_stretch(
                 acc, high, total, tile_q, row_positions, k_here, v_here, ks_here, vs_here, table,
                 start, inner, outer, stop, stop,
-                stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap, window,
+                stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
                 BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
             )  # fmt: skip
-        acc, high = finish(acc, high, total)
         in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
-        if PARTS > 0 and part >= 0:
-            place = (tl.load(first_parts + queries, mask=valid, other=0) + part).to(tl.int64)
-            place = place * (KV_HEADS * GROUP) + head * GROUP + rows % GROUP
-            tl.store(parts + place[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_head)
-            tl.store(part_highs + place, high, mask=valid)
-            tl.debug_barrier()  # all threads have stored: see merge_if_last
-            for member in range(num_queries):
-                query = first_query
-                if HAS_ORDER and num_queries > 1:
-                    query = tl.load(order + first_query + member)
-                merge_if_last(
-                    parts, part_highs, first_parts, num_parts, arrivals, out, query, head, stride_on, stride_oh,
-                    KV_HEADS, GROUP, ROWS, HEAD_DIM, DIM, PARTS,
-                )  # fmt: skip
-        else:
-            o_at = queries.to(tl.int64) * stride_on + (head * GROUP + rows % GROUP) * stride_oh
-            tl.store(out + o_at[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=in_head)
+        o_at = queries.to(tl.int64) * stride_on + (head * GROUP + rows % GROUP) * stride_oh
+        tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)

@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.tiles import finish, merge
+from pagewise_kernels.attention.tiles import finish
 
 
 @triton.jit
 def merge_if_last(
     parts,
     part_highs,
-    first_parts,
-    num_parts,
+    part_totals,
+    first,
+    count,
     arrivals,
     out,
     query,
@@ -27,6 +28,7 @@ def merge_if_last(
 ):
     """Count a part of ``query`` and KV head ``head`` that this program has stored; merge all parts if it is the last.
 
+    The query has ``count`` parts from place ``first`` on.
     ``arrivals`` int32 [queries, KV_HEADS]: parts that have been stored, 0 before and after a launch. ``AT_ONCE``: parts
     that are read together. With 1 they are merged one after the other, in the order of the context, whoever merges.
     ``ROWS``: GROUP rounded up to a power of two.
@@ -41,36 +43,38 @@ def merge_if_last(
     this stream, or the next replay of its graph, waits until this one has ended, if it begins earlier at all.
     """
     arrival = arrivals + query * KV_HEADS + head
-    count = tl.load(num_parts + query)
     if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == count - 1:
         tl.store(arrival, 0)
-        first = tl.load(first_parts + query).to(tl.int64)
         rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
         in_head = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         acc = tl.zeros([ROWS, DIM], tl.float32)
         high = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        EACH: tl.constexpr = KV_HEADS * GROUP
+        place = first.to(tl.int64) * EACH + head * GROUP + rows
+        at = parts + place[:, None] * HEAD_DIM + dims[None, :]
+        highs_at, totals_at = part_highs + place, part_totals + place
         for start in range(0, count, AT_ONCE):
-            if AT_ONCE == 1:
-                place = (first + start) * (KV_HEADS * GROUP) + head * GROUP + rows
-                highs = tl.load(part_highs + place, mask=rows < GROUP, other=float("-inf"), cache_modifier=".cg")
-                at = parts + place[:, None] * HEAD_DIM + dims[None, :]
-                part = tl.load(at, mask=in_head, other=0.0, cache_modifier=".cg")
-                acc, high, total = merge(acc, high, total, part, highs)
-            else:
-                some = start + tl.arange(0, AT_ONCE)
-                place = ((first + some) * (KV_HEADS * GROUP))[:, None] + (head * GROUP + rows)[None, :]
-                here = (some < count)[:, None] & (rows < GROUP)[None, :]
-                highs = tl.load(part_highs + place, mask=here, other=float("-inf"), cache_modifier=".cg")
-                at = parts + place[:, :, None] * HEAD_DIM + dims[None, None, :]
-                mask = here[:, :, None] & (dims < HEAD_DIM)[None, None, :]
-                some_parts = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-                new_high = tl.maximum(high, tl.max(highs, 0))
-                base = tl.where(new_high == float("-inf"), 0.0, new_high)
-                mine, its = tl.exp2(high - base), tl.exp2(highs - base[None, :])
-                acc = acc * mine[:, None] + tl.sum(some_parts * its[:, :, None], 0)
-                total = total * mine + tl.sum(its, 0)
-                high = new_high
-        acc, high = finish(acc, high, total)
+            # The maximum first, and then all parts by it, so that nothing waits for one part before the next is read.
+            new_high = high
+            for some in tl.static_range(AT_ONCE):
+                here = (rows < GROUP) & (start + some < count)
+                its = tl.load(highs_at + some * EACH, mask=here, other=float("-inf"), cache_modifier=".cg")
+                new_high = tl.maximum(new_high, its)
+            base = tl.where(new_high == float("-inf"), 0.0, new_high)  # rows that are none
+            shrink = tl.exp2(high - base)
+            acc, total, high = acc * shrink[:, None], total * shrink, new_high
+            for some in tl.static_range(AT_ONCE):
+                here = (rows < GROUP) & (start + some < count)
+                its = tl.load(highs_at + some * EACH, mask=here, other=float("-inf"), cache_modifier=".cg")
+                part_total = tl.load(totals_at + some * EACH, mask=here, other=0.0, cache_modifier=".cg")
+                there = in_head & (start + some < count)
+                part = tl.load(at + some * (EACH * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
+                weight = tl.exp2(its - base)
+                acc += part * weight[:, None]
+                total += part_total * weight
+            at += AT_ONCE * EACH * HEAD_DIM
+            highs_at += AT_ONCE * EACH
+            totals_at += AT_ONCE * EACH
         o_at = query.to(tl.int64) * stride_on + (head * GROUP + rows) * stride_oh
-        tl.store(out + o_at[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=in_head)
+        tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)

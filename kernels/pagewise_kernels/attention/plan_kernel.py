@@ -10,10 +10,7 @@ from pagewise_kernels.dependent_launch import wait_for_predecessor
 def plan_decode_kernel(
     lengths,
     rows,
-    positions,
     units,
-    num_units,
-    first_units,
     first_parts,
     num_parts,
     num_items,
@@ -33,16 +30,20 @@ def plan_decode_kernel(
     SPLIT_TILES: tl.constexpr,
     SHARING: tl.constexpr,
     N: tl.constexpr,
+    RUNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """One program: units for ``attention_kernel``.
+    """One program: units for ``decode_attention_kernel``, whose programs take ``num_runs`` runs of them per KV head.
 
     ``lengths`` [num_queries]: context tokens, 0 for none, -1 for no decode; ``rows`` [num_queries]: of the block
-    tables. The tiles of all contexts, one after the other, are cut into ``num_runs`` runs of equal length, whose first
-    units go into ``first_units``; where a run crosses from one context to the next, it is two units. Or, if SPLIT_TILES
-    is not 0, each context is cut after every SPLIT_TILES of its own, so that its parts never depend on the batch.
-    ``num_units`` gets the number of units, and that of runs with any. ``window``: tokens that count, a large number for
-    all of them.
+    tables. The tiles of all contexts, one after the other, are cut into ``num_runs`` runs of equal length; where a run
+    crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0, each context is cut after every
+    SPLIT_TILES of its own, so that its parts never depend on the batch, and runs take units in turns. ``window``: tokens
+    that count, a large number for all of them.
+
+    The first unit of run i is unit i, so that a program finds its work with one access to memory; the others lie behind
+    those of all runs (or in order, with SPLIT_TILES), and each says which comes next. A run without work has a unit of
+    0 queries. RUNS: ``num_runs`` rounded up to a power of two.
 
     With ``SHARING`` there are also ``num_items`` [1] shared stretches: the first ``item_tokens`` (whole tiles) of the
     contexts of ``item_sizes`` queries, those at ``item_firsts`` and after it in ``order``. They are cut like contexts,
@@ -62,8 +63,8 @@ def plan_decode_kernel(
     length = tl.load(lengths + slots, mask=is_query, other=-1)
     there = length >= 0
     row = tl.load(rows + slots, mask=is_query, other=0)
-    tl.store(positions + slots, length - 1, mask=is_query)
-    first_tile = tl.maximum(length - window, 0) // TILE
+    first_token = tl.maximum(length - window, 0)
+    first_tile = first_token // TILE
     first_query = slots
     size_of = tl.full([N], 1, tl.int32)
     if SHARING:
@@ -97,25 +98,38 @@ def plan_decode_kernel(
         tl.debug_barrier()
         before = tl.load(slot_counts + num_queries + stretch, mask=stretch >= 0, other=0)
     parts = tl.where(is_query, before + count, 0)
-    tl.store(first_parts + slots, tl.cumsum(parts, 0) - parts, mask=is_query)
+    first_part = tl.cumsum(parts, 0) - parts
+    tl.store(first_parts + slots, first_part, mask=is_query)
     tl.store(num_parts + slots, parts, mask=is_query)
     for head in range(kv_heads):
         tl.store(arrivals + slots * kv_heads + head, 0, mask=is_query)
-    tl.store(num_units, tl.minimum(tl.sum(count, 0), max_units))
-    tl.store(num_units + 1, (total + size - 1) // size)
+    num_units = tl.minimum(tl.sum(count, 0), max_units)
+    runs = tl.arange(0, RUNS)
+    idle = (runs >= (num_units if SPLIT_TILES > 0 else (total + size - 1) // size)) & (runs < num_runs)
+    for field in tl.static_range(9):
+        tl.store(units + runs * 9 + field, -1 if field == 5 or field == 8 else 0, mask=idle)
     for part in range(tl.max(count, 0)):
-        unit = first + part
-        valid = (part < count) & (unit < max_units)
+        number = first + part
         run = first_run + part
         low = tl.maximum(run * size, begin)
-        high = tl.minimum((run + 1) * size, begin + tiles)
+        end = begin + tiles
+        high = tl.minimum((run + 1) * size, end)
         start = (first_tile + low - begin) * TILE
-        at = units + unit * 6
+        if SPLIT_TILES > 0:
+            unit, next_unit = number, number + num_runs
+            goes_on = next_unit < num_units
+        else:
+            unit = tl.where(low == run * size, run, num_runs + number)
+            next_unit = num_runs + number + 1
+            goes_on = (high == end) & (end < tl.minimum((run + 1) * size, total))
+        valid = (part < count) & (number < max_units)
+        at = units + unit * 9
         tl.store(at, first_query, mask=valid)
         tl.store(at + 1, size_of, mask=valid)
         tl.store(at + 2, row, mask=valid)
-        tl.store(at + 3, start, mask=valid)
+        tl.store(at + 3, start if SHARING else tl.maximum(start, first_token), mask=valid)
         tl.store(at + 4, tl.minimum(start + (high - low) * TILE, length), mask=valid)
         tl.store(at + 5, tl.where(parts == 1, -1, before + part), mask=valid)
-        if SPLIT_TILES == 0:
-            tl.store(first_units + run, unit, mask=valid & (low == run * size))
+        tl.store(at + 6, parts, mask=valid)
+        tl.store(at + 7, first_part, mask=valid)
+        tl.store(at + 8, tl.where(goes_on, next_unit, -1), mask=valid)

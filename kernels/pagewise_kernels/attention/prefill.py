@@ -10,7 +10,7 @@ import torch
 from pagewise_kernels.attention.checks import Scales, check_attention, check_out
 from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, prefill_config
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
-from pagewise_kernels.attention.run import run_attention
+from pagewise_kernels.attention.run import run_prefill
 from pagewise_kernels.launch import interpreted, num_sms
 from pagewise_kernels.shapes import power_of_two
 
@@ -133,7 +133,7 @@ class StaticPrefillPlan:
         first, count = padding
         begin = np.arange(0, count, self._queries)
         empty = np.zeros((len(begin), UNIT_FIELDS), np.int32)
-        empty[:, 0], empty[:, 1], empty[:, 5] = first + begin, np.minimum(self._queries, count - begin), -1
+        empty[:, 0], empty[:, 1] = first + begin, np.minimum(self._queries, count - begin)
         return np.concatenate([units, empty])
 
 
@@ -148,7 +148,7 @@ def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None)
     if window is not None:
         low = np.maximum(start[of] + begin - window + 1, 0) // tile * tile
     stop = start[of] + begin + count
-    units = np.stack([first[of] + begin, count, table[of], low, stop, np.full_like(begin, -1)], axis=1)
+    units = np.stack([first[of] + begin, count, table[of], low, stop], axis=1)
     return np.ascontiguousarray(units[np.argsort(low - stop, kind="stable")].astype(np.int32))
 
 
@@ -177,10 +177,9 @@ def prefill_attention(
     out = check_out(q, out)
     if len(plan.positions) > q.shape[0]:
         raise ValueError(f"the plan has queries up to row {len(plan.positions)}, q has {q.shape[0]}")
-    run_attention(
+    run_prefill(
         q, keys, values, tables, out, shape, plan.config,
-        positions=plan.positions, units=plan.units, num_units=plan.unit_count,
-        programs=plan.programs, parts=None,
+        positions=plan.positions, units=plan.units, num_units=plan.unit_count, programs=plan.programs,
         scale=scale, softcap=softcap, window=plan.window, scales=scales,
         split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic,
     )  # fmt: skip

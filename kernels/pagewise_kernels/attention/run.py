@@ -1,4 +1,4 @@
-"""Launches the attention kernel; what decode and prefill have in common."""
+"""Launches the kernels of attention; what decode and prefill have in common."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ import triton.language as tl
 
 from pagewise_kernels.attention.checks import Scales, Shape
 from pagewise_kernels.attention.config import TileConfig
+from pagewise_kernels.attention.decode_kernel import decode_attention_kernel
 from pagewise_kernels.attention.kernel import attention_kernel
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -14,18 +15,26 @@ from pagewise_kernels.shapes import power_of_two
 _COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+
 class Parts(NamedTuple):
     """Where partial results go.
 
-    ``values`` float32 [n, heads, head_dim] and ``highs`` [n, heads], log2 of their weights: those of query i are
-    ``first[i]`` and the ``number[i] - 1`` after it. ``arrivals`` int32 [queries, kv_heads]: zeros.
+    ``values`` float32 [n, heads, head_dim]: values times weights; ``highs`` [n, heads]: log2 of what weights are
+    relative to; ``totals`` [n, heads]: sums of weights. Those of query i are ``first[i]`` and the ``number[i] - 1``
+    after it. ``arrivals`` int32 [queries, kv_heads]: zeros.
     """
 
     values: torch.Tensor
     highs: torch.Tensor
+    totals: torch.Tensor
     first: torch.Tensor
     number: torch.Tensor
     arrivals: torch.Tensor
+
+
+def _registers(config: TileConfig) -> int:
+    """Of a thread, so that ``config.programs`` fit on a multiprocessor, which gives them out by eights."""
+    return min(255, 65536 // (config.programs * config.num_warps * 32) // 8 * 8)
 
 
 def _parts_at_once(size: int, num_warps: int) -> int:
@@ -33,7 +42,7 @@ def _parts_at_once(size: int, num_warps: int) -> int:
     return max(1, min(16, num_warps * 32 * 64 // size))
 
 
-def run_attention(
+def run_prefill(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -46,52 +55,107 @@ def run_attention(
     units: torch.Tensor,
     num_units: torch.Tensor,
     programs: int,
-    parts: Parts | None,
     scale: float | None,
     softcap: float | None,
     window: int | None,
     scales: Scales | None,
-    order: torch.Tensor | None = None,
-    first_units: torch.Tensor | None = None,
-    split: int = 0,
-    strict: bool = False,
+    split: int,
+    strict: bool,
 ) -> None:
     """Run ``units`` int32 [n, UNIT_FIELDS], of which ``num_units`` int32 [1] count, on ``programs`` programs.
 
-    ``positions`` int32 [queries]: the last context token that each query sees. ``parts``: where partial results go,
-    which are merged in the same launch. ``order`` int32: the queries of units with several of them are entries of it;
-    by default they are neighbours. ``first_units`` int32 [programs / kv_heads]: the runs of ``plan_decode_kernel``.
-    ``split``: see ``attention_kernel``. ``strict``: parts are merged in order, products and sums are not fused.
+    ``positions`` int32 [queries]: the last context token that each query sees. ``split``: see ``attention_kernel``.
+    ``strict``: products and sums are not fused.
 
     Raises:
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, positions)  # by a handle an address of the host would go to the device as it is
-    scale = shape.head_dim**-0.5 if scale is None else scale
-    if scale <= 0:
-        raise ValueError(f"the scale of attention is positive, not {scale}")
-    has_scales = scales is not None
     k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (positions, positions)
-    partial = parts or Parts(*(positions,) * 5)
-    rows = power_of_two(shape.group)
-    at_once = 0 if parts is None else 1 if strict else _parts_at_once(rows * shape.dim, config.num_warps)
-    # The interpreter computes with numpy, which has no bfloat16.
-    compute = tl.float32 if interpreted() else _COMPUTE[q.dtype]
     launch(
         attention_kernel,
         (programs,),
-        q, keys, values, k_scales, v_scales, out, partial.values, partial.highs, tables, positions, units, num_units,
-        partial.first, partial.number, partial.arrivals, positions if order is None else order,
-        positions if first_units is None else first_units,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2),
-        *(k_scales.stride() if has_scales else (0, 0, 0)),
-        out.stride(0), out.stride(1), tables.stride(0),
-        float(scale), float(softcap or 1.0), int(window or 0),
-        KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_SIZE=shape.block_size, HEAD_DIM=shape.head_dim,
-        DIM=shape.dim, ROWS=rows, M=config.rows, TILE=config.tile, SPLIT=split, HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=bool(softcap), HAS_SCALES=has_scales, PARTS=at_once,
-        HAS_ORDER=order is not None, HAS_RUNS=first_units is not None, COMPUTE=compute,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        q, keys, values, k_scales, v_scales, out, tables, positions, units, num_units,
+        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *_scale_strides(scales), *out.stride()[:2],
+        tables.stride(0),
+        _positive(scale, shape), float(softcap or 1.0), int(window or 0),
+        SPLIT=split, HAS_WINDOW=window is not None, HAS_SOFTCAP=bool(softcap), HAS_SCALES=scales is not None,
+        **_constants(q, shape, config, scales),
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=not strict,
     )  # fmt: skip
+
+
+def run_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    out: torch.Tensor,
+    shape: Shape,
+    config: TileConfig,
+    *,
+    units: torch.Tensor,
+    programs: int,
+    parts: Parts,
+    order: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    has_window: bool,
+    scales: Scales | None,
+    strict: bool,
+) -> None:
+    """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
+
+    ``parts``: where partial results go, which are merged in the same launch. ``order`` int32: the queries of units with
+    several of them are entries of it. ``strict``: parts are merged in order, products and sums are not fused.
+
+    Raises:
+        ValueError: ``scale`` is not positive, or the plan is on another device than q.
+    """
+    check_device(q, units)  # by a handle an address of the host would go to the device as it is
+    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (units, units)
+    # Where tensor cores read keys and values from registers, float8 goes there in pairs.
+    pairs = scales is not None and config.rows < 64 and all(size % 2 == 0 for size in (*keys.stride()[:3], q.shape[2]))
+    rows = power_of_two(shape.group)
+    launch(
+        decode_attention_kernel,
+        (programs,),
+        q, keys, values, k_scales, v_scales, out, parts.values, parts.highs, parts.totals, tables, units,
+        parts.first, parts.number, parts.arrivals, units if order is None else order,
+        *q.stride()[:2], *keys.stride()[:3], *_scale_strides(scales), *out.stride()[:2], tables.stride(0),
+        _positive(scale, shape), float(softcap or 1.0),
+        ROWS=rows, HAS_WINDOW=has_window, HAS_SOFTCAP=bool(softcap), HAS_SCALES=scales is not None, PAIRS=pairs,
+        PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps), HAS_ORDER=order is not None,
+        **_constants(q, shape, config, scales),
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=not strict,
+        maxnreg=_registers(config),
+    )  # fmt: skip
+
+
+def _positive(scale: float | None, shape: Shape) -> float:
+    scale = shape.head_dim**-0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"the scale of attention is positive, not {scale}")
+    return float(scale)
+
+
+def _scale_strides(scales: Scales | None) -> tuple[int, ...]:
+    return (0, 0, 0) if scales is None else scales.keys.stride()
+
+
+def _constants(q: torch.Tensor, shape: Shape, config: TileConfig, scales: Scales | None) -> dict[str, object]:
+    """What both kernels are compiled for. Float8 KV becomes float16, which holds all of its values, in one instruction
+    for two of them."""
+    # The interpreter computes with numpy, which has no bfloat16.
+    compute = _COMPUTE[torch.float16 if scales is not None and q.dtype != torch.float32 else q.dtype]
+    return {
+        "KV_HEADS": shape.kv_heads,
+        "GROUP": shape.group,
+        "BLOCK_SIZE": shape.block_size,
+        "HEAD_DIM": shape.head_dim,
+        "DIM": shape.dim,
+        "M": config.rows,
+        "TILE": config.tile,
+        "COMPUTE": tl.float32 if interpreted() else compute,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }

@@ -1,4 +1,4 @@
-"""A stretch of a paged context, tile by tile: the loop in which attention spends its time.
+"""A stretch of a paged context, tile by tile: the loops in which attention spends its time.
 
 Online softmax after Milakov and Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao, arXiv 2307.08691).
 """
@@ -43,6 +43,93 @@ def token_offsets(blocks, tile, stride_block, stride_token, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
+    """Queries [M, DIM] as they are multiplied, and the factor that makes logarithms (log2) of weights of the products.
+
+    Next to float8 keys, which become float16, rows are divided by the power of two below their greatest element: so all
+    of bfloat16 fits into float16, and nothing is rounded but what lies 2**-14 below the greatest. It goes into the
+    factor, which is [M] then.
+    """
+    factor = scale * 1.4426950408889634
+    if HAS_SCALES:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 1).to(tl.uint32, bitcast=True) & 0x7F800000
+        unit = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
+        return (wide / unit[:, None]).to(COMPUTE), unit * factor
+    else:
+        return q.to(COMPUTE), factor
+
+
+@triton.jit
+def weigh(
+    scores,
+    high,
+    total,
+    k_scale,
+    v_scale,
+    seen,
+    factor,
+    softcap,
+    MASKED: tl.constexpr,
+    SEES_NONE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """Weights [M, TILE] of a tile, what former sums are multiplied by [M], and the new high and total [M].
+
+    ``scores`` [M, TILE]: products of queries and keys; ``k_scale``, ``v_scale`` [TILE] of float8 KV. ``seen``, with
+    ``MASKED``: what counts. ``SEES_NONE``: there may be rows that have seen nothing yet.
+
+    Scales never meet an element of K or V. That of a key multiplies its score. That of a value belongs to the weight
+    which multiplies it, in the sum but not in the total. So that weights fit into float16, whatever scales there are,
+    its power of two is added to the exponent before the maximum is taken: ``high`` is the maximum of both together.
+    """
+    if HAS_SCALES:
+        scores = scores * k_scale[None, :]
+    if HAS_SOFTCAP:
+        # tanh x = 1 - 2 / (exp 2x + 1), by exp2, so that the interpreter and every device compute it alike. The 1,
+        # which all scores have in common, cancels out in the softmax.
+        if HAS_SCALES:
+            scores = scores * (factor * (2.0 / softcap))[:, None]
+        else:
+            scores = scores * (factor * (2.0 / softcap))
+        scores = -1.0 / (tl.exp2(scores) + 1.0)
+        factor = softcap * 2.8853900817779268
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    # The exponent of a weight is ``factor`` times its score, less the maximum: one fused multiply-add.
+    if HAS_SCALES:
+        bits = v_scale.to(tl.uint32, bitcast=True) & 0x7F800000
+        power = ((bits >> 23).to(tl.int32) - 127).to(tl.float32)
+        part_of_power = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+        if HAS_SOFTCAP:
+            scores = tl.fma(scores, factor, power[None, :])
+        else:
+            scores = tl.fma(scores, factor[:, None], power[None, :])
+        new_high = tl.maximum(high, tl.max(scores, 1))
+    else:
+        new_high = tl.maximum(high, tl.max(scores, 1) * factor)
+    # A row that has seen nothing yet stays at zero instead of becoming inf - inf.
+    base = tl.where(new_high == float("-inf"), 0.0, new_high) if SEES_NONE else new_high
+    shrink = tl.exp2(high - base)
+    if HAS_SCALES:
+        weights = tl.exp2(scores - base[:, None])
+        total = total * shrink + tl.sum(weights * part_of_power[None, :], 1)
+        weights = weights * (v_scale * part_of_power)[None, :]
+    else:
+        weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+        total = total * shrink + tl.sum(weights, 1)
+    return weights, shrink, new_high, total
+
+
+@triton.jit
+def scales_of_tile(scales, blocks, tile, seen, stride_sb, stride_st, BLOCK_SIZE, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Scales [TILE] of float8 keys or values; with ``MASKED`` 0 for tokens that are not there."""
+    at = scales + token_offsets(blocks, tile, stride_sb, stride_st, BLOCK_SIZE, TILE)
+    return tl.load(at, mask=seen, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit
 def attend_tiles(
     acc,
     high,
@@ -63,7 +150,7 @@ def attend_tiles(
     stride_vt,
     stride_sb,
     stride_st,
-    scale,
+    factor,
     softcap,
     window,
     BLOCK_SIZE: tl.constexpr,
@@ -101,56 +188,25 @@ def attend_tiles(
             k = tl.load(k_at)
             v = tl.load(v_at)
         scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION)
-        # The exponent of a weight is ``factor`` times its score, less the maximum: one fused multiply-add.
-        factor = scale * 1.4426950408889634
+        k_scale, v_scale, seen = None, None, None
         if HAS_SCALES:
-            scaled_at = token_offsets(blocks, tile, stride_sb, stride_st, BLOCK_SIZE, TILE)
-            if MASKED:
-                k_scale = tl.load(k_scales + scaled_at, mask=there, other=0.0)
-                v_scale = tl.load(v_scales + scaled_at, mask=there, other=0.0)
-            else:
-                k_scale = tl.load(k_scales + scaled_at)
-                v_scale = tl.load(v_scales + scaled_at)
-            if HAS_SOFTCAP:
-                scores = scores * (k_scale * (scale * 2.8853900817779268 / softcap))[None, :]
-            else:
-                # Each token has a scale of its own, which the maximum needs: all factors go into this product.
-                scores = scores * (k_scale * factor)[None, :]
-        elif HAS_SOFTCAP:
-            scores = scores * (scale * 2.8853900817779268 / softcap)
-        if HAS_SOFTCAP:
-            # tanh x = 1 - 2 / (exp 2x + 1), by exp2, so that the interpreter and every device compute it alike. The 1,
-            # which all scores have in common, cancels out in the softmax.
-            scores = -1.0 / (tl.exp2(scores) + 1.0)
-            factor = softcap * 2.8853900817779268
+            k_scale = scales_of_tile(k_scales, blocks, tile, there, stride_sb, stride_st, BLOCK_SIZE, TILE, MASKED)
+            v_scale = scales_of_tile(v_scales, blocks, tile, there, stride_sb, stride_st, BLOCK_SIZE, TILE, MASKED)
         if MASKED:
             seen = (tokens[None, :] <= row_positions[:, None]) & there[None, :]
             if HAS_WINDOW:
                 seen = seen & (tokens[None, :] > row_positions[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        if HAS_SCALES and not HAS_SOFTCAP:
-            new_high = tl.maximum(high, tl.max(scores, 1))
-        else:
-            new_high = tl.maximum(high, tl.max(scores, 1) * factor)
-        # A row that has seen nothing yet stays at zero instead of becoming inf - inf.
-        base = tl.where(new_high == float("-inf"), 0.0, new_high) if MASKED else new_high
-        if HAS_SCALES and not HAS_SOFTCAP:
-            weights = tl.exp2(scores - base[:, None])
-        else:
-            weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
-        shrink = tl.exp2(high - base)
-        total = total * shrink + tl.sum(weights, 1)
-        if HAS_SCALES:
-            weights = weights * v_scale[None, :]
+        weights, shrink, high, total = weigh(
+            scores, high, total, k_scale, v_scale, seen, factor, softcap, MASKED, MASKED, HAS_SOFTCAP, HAS_SCALES
+        )
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc * shrink[:, None], input_precision=PRECISION)
-        high = new_high
     return acc, high, total
 
 
 @triton.jit
 def attend_stretch(
     acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, low, inner, outer, end, until,
-    stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap, window,
+    stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -158,33 +214,31 @@ def attend_stretch(
     if HAS_WINDOW:
         acc, high, total = attend_tiles(
             acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, low, tl.minimum(inner, until),
-            end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap, window,
+            end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
             BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, True, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
         )  # fmt: skip
     acc, high, total = attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(inner, low),
-        tl.minimum(outer, until), end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap,
+        tl.minimum(outer, until), end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap,
         window, BLOCK_SIZE, HEAD_DIM, DIM, TILE, False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
     )  # fmt: skip
     return attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(outer, low), until,
-        end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, scale, softcap, window,
+        end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
         BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit
-def merge(acc, high, total, part, part_high):
-    """Add a finished part (normalised, with the log2 of its weight) to a weighted sum of parts."""
+def merge(acc, high, total, part, part_high, part_total):
+    """Add the sums of a part, of which every row has seen something or which is the first, to those of others."""
     new_high = tl.maximum(high, part_high)
     base = tl.where(new_high == float("-inf"), 0.0, new_high)
     mine, its = tl.exp2(high - base), tl.exp2(part_high - base)
-    return acc * mine[:, None] + part * its[:, None], new_high, total * mine + its
+    return acc * mine[:, None] + part * its[:, None], new_high, total * mine + part_total * its
 
 
 @triton.jit
-def finish(acc, high, total):
-    """A part from its sums: normalised, with the log2 of its weight."""
-    nothing = total == 0.0
-    safe = tl.where(nothing, 1.0, total)
-    return acc / safe[:, None], tl.where(nothing, float("-inf"), high + tl.log2(safe))
+def finish(acc, total):
+    """The result of sums over a whole context; zeros where it is empty."""
+    return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
