@@ -107,7 +107,7 @@ def _compile(
     binary = kernel.warmup(*arguments, grid=(1,), **options)
     ptx: str = binary.asm["ptx"]
     registers, spilled = _resources(ptx, capability)
-    constants = {name: str(value) for name, value in options.items() if name.isupper()}
+    constants = {name: str(value) for name, value in options.items() if name.isupper() or name == "maxnreg"}
     mma = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else ""
     code = disassembled(binary.asm["cubin"]) if loops else ""
     early = too_early(ptx)

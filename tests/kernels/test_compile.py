@@ -12,7 +12,9 @@ from pagewise_kernels.machine_code import loop_sizes, too_early
 from tests.kernels.bars import BARS, MOST_SPILLED, Bars
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-NUM_KERNELS = 21
+SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
+"""Of the programs of a multiprocessor together, each of which takes 1 KiB more than its own."""
+NUM_KERNELS = 22
 VERSION = triton.__version__.rpartition(".")[0]
 LEAST_IN_FLIGHT = 48 * 1024
 """Bytes on their way to a multiprocessor: 1/132 of 4.3 TB/s for a latency of 1 µs is 33 KB."""
@@ -62,7 +64,11 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         if kernel["kernel"] == "skinny_linear_kernel" and target == 90:
             assert kernel["mma"] == "wgmma", f"{name}: weights go through registers"
             assert in_flight(kernel["constants"], int(str(kernel["shared"]))) >= LEAST_IN_FLIGHT, name  # type: ignore[arg-type]
-        if kernel["kernel"] == "attention_kernel" and "fp32" not in str(kernel["case"]):
+        if kernel["kernel"] == "decode_attention_kernel":
+            threads = 32 * int(str(kernel["num_warps"]))
+            programs = 65536 // (threads * int(str(kernel["constants"]["maxnreg"])))  # type: ignore[index]
+            assert programs * (int(str(kernel["shared"])) + 1024) <= SHARED_BYTES_OF_ALL[target], name
+        if "attention_kernel" in str(kernel["kernel"]) and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
     if target == 90:

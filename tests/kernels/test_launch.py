@@ -39,7 +39,7 @@ def test_a_step_has_few_launches_and_each_takes_a_third_of_tritons_time() -> Non
     decode, mixed = steps_of_two_layers()
     layers = 2
     # Beside four matrix products: two norms, RoPE with the KV write, attention, and the activation.
-    of_layers = {"rms_norm_kernel": 2, "rope_write_kv_kernel": 1, "attention_kernel": 1}
+    of_layers = {"rms_norm_kernel": 2, "rope_write_kv_kernel": 1, "decode_attention_kernel": 1}
     once = ["rms_norm_kernel", "plan_decode_kernel"]
     sampling = ["decode_inputs_kernel", "filter_kernel", "sample_kernel", "pick_kernel"]
     expected = Counter({name: layers * count for name, count in of_layers.items()}) + Counter(once)

@@ -105,7 +105,7 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
         by = "skinny_linear_kernel" if few_rows == 4 else "mm"
         with_bias = "addmm" if family == "qwen2" and by == "mm" else by
         gated = [by] if few_rows == 4 else [by, "silu_mul_kernel"]
-        attention = ["rms_norm_kernel", with_bias, "rope_write_kv_kernel", "attention_kernel", by]
+        attention = ["rms_norm_kernel", with_bias, "rope_write_kv_kernel", "decode_attention_kernel", by]
         layer = [*attention, "rms_norm_kernel", *gated, by]
         assert found == [
             *("decode_inputs_kernel", "embedding"),
