@@ -63,6 +63,31 @@ def test_the_deterministic_mode_equals_the_oracle_too(name: str, device: torch.d
     check_prefill(case, device, [30, 3, 1], deterministic=True)
 
 
+@pytest.mark.parametrize("size", ["tiny", "large", "mixed"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_float8_of_any_size_fits_into_what_is_multiplied(size: str, deterministic: bool, device: torch.device) -> None:
+    """Products are of float16, whose numbers lie between 6e-8 and 65,504: scales, weights and queries have to fit."""
+    case = Case(heads=8, lengths=(70, 9), dtype=torch.bfloat16, fp8=True)
+    case.pool(device)
+    generator = torch.Generator().manual_seed(4)
+    shape = case.scales.values.shape  # type: ignore[union-attr]
+    exponent = {"tiny": torch.full(shape, -9.0), "large": torch.full(shape, 6.0)}
+    factors = (10 ** exponent.get(size, torch.rand(shape, generator=generator) * 12 - 8)).to(device)
+    case.scales.values.mul_(factors)  # type: ignore[union-attr]
+    case.values = case.values * factors[..., None]
+    case.scales.keys.mul_(1e-5)  # type: ignore[union-attr]
+    case.keys = case.keys * 1e-5
+    q = case.queries(2) * 1e5
+    q[1] *= 1e-7
+    decoded = case.decode(q, deterministic)
+    chunks = [Chunk(row, length - 1, 1, row) for row, length in enumerate(case.lengths)]
+    for result in (decoded, case.prefill(q, chunks, deterministic)):
+        for row, length in enumerate(case.lengths):
+            expected = case.expected(q[row : row + 1], row, length - 1)
+            error = (result[row : row + 1].double() - expected).abs().amax(2) / expected.abs().amax(2)
+            assert error.max() < 1e-2
+
+
 def test_rows_that_pad_a_batch_get_zeros(device: torch.device) -> None:
     case = Case(lengths=(9, 0, 30, 0))
     case.pool(device)

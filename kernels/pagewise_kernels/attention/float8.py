@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from pagewise_kernels.launch import interpreted
+
+_INTERPRETED = tl.constexpr(interpreted())
 _SPLIT = tl.constexpr("""{
     .reg .b32 bytes;
     .reg .b16 low, high;
@@ -23,7 +26,7 @@ def unpack_pairs(pairs, COMPUTE: tl.constexpr):
     values are loaded as pairs, and each half of the dimensions becomes a matrix of its own: three instructions for four
     values. Triton would load each byte by itself, and convert it to bfloat16 with three further instructions.
     """
-    if COMPUTE == tl.float16:
+    if COMPUTE == tl.float16 and not _INTERPRETED:
         return tl.inline_asm_elementwise(
             _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )

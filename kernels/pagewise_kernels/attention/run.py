@@ -146,8 +146,10 @@ def _scale_strides(scales: Scales | None) -> tuple[int, ...]:
 def _constants(q: torch.Tensor, shape: Shape, config: TileConfig, scales: Scales | None) -> dict[str, object]:
     """What both kernels are compiled for. Float8 KV becomes float16, which holds all of its values, in one instruction
     for two of them."""
-    # The interpreter computes with numpy, which has no bfloat16.
-    compute = _COMPUTE[torch.float16 if scales is not None and q.dtype != torch.float32 else q.dtype]
+    if scales is not None and q.dtype != torch.float32:
+        compute = tl.float16
+    else:  # the interpreter computes with numpy, which has no bfloat16
+        compute = tl.float32 if interpreted() else _COMPUTE[q.dtype]
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
@@ -156,6 +158,6 @@ def _constants(q: torch.Tensor, shape: Shape, config: TileConfig, scales: Scales
         "DIM": shape.dim,
         "M": config.rows,
         "TILE": config.tile,
-        "COMPUTE": tl.float32 if interpreted() else compute,
+        "COMPUTE": compute,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
