@@ -166,9 +166,10 @@ def test_a_step_with_contexts_that_are_too_long_does_not_spoil_the_next_one() ->
         torch.testing.assert_close(result[row : row + 1].double(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_deterministic_results_do_not_depend_on_batch_or_chunking(device: torch.device) -> None:
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, device: torch.device) -> None:
     """Bit for bit: alone or among others, in one chunk or several, as a prefill or as a decode."""
-    case = Case(heads=4, kv_heads=2, lengths=(90, 33, 64, 7), window=None)
+    case = Case(heads=4, kv_heads=2, lengths=(90, 33, 64, 7), window=None, fp8=fp8)
     case.pool(device)
     rng = random.Random(3)
     for row, length in enumerate(case.lengths):

@@ -79,7 +79,7 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
         # Rows of 64, which Hopper's tensor cores want, spill: prefill keeps the sums of two stretches at a time.
         return TileConfig(max(32, power_of_two(group)), 64, 8, 2, programs=1)
     if is_hopper(device):
-        # With eight warps half of them would do nothing but wait for the loads of a decode. Float8 is converted by them.
+        # Four warps leave room for a second program, which loads while this one computes. Float8 would spill.
         warps = 4 if kv_bytes == 2 and group <= 64 else 8
         return TileConfig(max(64, power_of_two(group)), 64, warps, 2, programs=8 // warps)
     return TileConfig(max(32, power_of_two(group)), 64, 4, 2)

@@ -14,7 +14,7 @@ _SPLIT = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, low;
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
-"""Two pairs (a, b), (c, d), as bytes of a register a, b, c, d from the lowest on, become (a, c) and (b, d) in float16."""
+"""Pairs (a, b), (c, d), bytes a, b, c, d of a register from the lowest on, become (a, c) and (b, d) in float16."""
 
 
 @triton.jit
@@ -26,12 +26,12 @@ def unpack_pairs(pairs, COMPUTE: tl.constexpr):
     values are loaded as pairs, and each half of the dimensions becomes a matrix of its own: three instructions for four
     values. Triton would load each byte by itself, and convert it to bfloat16 with three further instructions.
     """
-    if COMPUTE == tl.float16 and not _INTERPRETED:
-        return tl.inline_asm_elementwise(
+    if tl.float16 == COMPUTE and not _INTERPRETED:
+        first, second = tl.inline_asm_elementwise(
             _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:  # the interpreter knows no machine code, and float32 is not multiplied by such products
         bits = pairs.to(tl.uint16, bitcast=True)
         first = (bits & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
         second = (bits >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
-        return first, second
+    return first, second

@@ -76,7 +76,8 @@ def attention_kernel(
     """Units times KV heads, which the programs of a fixed grid take in turns.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. ``SPLIT``: sums begin
-    anew and are merged after every so many context tokens, in the order in which parts of decodes are merged one by one (0: never).
+    anew and are merged after every so many context tokens, in the order in which parts of decodes are merged one by one
+    (0: never).
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)

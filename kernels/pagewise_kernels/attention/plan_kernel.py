@@ -38,8 +38,8 @@ def plan_decode_kernel(
     ``lengths`` [num_queries]: context tokens, 0 for none, -1 for no decode; ``rows`` [num_queries]: of the block
     tables. The tiles of all contexts, one after the other, are cut into ``num_runs`` runs of equal length; where a run
     crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0, each context is cut after every
-    SPLIT_TILES of its own, so that its parts never depend on the batch, and runs take units in turns. ``window``: tokens
-    that count, a large number for all of them.
+    SPLIT_TILES of its own, so that its parts never depend on the batch, and runs take units in turns. ``window``:
+    tokens that count, a large number for all of them.
 
     The first unit of run i is unit i, so that a program finds its work with one access to memory; the others lie behind
     those of all runs (or in order, with SPLIT_TILES), and each says which comes next. A run without work has a unit of

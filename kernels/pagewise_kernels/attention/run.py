@@ -15,7 +15,6 @@ from pagewise_kernels.shapes import power_of_two
 _COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-
 class Parts(NamedTuple):
     """Where partial results go.
 
@@ -114,8 +113,10 @@ def run_decode(
     """
     check_device(q, units)  # by a handle an address of the host would go to the device as it is
     k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (units, units)
-    # Where tensor cores read keys and values from registers, float8 goes there in pairs.
-    pairs = scales is not None and config.rows < 64 and all(size % 2 == 0 for size in (*keys.stride()[:3], q.shape[2]))
+    # Where tensor cores read keys and values from registers, float8 goes there in pairs. These sum up even dimensions
+    # before odd ones, and chunks do not.
+    even = all(size % 2 == 0 for size in (*keys.stride()[:3], q.shape[2]))
+    pairs = scales is not None and config.rows < 64 and even and not strict
     rows = power_of_two(shape.group)
     launch(
         decode_attention_kernel,

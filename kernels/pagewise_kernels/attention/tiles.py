@@ -55,9 +55,9 @@ def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
         wide = q.to(tl.float32)
         exponent = tl.max(tl.abs(wide), 1).to(tl.uint32, bitcast=True) & 0x7F800000
         unit = tl.where(exponent == 0, 1.0, exponent.to(tl.float32, bitcast=True))
-        return (wide / unit[:, None]).to(COMPUTE), unit * factor
-    else:
-        return q.to(COMPUTE), factor
+        q = wide / unit[:, None]
+        factor = unit * factor
+    return q.to(COMPUTE), factor
 
 
 @triton.jit
@@ -123,7 +123,10 @@ def weigh(
 
 
 @triton.jit
-def scales_of_tile(scales, blocks, tile, seen, stride_sb, stride_st, BLOCK_SIZE, TILE: tl.constexpr, MASKED: tl.constexpr):
+def scales_of_tile(
+    scales, blocks, tile, seen, stride_sb, stride_st,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Scales [TILE] of float8 keys or values; with ``MASKED`` 0 for tokens that are not there."""
     at = scales + token_offsets(blocks, tile, stride_sb, stride_st, BLOCK_SIZE, TILE)
     return tl.load(at, mask=seen, other=0.0) if MASKED else tl.load(at)
@@ -219,8 +222,9 @@ def attend_stretch(
         )  # fmt: skip
     acc, high, total = attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(inner, low),
-        tl.minimum(outer, until), end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap,
-        window, BLOCK_SIZE, HEAD_DIM, DIM, TILE, False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
+        tl.minimum(outer, until), end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor,
+        softcap, window, BLOCK_SIZE, HEAD_DIM, DIM, TILE, False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE,
+        PRECISION,
     )  # fmt: skip
     return attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(outer, low), until,
