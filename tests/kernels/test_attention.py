@@ -193,6 +193,7 @@ def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, dev
         ({"q": torch.zeros(2, 4, 16, dtype=torch.float64)}, TypeError, "not torch.float64"),
         ({"q": torch.zeros(2, 4, 32)[..., ::2]}, ValueError, "next to each other"),
         ({"tables": torch.zeros(2, 9)}, TypeError, "block tables are int32"),
+        ({"values": torch.zeros(19, 2, 4, 16).transpose(1, 2)}, ValueError, "keys and values have equal strides"),
         ({"q": torch.zeros(2, 4, 16, dtype=torch.float16)}, TypeError, "like q"),
         ({"q": torch.zeros(9, 4, 16)}, ValueError, "the plan is for 4 queries"),
         ({"out": torch.zeros(3, 4, 16)}, ValueError, "out is torch.float32"),
