@@ -186,7 +186,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
-    keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides, 1 the last; tables int32 [rows, blocks].
+    keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides; tables int32 [rows, blocks].
     ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros. ``scale``:
     head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
 

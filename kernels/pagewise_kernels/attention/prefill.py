@@ -166,7 +166,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of the chunks of ``plan``, whose own K and V are in the pool already.
 
-    q [tokens, heads, head_dim]; keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides, 1 the last;
+    q [tokens, heads, head_dim]; keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides;
     tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. Returns ``out`` [tokens, heads, head_dim], of
     which only the chunks' rows are written.
 
