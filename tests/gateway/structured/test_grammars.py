@@ -84,9 +84,12 @@ def test_context_free_grammars() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('start: %json {"patternProperties": {}}', "patternProperties"),
+        ('start: %json {"patternProperties": {"^a": {}}, "additionalProperties": false}', "patternProperties"),
         ('start: "a" %json {"items": {"x-guidance": {}}} "b"', "x-guidance"),
-        ('{"grammars": [{"json_schema": {"patternProperties": {}}}]}', "neither Lark's nor GBNF's"),
+        (
+            '{"grammars": [{"json_schema": {"patternProperties": {"^a": {}}, "additionalProperties": false}}]}',
+            "neither Lark's nor GBNF's",
+        ),
         ("start: other", "unknown name"),
         ("start: /(?=a)/", "look-around"),
         ("start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(40_000)) + 'r40000: "a"', "at most 2048 rules"),
@@ -110,7 +113,7 @@ def test_structural_tags() -> None:
     with pytest.raises(GrammarError, match="no trigger begins"):
         structural_tag_grammar([("<g>", {}, "")], ["<f"])
     with pytest.raises(GrammarError, match="patternProperties"):
-        structural_tag_grammar([("<f>", {"patternProperties": {}}, "")], ["<f"])
+        structural_tag_grammar([("<f>", {"patternProperties": {"^a": {}}, "additionalProperties": False}, "")], ["<f"])
 
 
 def test_whitespace() -> None:

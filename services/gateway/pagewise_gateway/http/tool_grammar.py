@@ -1,7 +1,6 @@
 """What an answer has to match, as a grammar: calls that the model has to make, and a format of the answer."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from pagewise_gateway.http.chat_formats import Parsing
 from pagewise_gateway.http.schema import ChatRequest
@@ -10,6 +9,7 @@ from pagewise_gateway.http.tool_schema import NamedToolChoice
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import Validate
 from pagewise_gateway.structured.schemas import check_schema
+from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.text.output_parsing import Start
 from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
 from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
@@ -41,14 +41,12 @@ def answer_grammar(
         parallel = parsing.parallel and named is None
 
         def make(validate: Validate) -> str:
-            for function in functions:
-                if has_to_call or function.strict:
-                    _check_parameters(function.name, function.parameters)
+            followed = [_checked(each) if has_to_call or each.strict else each for each in functions]
             try:
                 return tool_call_grammar(
                     parsing.tool_parser,
                     parsing.format,
-                    functions,
+                    followed,
                     special_tokens,
                     start=start,
                     required=has_to_call,
@@ -67,8 +65,13 @@ def answer_grammar(
     )
 
 
-def _check_parameters(name: str, parameters: Mapping[str, Any] | None) -> None:
+def _checked(function: Function) -> Function:
+    """The same function, with parameters that can be followed."""
     try:
-        check_schema(parameters if parameters is not None else {})
+        parameters = simplified(function.parameters if function.parameters is not None else {})
+        check_schema(parameters)
+        if parameters is False:
+            raise GrammarError("no arguments match them")
     except GrammarError as error:
-        raise GrammarError(f"the parameters of {name!r}: {error}") from error
+        raise GrammarError(f"the parameters of {function.name!r}: {error}") from error
+    return function if function.parameters is None else function._replace(parameters=parameters)

@@ -21,6 +21,7 @@ from pagewise_gateway.structured.checker import STACK_BYTES, Checker
 from pagewise_gateway.structured.conjunctions import check_terminals
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.schemas import MAX_LEVELS, MAX_TEXT, check_schema, without_additional_properties
+from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.text.turns import Turns
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ def json_schema_grammar(
     """
     schema, size = _sized(schema)
     _check_size(size)
+    schema = simplified(schema)
     check_schema(schema)
     if schema is False:
         raise GrammarError("nothing matches the schema false")
@@ -147,7 +149,7 @@ def context_free_grammar(text: str, validate: Validate = validate_here) -> str:
         lark = grammar_from("grammar", text)
     except Exception as error:  # a converter in Python, which raises whatever it stumbles over
         raise GrammarError(_reason(str(error))) from error
-    rest = _without_schemas(lark)
+    lark, rest = _with_schemas(lark)
     if rest.count(":") > MAX_LEVELS:
         raise GrammarError(f"a grammar may have at most {MAX_LEVELS} rules")
     if len(rest) > MAX_GRAMMAR_CHARACTERS:
@@ -175,6 +177,7 @@ def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers:
             raise GrammarError(f"{begin[:100]!r} or {end[:100]!r} is no valid Unicode text")
         decoded, size = _sized(schema)
         _check_size(taken := taken + size)  # before anything goes through all of it
+        decoded = simplified(decoded)
         check_schema(decoded)
         if decoded is False:
             raise GrammarError("nothing matches the schema false")
@@ -318,14 +321,16 @@ def _check_gbnf_size(text: str) -> None:
         )
 
 
-def _without_schemas(lark: str) -> str:
-    """Check the JSON schemas in a grammar; returns it with any text in the place of each."""
+def _with_schemas(lark: str) -> tuple[str, str]:
+    """Check the JSON schemas in a grammar; returns it with them, simplified, and with any text in the place of each."""
+    whole: list[str] = []
     rest: list[str] = []
     at = 0
     decoder = json.JSONDecoder()
     levels = 0
     while found := _EMBEDDED.search(lark, at):
         rest += lark[at : found.start()], " /./ "
+        whole.append(lark[at : found.end()])
         try:
             schema, at = decoder.raw_decode(lark, found.end())
         except ValueError:  # in a comment or a string; else the library says what is wrong
@@ -333,10 +338,12 @@ def _without_schemas(lark: str) -> str:
             continue
         except RecursionError:
             raise GrammarError("a schema in it is nested too deeply") from None
+        schema = simplified(schema)
         levels += check_schema(schema)
+        whole.append(json.dumps(schema))
         if levels > MAX_LEVELS:
             raise GrammarError(f"the schemas in it have more than {MAX_LEVELS} levels together")
-    return "".join([*rest, lark[at:]])
+    return "".join([*whole, lark[at:]]), "".join([*rest, lark[at:]])
 
 
 def _decoded(text: str) -> Any:

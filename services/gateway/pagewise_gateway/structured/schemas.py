@@ -52,8 +52,9 @@ _SCHEMA = frozenset(
 """Keywords whose value is a schema, or a list of schemas."""
 _SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 """Keywords whose value is a list of schemas."""
-_NAMED = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "properties"})
-"""Keywords whose value has schemas by names, which are no keywords."""
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_NAMED = frozenset({"dependencies", "dependentSchemas", "properties"})
+"""Keywords whose value has schemas by names, which are no keywords; with ``_DEFINITIONS``."""
 
 
 def check_schema(schema: Any) -> int:
@@ -65,24 +66,26 @@ def check_schema(schema: Any) -> int:
     if not isinstance(schema, dict | bool):
         raise GrammarError("a JSON schema is an object, true or false")
     depths: dict[int, int] = {}
-    _depth(schema, depths)
+    nesting(schema, depths)
     # What is referred to may lie where no schema is looked for.
     levels, references, walked = 0, ["#"], set[int]()
     everywhere: list[dict[str, Any]] = []
     found = {"#"}
     while references:
-        target = _target(schema, references.pop())
+        target = target_of(schema, references.pop())
         levels += depths.get(id(target), 0)
         if levels > MAX_LEVELS:
             raise GrammarError(f"the schema and what it refers to have more than {MAX_LEVELS} levels together")
-        for keywords in subschemas(target, walked):
-            _check_keywords(keywords, is_root=keywords is schema)
+        for keywords in subschemas(target, walked, definitions=False):
+            _check_keywords(keywords)
             everywhere.append(keywords)
             if isinstance(reference := keywords.get("$ref"), str) and reference not in found:
                 found.add(reference)
                 references.append(reference)
     _check_together(everywhere)
-    check_conjunctions(schema, partial(_target, schema))
+    if any("$id" in keywords for keywords in subschemas(schema) if keywords is not schema):
+        raise GrammarError("$id is only supported at the top of a schema")
+    check_conjunctions(schema, partial(target_of, schema))
     return levels
 
 
@@ -93,10 +96,11 @@ def without_additional_properties(schema: Any) -> None:
             keywords.setdefault("additionalProperties", False)
 
 
-def subschemas(schema: Any, walked: set[int] | None = None) -> Iterator[dict[str, Any]]:
+def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
     """Yield a schema and all schemas in it; those that are true or false are left out.
 
-    ``walked``: ids of those that were yielded before, which are not yielded again.
+    ``walked``: ids of those that were yielded before, which are not yielded again. ``definitions``: whether schemas are
+    yielded that do nothing unless something refers to them.
     """
     waiting, walked = [schema], set() if walked is None else walked
     while waiting:
@@ -110,11 +114,11 @@ def subschemas(schema: Any, walked: set[int] | None = None) -> Iterator[dict[str
                 waiting.append(value)
             elif keyword in _SCHEMAS and isinstance(value, list):
                 waiting += value
-            elif keyword in _NAMED and isinstance(value, dict):
+            elif keyword in (_NAMED | _DEFINITIONS if definitions else _NAMED) and isinstance(value, dict):
                 waiting += value.values()
 
 
-def _check_keywords(keywords: dict[str, Any], *, is_root: bool) -> None:
+def _check_keywords(keywords: dict[str, Any]) -> None:
     for keyword in _UNHONOURED.keys() & keywords.keys():
         raise GrammarError(f"the keyword {keyword} is not supported: {_UNHONOURED[keyword]}")
     least = keywords.get("minProperties")
@@ -134,8 +138,6 @@ def _check_keywords(keywords: dict[str, Any], *, is_root: bool) -> None:
         raise GrammarError(f"a text in enum or const may have at most {MAX_TEXT} characters")
     if sum(isinstance(value, dict | list) for value in values) > MAX_OPTIONAL:
         raise GrammarError(f"enum may have at most {MAX_OPTIONAL} arrays and objects")
-    if "$id" in keywords and not is_root:
-        raise GrammarError("$id is only supported at the top of a schema")
 
 
 def _check_together(everywhere: Iterable[dict[str, Any]]) -> None:
@@ -169,8 +171,12 @@ def _num_optional(keywords: dict[str, Any]) -> int:
     )
 
 
-def _target(schema: Any, reference: str) -> Any:
-    """What a reference inside the schema refers to."""
+def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
+    """Return what a reference inside the schema refers to. ``way``: gets the ids of what leads there.
+
+    Raises:
+        GrammarError: it refers to nothing in the schema.
+    """
     if reference != "#" and not reference.startswith("#/"):
         raise GrammarError(
             f"$ref {reference[:100]!r} is not supported: only those within the schema are, as #/$defs/name"
@@ -184,15 +190,21 @@ def _target(schema: Any, reference: str) -> Any:
             target = target[name]
         else:
             raise GrammarError(f"$ref {reference[:100]!r} refers to nothing in the schema")
+        if way is not None and isinstance(target, dict | list):
+            way.add(id(target))
     return target
 
 
-def _depth(value: Any, depths: dict[int, int], level: int = 0) -> int:
-    """The levels of arrays and objects in a value; noted, for all arrays and objects in it, by their ids."""
+def nesting(value: Any, depths: dict[int, int], level: int = 0) -> int:
+    """Return the levels of arrays and objects in a value. ``depths``: gets them for all in it, by their ids.
+
+    Raises:
+        GrammarError: there are too many.
+    """
     if not isinstance(value, dict | list):
         return 0
     if level == MAX_DEPTH:
         raise GrammarError(f"the schema is nested too deeply, the limit is {MAX_DEPTH}")
     inner = value.values() if isinstance(value, dict) else value
-    depths[id(value)] = depth = 1 + max((_depth(one, depths, level + 1) for one in inner), default=0)
+    depths[id(value)] = depth = 1 + max((nesting(one, depths, level + 1) for one in inner), default=0)
     return depth

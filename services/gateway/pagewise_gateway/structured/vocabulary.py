@@ -1,0 +1,355 @@
+"""Keywords of JSON schemas that forbid nothing, of drafts 4 to 2020-12: generators write them, llguidance refuses them.
+
+A keyword forbids nothing by its value (``uniqueItems: false``), by the keywords beside it (``minContains`` without
+``contains``), or because it is about values that ``type`` rules out. A few that forbid something are written with
+keywords that llguidance implements.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.schemas import nesting, subschemas, target_of
+
+_ANNOTATIONS = frozenset(
+    {
+        "$anchor",
+        "$comment",
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "$vocabulary",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "default",
+        "deprecated",
+        "description",
+        "discriminator",
+        "example",
+        "examples",
+        "externalDocs",
+        "readOnly",
+        "title",
+        "writeOnly",
+        "xml",
+    }
+)
+"""Keywords that forbid nothing, whatever their value. Anchors are no targets: references to them are refused."""
+_ASSERTIONS = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
+        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
+        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
+        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf"),
+        *("pattern", "patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
+        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
+    }
+)
+_OF_ONE_TYPE = {
+    "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
+    "object": (
+        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "patternProperties"),
+        *("propertyNames", "unevaluatedProperties"),
+    ),
+    "string": ("format",),
+}
+"""Keywords that say nothing of values of other types."""
+_USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_ANY_TEXT = ("", ".*", "^", "^.*")
+"""Patterns that every text matches."""
+_ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$")
+_HINTS = ("binary", "directory-path", "file-path", "password", "path")
+"""Formats that say nothing of the text."""
+_DIALECTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
+_MOST_REFERENCES = 64
+"""That are followed, one to the next, to see whether a schema forbids anything."""
+_MOST_NAMES = 4096
+"""In ``propertyNames``, of all objects together."""
+
+
+def simplified(schema: Any) -> Any:
+    """Return a schema that accepts the same values, without keywords that forbid nothing. The given one is left as it
+    is. A keyword stays if a reference leads through it.
+
+    Raises:
+        GrammarError: it is nested too deeply.
+    """
+    nesting(schema, {})
+    schema = msgspec.json.decode(msgspec.json.encode(schema))  # a tree, in which no two schemas are the same object
+    if isinstance(schema, dict):
+        work = _Simplification(schema)
+        work.run()
+        return False if _accepts_none(schema) else schema
+    return schema
+
+
+class _Simplification:
+    """Simplifies one schema, in place."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        dialect = root.get("$schema")
+        self.counts_contained = not (isinstance(dialect, str) and "draft-0" in dialect)  # minContains is of 2019
+        self._done: set[int] = set()
+        self._num_names = 0
+        self._targets: dict[str, Any] = {}
+        self._kept: set[int] = set()
+        for reference in _references(root):
+            try:
+                self._targets[reference] = target_of(root, reference, self._kept)
+            except GrammarError:  # it is refused where it is checked
+                continue
+
+    def run(self) -> None:
+        for target in list(self._targets.values()):  # first, because what refers to one asks for what it forbids
+            self._simplify(target)
+        self._simplify(self._root)
+
+    def _simplify(self, schema: Any) -> None:
+        """Simplify a schema, and before it those that are in it."""
+        for one in reversed(list(subschemas(schema, self._done))):
+            self._drop(one)
+
+    def _drop(self, schema: dict[str, Any]) -> None:
+        if "$schema" in schema and (schema is not self._root or not str(schema["$schema"]).startswith(_DIALECTS)):
+            del schema["$schema"]
+        if "$id" in schema and schema is not self._root and next(_references(schema), None) is None:
+            del schema["$id"]
+        self._rewrite(schema)
+        types = _types(schema)
+        for keyword in list(schema):
+            value = schema[keyword]
+            if id(value) in self._kept:
+                continue
+            test = _FORBIDS_NOTHING.get(keyword)
+            other = any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
+            if keyword in _ANNOTATIONS or other or (test is not None and test(self, schema, value)):
+                del schema[keyword]
+        # ``if`` and ``contains`` need these to decide, so they go after them.
+        for keyword, needed in _USELESS_ALONE.items():
+            if needed not in schema and id(schema.get(keyword)) not in self._kept:
+                schema.pop(keyword, None)
+        if ("not" in schema and id(schema["not"]) not in self._kept and self.accepts_all(schema["not"])) or (
+            "$ref" in schema and _accepts_none(self.resolved(schema))
+        ):
+            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            schema.clear()
+            schema |= {"allOf": [False], **definitions}
+
+    def _rewrite(self, schema: dict[str, Any]) -> None:
+        """Write with other keywords what llguidance does not implement."""
+        others = schema.get("additionalProperties", True)
+        patterns = schema.get("patternProperties")
+        if isinstance(patterns, dict) and len(patterns) == 1 and not {id(patterns), id(others)} & self._kept:
+            ((pattern, value),) = patterns.items()
+            # Names with line breaks get the schema as well, which a pattern for any line leaves free.
+            any_name = pattern in _ANY_TEXT or (pattern in _ANY_LINE and self.accepts_all(others))
+            if any_name and "properties" not in schema:
+                del schema["patternProperties"]
+                schema["additionalProperties"] = value
+        names = schema.get("propertyNames")
+        if isinstance(names, dict | bool) and "patternProperties" not in schema and id(names) not in self._kept:
+            listed = _names(self.resolved(names))
+            if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
+                self._num_names += len(listed)
+                self._name_properties(schema, listed)
+
+    def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
+        """Write ``propertyNames`` that lists names as ``properties``."""
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        definitions = self._root.get("$defs", {})
+        if not isinstance(properties, dict) or not isinstance(definitions, dict):
+            return
+        if {id(properties), id(others)} & self._kept:
+            return
+        if isinstance(others, dict) and others:  # many names have it
+            reference = f"values-of-names-{len(definitions)}"
+            while reference in definitions:
+                reference += "_"
+            self._root["$defs"] = definitions
+            definitions[reference] = self._targets[f"#/$defs/{reference}"] = others
+            others = {"$ref": f"#/$defs/{reference}"}
+        del schema["propertyNames"]
+        schema["properties"] = {name: value for name, value in properties.items() if name in names}
+        if others is not False:
+            schema["properties"] |= {name: others for name in names if name not in properties}
+        schema["additionalProperties"] = False
+
+    # ---- what a schema forbids ------------------------------------------------------------------------
+
+    def resolved(self, schema: Any) -> Any:
+        """Return the schema that a schema refers to, if it does nothing else."""
+        for _ in range(_MOST_REFERENCES):
+            if not isinstance(schema, dict) or _ASSERTIONS & schema.keys() != {"$ref"}:
+                return schema
+            schema = self._targets.get(schema["$ref"]) if isinstance(schema["$ref"], str) else None
+        return None
+
+    def accepts_all(self, schema: Any) -> bool:
+        """Return whether a schema certainly accepts every value."""
+        schema = self.resolved(schema)
+        return schema is True or (isinstance(schema, dict) and not _ASSERTIONS & schema.keys())
+
+    def accepts_strings(self, schema: Any) -> bool:
+        """Return whether a schema certainly accepts every string."""
+        schema = self.resolved(schema)
+        return self.accepts_all(schema) or _accepts_strings(schema)
+
+
+_Test = Callable[[_Simplification, dict[str, Any], Any], bool]
+
+
+def _conditional(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
+    """Whether ``if`` decides nothing, because of what follows or because what follows does not."""
+    then, otherwise = work.accepts_all(schema.get("then", True)), work.accepts_all(schema.get("else", True))
+    return (then or _accepts_none(value)) and (otherwise or work.accepts_all(value))
+
+
+def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
+    """Whether what a property brings with it is free, or required anyway."""
+    required = _required(schema)
+    return isinstance(value, dict) and all(
+        all(isinstance(name, str) and (name == of or name in required) for name in needed)
+        if isinstance(needed, list)
+        else work.accepts_all(needed)
+        for of, needed in value.items()
+    )
+
+
+def _excludes_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
+    value = work.resolved(value)
+    return _accepts_none(value) or (isinstance(value, dict) and not _types(schema) & _types(value))
+
+
+_FORBIDS_NOTHING: dict[str, _Test] = {
+    "additionalItems": lambda work, schema, value: (
+        not isinstance(schema.get("items"), list) and "prefixItems" not in schema
+    ),
+    "allOf": lambda work, schema, value: isinstance(value, list) and all(map(work.accepts_all, value)),
+    "anyOf": lambda work, schema, value: isinstance(value, list) and any(map(work.accepts_all, value)),
+    "contains": lambda work, schema, value: (
+        work.counts_contained and _is_zero(schema.get("minContains")) and "maxContains" not in schema
+    ),
+    "dependencies": _depends_on_nothing,
+    "dependentRequired": _depends_on_nothing,
+    "dependentSchemas": _depends_on_nothing,
+    "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
+    "exclusiveMinimum": lambda work, schema, value: value is False,
+    "format": lambda work, schema, value: value in _HINTS,
+    "if": _conditional,
+    "minItems": lambda work, schema, value: _is_zero(value),
+    "minLength": lambda work, schema, value: _is_zero(value),
+    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(_required(schema)),
+    "not": _excludes_nothing,
+    "oneOf": lambda work, schema, value: (
+        isinstance(value, list)
+        and sum(map(work.accepts_all, value)) == 1
+        and all(work.accepts_all(one) or _accepts_none(one) for one in value)
+    ),
+    "pattern": lambda work, schema, value: value in _ANY_TEXT,
+    "patternProperties": lambda work, schema, value: (
+        isinstance(value, dict)
+        and (
+            not value
+            or (
+                work.accepts_all(schema.get("additionalProperties", True))
+                and all(map(work.accepts_all, value.values()))
+            )
+        )
+    ),
+    "propertyNames": lambda work, schema, value: work.accepts_strings(value),
+    "unevaluatedItems": lambda work, schema, value: (
+        work.accepts_all(value) or isinstance(schema.get("items"), dict | bool)
+    ),
+    "unevaluatedProperties": lambda work, schema, value: work.accepts_all(value) or "additionalProperties" in schema,
+    "uniqueItems": lambda work, schema, value: (
+        value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
+    ),
+}
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema leaves to values by ``type``, ``enum`` and ``const``."""
+    found, declared = _TYPES, schema.get("type")
+    if isinstance(declared, str | list):
+        named = [declared] if isinstance(declared, str) else declared
+        found = frozenset(each for each in named if isinstance(each, str))
+        found |= {"integer"} if "number" in found else set()
+    if "const" in schema:
+        found &= {_type_of(schema["const"])}
+    if isinstance(values := schema.get("enum"), list):
+        found &= set(map(_type_of, values))
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _accepts_none(schema: Any) -> bool:
+    """Whether a schema certainly accepts no value."""
+    return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
+
+
+def _accepts_strings(schema: Any) -> bool:
+    """The same of a schema that refers to none: references within unions may multiply."""
+    if not isinstance(schema, dict):
+        return schema is True
+    asserted, union = _ASSERTIONS & schema.keys(), schema.get("anyOf")
+    if asserted == {"anyOf"} and isinstance(union, list):
+        return any(map(_accepts_strings, union))
+    return asserted <= {"type"} and "string" in _types(schema)
+
+
+def _names(schema: Any) -> Collection[str] | None:
+    """The strings that a schema accepts, which refers to none; None: they are not listed."""
+    if not isinstance(schema, dict) or _accepts_none(schema):
+        return () if _accepts_none(schema) else None
+    asserted, union = _ASSERTIONS & schema.keys(), schema.get("anyOf")
+    if asserted == {"anyOf"} and isinstance(union, list):
+        found = [_names(one) for one in union]
+        return None if None in found else dict.fromkeys(name for names in found for name in names or ())
+    if "string" not in _types({"type": schema["type"]} if "type" in schema else {}):
+        return ()
+    if asserted - {"type"} == {"const"}:
+        return tuple(filter(_is_text, [schema["const"]]))
+    if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
+        return dict.fromkeys(filter(_is_text, schema["enum"]))
+    return None
+
+
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    required = schema.get("required")
+    return set(filter(_is_text, required)) if isinstance(required, list) else set()
+
+
+def _references(value: Any) -> Iterator[str]:
+    """All references in a schema, wherever they stand."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if isinstance(reference := one.get("$ref"), str):
+                yield reference
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_zero(value: Any) -> bool:
+    return _is_number(value) and value == 0
