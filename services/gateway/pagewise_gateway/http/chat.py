@@ -1,6 +1,7 @@
 """``POST /v1/chat/completions``."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -25,7 +26,7 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
 from pagewise_gateway.http.schema import ChatRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
-from pagewise_gateway.http.structured import grammar_of
+from pagewise_gateway.http.structured import grammar_of, wanted_grammar
 from pagewise_gateway.http.tool_grammar import answer_grammar
 from pagewise_gateway.text.output_parsing import Start
 
@@ -69,6 +70,8 @@ async def run_chat(
     check_segments(body)
     service.formats.check(body)
     parsing = service.formats.parsing(body)
+    if parsing is not None:
+        parsing = replace(parsing, calls_first=wanted_grammar(body) is not None)
     capacity = await service.link.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)

@@ -24,6 +24,7 @@ class Parsing:
         shown: special tokens that the parser has to see.
         tools: that may be called. parallel: whether one answer may have several calls.
         reasoning: whether the answer has the reasoning.
+        calls_first: whether calls are the whole answer or none of it, as where a grammar says what the answer is.
     """
 
     format: OutputFormat
@@ -32,10 +33,18 @@ class Parsing:
     tools: Tools
     parallel: bool = True
     reasoning: bool = True
+    calls_first: bool = False
 
     def parser(self, start: Start, continues: bool) -> MessageParser:
         """Return a parser of one output. ``start``, ``continues``: as ``MessageParser`` takes them."""
-        return MessageParser(self.format, start, self.tools, continues=continues, parallel=self.parallel)
+        return MessageParser(
+            self.format,
+            start,
+            self.tools,
+            continues=continues,
+            parallel=self.parallel,
+            calls_first=self.calls_first,
+        )
 
     @property
     def id_length(self) -> int:

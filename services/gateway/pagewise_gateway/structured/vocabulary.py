@@ -135,9 +135,9 @@ class _Simplification:
         if ("not" in schema and id(schema["not"]) not in self._kept and self.accepts_all(schema["not"])) or (
             "$ref" in schema and _accepts_none(self.resolved(schema))
         ):
-            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            schema.clear()
-            schema |= {"allOf": [False], **definitions}
+            for keyword in schema.keys() - {"$defs", "definitions"}:
+                del schema[keyword]
+            schema["allOf"] = [False]
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
         """Write with other keywords what llguidance does not implement."""

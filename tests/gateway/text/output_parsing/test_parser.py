@@ -16,7 +16,6 @@ from pagewise_gateway.text.output_parsing import (
     make_format,
 )
 from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessage
-from pagewise_gateway.text.output_parsing.regions import Regions
 
 from tests.gateway.text.output_parsing.transcripts import TOOLS, TRANSCRIPTS, Transcript
 
@@ -82,7 +81,7 @@ MISSING = [
         '<tool_call>\n{"name": "get_time"}\n</tool_call>',
         ParsedMessage("Hi", "", [ParsedCall("save", f"{UNESCAPED}}}\n"), ParsedCall("get_time", "{}")]),
     ),
-    (("hermes", None), '<tool_call>{"name: 1\n</tool_call>Hi', ParsedMessage('{"name: 1\nHi')),
+    (("hermes", None), '<tool_call>{"name: 1\n</tool_call>Hi', ParsedMessage('<tool_call>{"name: 1\n</tool_call>Hi')),
     (
         ("mistral", None),
         '[TOOL_CALLS]save[ARGS]{"a": "\\\n[TOOL_CALLS]get_time[ARGS]{}',
@@ -138,16 +137,14 @@ def test_any_text_is_the_same_message_however_it_is_cut(
 
 @pytest.mark.parametrize("piece", ["a <b[", "<", "x</tool_call>y", "<tool_call>", "a"])
 def test_what_a_parser_keeps_does_not_grow_with_the_text(piece: str) -> None:
-    """Its buffers are searched and copied with every piece, so the work would grow with the square of the text."""
+    """What is kept is searched and copied with every piece, so the work would grow with the square of the text."""
     found = make_format("hermes", "qwen3")
     assert found is not None
-    regions = Regions(found.template)
+    parser = MessageParser(found, "ended", TOOLS)
     length = 0
-    for _ in range(3000):
-        length += sum(len(event.text) for event in regions.push(piece))
-        assert len(regions._parser._buffer) <= 4096 + 100
-        assert len(regions._held) <= len("</tool_call>")
-    assert length <= 3000 * len(piece)
+    for number in range(1, 3001):
+        length += sum(len(delta.text) for delta in parser.push(piece))
+        assert number * len(piece) - length <= len("<tool_call>") + len(piece)
 
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -159,7 +156,7 @@ def test_values_that_are_nested_too_deeply_are_text() -> None:
     (call,) = parsed(("glm45", None), [text]).calls
     assert json.loads(call.arguments) == {"a": DEEP}
     message = parsed(("hermes", None), [f'<tool_call>{{"name": {DEEP}}}</tool_call>'])
-    assert (message.calls, message.content) == ([], f'{{"name": {DEEP}}}')
+    assert (message.calls, message.content) == ([], f'<tool_call>{{"name": {DEEP}}}</tool_call>')
     (call,) = parsed(("hermes", None), [f'<tool_call>{{"name": "save", "arguments": {DEEP}}}</tool_call>']).calls
     assert call.arguments == DEEP
 
@@ -187,39 +184,141 @@ def test_whether_the_last_call_is_whole(given: Transcript) -> None:
                 json.loads(calls[-1].arguments)
 
 
-PIECES = ["<", "</", "<t", "tool", "_call>", "think>", "<think>", "</tool_call>", "a", " ", "[", "<<", "<\uff5c"]
+def told(parser: MessageParser, text: str) -> str:
+    return "".join(delta.text for delta in parser.push(text) if delta.kind in ("content", "reasoning"))
+
+
+PIECES = ["<", "</", "<t", "tool", "_call>", "think>", "a", "[", "<<", "<\uff5c", "<|", "[TOOL", "x y", "`"]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(FORMATS))
 def test_only_what_may_begin_a_delimiter_is_held_back(pieces: list[str], names: tuple[str | None, str | None]) -> None:
+    """A text that has no whole marker is passed on up to the beginning of one."""
     found = make_format(*names)
     assert found is not None
-    regions, text = Regions(found.template), ""
+    parser, text = MessageParser(found, "ended", TOOLS, continues=True), "."
+    length = len(told(parser, text))
     for piece in pieces:
         text += piece
-        for _ in regions.push(piece):
-            pass
-        begun = [d[:n] for d in found.template.delimiters for n in range(1, len(d)) if text.endswith(d[:n])]
-        assert len(regions._held) <= max(map(len, begun), default=0)
+        length += len(told(parser, piece))
+        if any(each in text for each in found.delimiters):
+            return
+        begun = [each[:n] for each in found.delimiters for n in range(1, len(each)) if text.endswith(each[:n])]
+        assert len(text) - length <= max(map(len, begun), default=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "marker", "pieces"),
+    [
+        (("hermes", None), "<tool_call>", ["`", " a", "[1", "{a"]),
+        (("glm45", None), "<tool_call>", ["`", "a b", "{", "[", '"']),
+        (("mistral", None), "[TOOL_CALLS]", ["`", "a b", "{]", "[1", "a. b"]),
+        (("deepseek_v31", None), "<\uff5ctool\u2581call\u2581begin\uff5c>", ["`", "a b", "a\n", "[", "{"]),
+        (("llama3_json", None), "<|python_tag|>", ["`", "print", '{"a":1']),
+    ],
+)
+def test_a_marker_is_passed_on_as_soon_as_no_call_can_follow(
+    names: tuple[str, None], marker: str, pieces: list[str]
+) -> None:
+    found = make_format(*names)
+    assert found is not None
+    for piece in pieces:
+        parser = MessageParser(found, "main", TOOLS)
+        assert told(parser, f"x {marker}") == "x"
+        assert told(parser, piece).strip() == f"{marker}{piece}".strip().removesuffix("<").strip()
+
+
+def _kept(message: ParsedMessage) -> str:
+    """The characters of a message but for white space, which may differ at borders."""
+    return "".join((message.reasoning + message.content).split())
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.sampled_from(FRAGMENTS) | st.text("<>[]{}|/\"'`\n ab:", max_size=4), max_size=14),
+    st.sampled_from(FORMATS),
+    st.sampled_from(["", "<think>", "<think></think>", "[THINK]"]),
+    st.data(),
+)
+def test_no_character_is_lost(
+    fragments: list[str], names: tuple[str | None, str | None], prompt: str, data: st.DataObject
+) -> None:
+    """Of a text without calls, all is content or reasoning, but for the delimiters of that."""
+    text = "".join(fragments)
+    message = parsed(names, [text], prompt)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    assert parsed(names, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], prompt) == message
+    found = make_format(*names)
+    assert found is not None
+    if message.calls or found.harmony:
+        return
+    whole, reasoning = "".join(text.split()), found.reasoning
+    if reasoning is not None and found.start(prompt, None) != "ended":
+        begun = whole.startswith(reasoning.opening) and found.start(prompt, None) != "reasoning"
+        whole = whole.removeprefix(reasoning.opening) if begun else whole
+        if begun or found.start(prompt, None) != "main":
+            whole = whole.replace(reasoning.closing, "", 1)
+    assert _kept(message) == whole
+
+
+def delimiters(names: tuple[str | None, str | None]) -> tuple[str, ...]:
+    found = make_format(*names)
+    return found.delimiters if found is not None else ()
+
+
+PROSE = ["See ", "`", "a b. ", "\n", "{", "}", "[1]", '"', "<b>", "</b>", "it's", ", ", "é🙂 "]
+MARKERS = sorted({marker for names in FORMATS for marker in delimiters(names)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PROSE + MARKERS), max_size=14), st.sampled_from(FORMATS), st.data())
+def test_markers_in_prose_are_content(
+    pieces: list[str], names: tuple[str | None, str | None], data: st.DataObject
+) -> None:
+    found = make_format(*names)
+    assert found is not None
+    text = "See " + "".join(pieces).rstrip() + " ."
+    prompt = found.reasoning.closing if found.reasoning is not None else ""
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(names, pieces, prompt) == ParsedMessage(text)
+
+
+@pytest.mark.parametrize("names", FORMATS)
+def test_under_a_grammar_for_the_answer_calls_come_first_or_not_at_all(names: tuple[str | None, str | None]) -> None:
+    found = make_format(*names)
+    assert found is not None
+    for each in TRANSCRIPTS:
+        if (each.tool_parser, each.reasoning_parser) != names or found.harmony:
+            continue
+        for text in ('{"a": "', '"'):
+            answer = text + each.text
+            for pieces in ([answer], answer):
+                parser = MessageParser(found, "ended", TOOLS, calls_first=True)
+                message = joined([delta for piece in pieces for delta in parser.push(piece)] + parser.finish())
+                assert (message.content, message.calls) == (answer.rstrip(), [])
+        if each.calls and not each.content and not each.reasoning:
+            parser = MessageParser(found, "ended", TOOLS, calls_first=True)
+            assert joined([*parser.push(each.text), *parser.finish()]).calls == each.message.calls
 
 
 def test_text_is_passed_on_as_soon_as_it_is_no_delimiter() -> None:
     found = make_format("hermes", "qwen3")
     assert found is not None
-    parser, told = MessageParser(found, "main", TOOLS), ""
+    parser, content_told = MessageParser(found, "main", TOOLS), ""
     for piece, content in [
         ("if a <", "if a"),
         (" b <", "if a < b"),
         ("t", "if a < b"),
         ("d>", "if a < b <td>"),
-        ("</", "if a < b <td>"),
+        ("</", "if a < b <td></"),
         ("td><", "if a < b <td></td>"),
         ("<", "if a < b <td></td><"),
         ("x", "if a < b <td></td><<x"),
     ]:
-        told += "".join(delta.text for delta in parser.push(piece))
-        assert told == content
+        content_told += told(parser, piece)
+        assert content_told == content
 
 
 def test_values_that_a_grammar_allows_are_parsed_as_they_are() -> None:

@@ -76,7 +76,13 @@ HERMES = [
     Transcript(
         "truncated arguments", "hermes", None, _hermes("save", '{"a": {"b')[:-14], calls=(("save", '{"a": {"b'),)
     ),
-    Transcript("truncated name", "hermes", None, 'Yes.\n<tool_call>\n{"name": "get_', "Yes."),
+    Transcript(
+        "truncated name",
+        "hermes",
+        None,
+        'Yes.\n<tool_call>\n{"name": "get_',
+        'Yes.\n<tool_call>\n{"name": "get_',
+    ),
     Transcript("truncated delimiter", "hermes", None, "Yes.\n<tool_", "Yes.\n<tool_"),
     Transcript("no end of the call", "hermes", None, _hermes("save", "{}")[:-12], calls=(("save", "{}"),)),
     Transcript(
@@ -93,8 +99,46 @@ HERMES = [
         '<tool_call>{"name": "save", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "save"}</tool_call>',
         calls=(("save", '{"a": 1}'), ("save", "{}")),
     ),
-    Transcript("no call", "hermes", None, "<tool_call>\nnonsense\n</tool_call>\nsorry", "nonsense\nsorry"),
-    Transcript("a delimiter too many", "hermes", None, "a</tool_call>b", "a\nb"),
+    Transcript(
+        "no call",
+        "hermes",
+        None,
+        "<tool_call>\nnonsense\n</tool_call>\nsorry",
+        "<tool_call>\nnonsense\n</tool_call>\nsorry",
+    ),
+    Transcript("a delimiter too many", "hermes", None, "a</tool_call>b", "a</tool_call>b"),
+    Transcript(
+        "markers in prose",
+        "hermes",
+        "qwen3",
+        f"Write `<tool_call>` or <tool_call> {{}}, then </tool_call>.\n{_hermes('save', '{}')} <think>a</think>b",
+        "Write `<tool_call>` or <tool_call> {}, then </tool_call>.\n<think>a</think>b",
+        calls=(("save", "{}"),),
+    ),
+    Transcript(
+        "text between a call and its end",
+        "hermes",
+        None,
+        '<tool_call>{"name": "save", "arguments": {}} and so on</tool_call>',
+        "and so on</tool_call>",
+        calls=(("save", "{}"),),
+    ),
+    Transcript(
+        "a brace too many",
+        "hermes",
+        None,
+        '<tool_call>{"name": "save", "arguments": {}}}\n</tool_call>Hi',
+        "Hi",
+        calls=(("save", "{}"),),
+    ),
+    Transcript(
+        "an object behind a call that is none",
+        "hermes",
+        None,
+        '<tool_call>{"name": "save", "arguments": {}}, {"a": 1}</tool_call>',
+        ', {"a": 1}</tool_call>',
+        calls=(("save", "{}"),),
+    ),
     Transcript(
         "delimiters inside of strings",
         "hermes",
@@ -124,7 +168,7 @@ HERMES = [
         "hermes",
         None,
         '<tool_call>[{"a": 1}, {"b": 2}]</tool_call>',
-        '[{"a": 1}, {"b": 2}]',
+        '<tool_call>[{"a": 1}, {"b": 2}]</tool_call>',
     ),
 ]
 QWEN = [
@@ -137,14 +181,41 @@ QWEN = [
         "hermes",
         "qwen3",
         f"<think>a <tool_call> b</think>\n{_hermes('save', '{}')}<think>c</think>Hi",
-        "Hi",
-        "a <tool_call> b\nc",
+        "<think>c</think>Hi",
+        "a <tool_call> b",
         (("save", "{}"),),
+    ),
+    Transcript("an end in an answer", None, "qwen3", "a</think>b", "a</think>b"),
+    Transcript("reasoning behind text", None, "qwen3", "Sure. <think>a</think>b", "Sure. <think>a</think>b"),
+    Transcript("an opening in reasoning", None, "qwen3", "<think>a<think>b</think>c</think>", "c</think>", "a<think>b"),
+    Transcript(
+        "an answer about reasoning",
+        None,
+        "qwen3",
+        '{"tag": "<think>", "end": "a</think>b"}',
+        '{"tag": "<think>", "end": "a</think>b"}',
+        prompt="<think>\n\n</think>\n\n",
     ),
 ]
 DEEPSEEK = [
     Transcript("implied reasoning", None, "deepseek_r1", "a</think>\n\nHi", "Hi", "a"),
     Transcript("reasoning that is opened", None, "deepseek_r1", "<think>\na</think>Hi", "Hi", "a"),
+    Transcript("an end behind the end", None, "deepseek_r1", "a</think>b</think>c", "b</think>c", "a"),
+    Transcript(
+        "markers in prose",
+        "deepseek_v31",
+        None,
+        f"{_BEGINS} begins, {_BEGIN} too, {_SEP}{_END}{_ENDS}",
+        f"{_BEGINS} begins, {_BEGIN} too, {_SEP}{_END}{_ENDS}",
+    ),
+    Transcript(
+        "text behind the group",
+        "deepseek_v31",
+        None,
+        f"{_BEGINS}\n{_BEGIN}save{_SEP}{{}}{_END} {_ENDS}{_ENDS}",
+        _ENDS,
+        calls=(("save", "{}"),),
+    ),
     Transcript("all reasoning", None, "deepseek_r1", "<thi a", "", "<thi a"),
     Transcript(
         "parallel calls",
@@ -216,9 +287,9 @@ LLAMA = [
         "llama3_json",
         None,
         '{"type": "a"}; {"name": "save", "parameters": {}}\n',
-        '{"type": "a"}',
-        calls=(("save", "{}"),),
+        '{"type": "a"}; {"name": "save", "parameters": {}}\n',
     ),
+    Transcript("a marker in prose", "llama3_json", None, "Use <|python_tag|>print(1)", "Use <|python_tag|>print(1)"),
     Transcript("no tool", "llama3_json", None, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
     Transcript(
         "truncated",
@@ -253,6 +324,21 @@ MISTRAL = [
         None,
         '[TOOL_CALLS]save[ARGS]{"a": "[TOOL_CALLS]b[ARGS]"}[TOOL_CALLS]get_time[ARGS]{}',
         calls=(("save", '{"a": "[TOOL_CALLS]b[ARGS]"}'), ("get_time", "{}")),
+    ),
+    Transcript(
+        "markers in prose",
+        "mistral",
+        "mistral",
+        "The [TOOL_CALLS] marker begins calls, [TOOL_CALLS] {} [ARGS] do not, [THINK]a[/THINK]",
+        "The [TOOL_CALLS] marker begins calls, [TOOL_CALLS] {} [ARGS] do not, [THINK]a[/THINK]",
+    ),
+    Transcript(
+        "text behind calls",
+        "mistral",
+        None,
+        '[TOOL_CALLS][{"name": "save", "arguments": {}}] [1][TOOL_CALLS]save{"a": 1} and so on',
+        "[1]\nand so on",
+        calls=(("save", "{}"), ("save", '{"a": 1}')),
     ),
     Transcript("brackets", "mistral", None, "[1] [TOOL [TOOL_CALL]", "[1] [TOOL [TOOL_CALL]"),
     Transcript("truncated", "mistral", None, '[TOOL_CALLS]save[ARGS]{"a', calls=(("save", '{"a'),)),
@@ -299,6 +385,23 @@ GLM = [
         "truncated", "glm45", None, _glm("get_weather", city="Köln")[:-25], calls=(("get_weather", '{"city": "Köln'),)
     ),
 ]
+GLM += [
+    Transcript(
+        "markers in prose",
+        "glm45",
+        "glm45",
+        "<tool_call> and <tool_call>x</tool_call> and <tool_call>a b<arg_key>",
+        "<tool_call> and <tool_call>x</tool_call> and <tool_call>a b<arg_key>",
+    ),
+    Transcript(
+        "text in a call",
+        "glm45",
+        None,
+        "<tool_call>save\n<arg_key>a</arg_key><arg_value>1</arg_value> so <arg_key>",
+        "so <arg_key>",
+        calls=(("save", '{"a": 1}'),),
+    ),
+]
 PYTHONIC = [
     Transcript(
         "parallel calls",
@@ -311,6 +414,9 @@ PYTHONIC = [
         ),
     ),
     Transcript("fenced", "pythonic", None, "```tool_code\nget_time()\n```\nHi", "Hi", calls=(("get_time", "{}"),)),
+    Transcript(
+        "brackets behind calls", "pythonic", None, "[get_time()]] (a) [b]", "] (a) [b]", calls=(("get_time", "{}"),)
+    ),
     Transcript("no call", "pythonic", None, "[link](http://a)", "[link](http://a)"),
     Transcript("no call, to the last space", "pythonic", None, "\n [1, 2] \n", "\n [1, 2] \n"),
     Transcript("no tool", "pythonic", None, "[print(1)]", "[print(1)]"),
@@ -337,12 +443,35 @@ HARMONY = [
     ),
     Transcript("an answer", "openai", None, "<|channel|>final<|message|>Hi <b> \n\nyou<|return|>", "Hi <b> \n\nyou"),
     Transcript("no channel", "openai", None, "Hi", "Hi"),
+    Transcript(
+        "delimiters in prose",
+        "openai",
+        "openai_gptoss",
+        "<|channel|>final<|message|><|start|>assistant<|channel|>final<|message|> and <|end|> or "
+        "<|end|><|call|>, <|start|>",
+        "<|start|>assistant<|channel|>final<|message|> and <|end|> or <|end|><|call|>, <|start|>",
+    ),
+    Transcript(
+        "delimiters and no header", "openai", None, "<|channel|> of <|message|>s", "<|channel|> of <|message|>s"
+    ),
+    Transcript(
+        "text behind arguments",
+        "openai",
+        None,
+        _harmony("save", "{} and so on"),
+        "and so on",
+        calls=(("save", "{}"),),
+    ),
     Transcript("truncated", "openai", None, _harmony("save", '{"a": "b')[:-8], calls=(("save", '{"a": "b'),)),
 ]
 _HALF = "\\ud83d"
 SURROGATES = [
     Transcript(
-        "half a pair", "hermes", None, f'<tool_call>{{"name": "{_HALF}"}}</tool_call>', f'{{"name": "{_HALF}"}}'
+        "half a pair",
+        "hermes",
+        None,
+        f'<tool_call>{{"name": "{_HALF}"}}</tool_call>',
+        f'<tool_call>{{"name": "{_HALF}"}}</tool_call>',
     ),
     Transcript("half a pair", "pythonic", None, f"[save(a='{_HALF}')]", calls=(("save", f'{{"a": "{_HALF}"}}'),)),
     Transcript(

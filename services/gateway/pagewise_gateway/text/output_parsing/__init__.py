@@ -1,9 +1,10 @@
 """Cuts the text of an output into reasoning, content and tool calls, while it arrives.
 
-``regions`` finds where a region of the text begins and ends, by transformers' ``ResponseParser``. ``formats`` has the
-formats of models, by the names of vLLM's parsers. ``json_calls``, ``header_calls``, ``glm`` and ``pythonic`` (with
-``python_arguments``) read the calls in a region. ``parser`` puts them together. ``grammar`` has the grammars of tool
-calls, and ``parameters`` what of a schema they can follow where arguments are no JSON object.
+``scanner`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss.
+``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``, ``header_calls``, ``glm`` and
+``pythonic`` (with ``python_arguments``) read calls. ``message`` makes deltas, and ``parser`` puts them together.
+``grammar`` has the grammars of tool calls, and ``parameters`` what of a schema they can follow where arguments are no
+JSON object.
 """
 
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, joined

@@ -1,7 +1,7 @@
 """What a parser makes of the text of an output: deltas, and the message that they add up to."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -69,7 +69,19 @@ class Tools:
 
 
 class CallReader(Protocol):
-    """Reads the text of a region that holds tool calls."""
+    """Reads text that may be tool calls, behind the marker that begins them."""
+
+    @property
+    def called(self) -> bool:
+        """Whether a call has begun. Before that, no delta is returned."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the text turned out to be no call; all of it is read as something else."""
+
+    @property
+    def rest(self) -> str | None:
+        """The text that follows the calls, which is the end of that which was taken; None: they go on."""
 
     @property
     def quoting(self) -> bool:
@@ -79,7 +91,31 @@ class CallReader(Protocol):
         """Take text; return what is new."""
 
     def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left. ``closed``: the region has ended, and not the text inside of it."""
+        """Return what is left. ``closed``: a delimiter has ended the calls, and not the end of the output."""
+
+
+def first_of(text: str, delimiters: Sequence[str]) -> tuple[int, int] | None:
+    """Return where the first of these delimiters begins and ends in a text, if one is in it."""
+    found = [(text.find(each), each) for each in delimiters]
+    start, delimiter = min(((at, each) for at, each in found if at >= 0), default=(-1, ""))
+    return (start, start + len(delimiter)) if start >= 0 else None
+
+
+def begun(text: str, delimiters: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may begin one of these delimiters."""
+    most = 0
+    for delimiter in delimiters:
+        tail = text[-(len(delimiter) - 1) :] if len(delimiter) > 1 else ""
+        at = tail.find(delimiter[0])
+        while at >= 0 and not delimiter.startswith(tail[at:]):
+            at = tail.find(delimiter[0], at + 1)
+        most = max(most, len(tail) - at if at >= 0 else 0)
+    return most
+
+
+def begins(text: str, delimiters: Sequence[str]) -> bool:
+    """Return whether a text is the beginning of one of these delimiters."""
+    return any(each.startswith(text) for each in delimiters)
 
 
 def as_json(value: object) -> str:

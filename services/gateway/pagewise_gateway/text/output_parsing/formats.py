@@ -4,21 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from pagewise_gateway.text.output_parsing import harmony
 from pagewise_gateway.text.output_parsing.deltas import CallReader, Tools
 from pagewise_gateway.text.output_parsing.glm import GlmCall
-from pagewise_gateway.text.output_parsing.header_calls import HeaderCall, MistralCalls, deepseek_name
+from pagewise_gateway.text.output_parsing.header_calls import DEEPSEEK, HeaderCall, MistralCalls
 from pagewise_gateway.text.output_parsing.json_calls import JsonCalls
 from pagewise_gateway.text.output_parsing.pythonic import PythonicCalls
-from pagewise_gateway.text.output_parsing.regions import RegionTemplate
-
-REASONING, CALL, MARK, HEADER = "reasoning", "call", "mark", "header"
-"""Regions of a text: what the model thinks, a tool call, a delimiter that says nothing, and what says what follows."""
 
 Start = Literal["main", "ended", "reasoning", "implied"]
-"""Where an output begins: outside of regions, behind reasoning that the prompt has ended, in reasoning that it has
-begun, or in reasoning that may be opened nevertheless."""
-
-_Regions = dict[str, tuple[tuple[str, ...], str | None]]
+"""Where an output begins: before an answer that may open reasoning, behind reasoning that the prompt has ended, in
+reasoning that it has begun, or in reasoning that may be opened nevertheless."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -26,9 +21,9 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Fields:
-        reader: makes what reads the calls of one region.
-        opening, closing: the texts around a region with calls, if there is one; closing None: the next opening ends it.
-        marks: delimiters that are left out. inner: those inside of regions with calls.
+        reader: makes what reads the calls behind a marker.
+        opening, closing: the markers before calls, and what ends them; closing None: the next marker does.
+        group: what stands around several calls, each with its opening and closing. inner: delimiters within calls.
         bare: characters with which a text begins that is read as calls though nothing opens them.
         id_length: characters of the ids of calls; 0: any number.
     """
@@ -36,10 +31,15 @@ class ToolFormat:
     reader: Callable[[Tools], CallReader]
     opening: tuple[str, ...] = ()
     closing: str | None = None
-    marks: tuple[str, ...] = ()
+    group: tuple[str, str] | None = None
     inner: tuple[str, ...] = ()
     bare: str = ""
     id_length: int = 0
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may begin calls."""
+        return self.opening if self.group is None else (*self.opening, self.group[0])
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +53,7 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>")
 _DEEPSEEK = ToolFormat(
-    lambda tools: HeaderCall(deepseek_name),
+    lambda tools: HeaderCall(DEEPSEEK, tools, fenced=True),
     ("<\uff5ctool\u2581call\u2581begin\uff5c>",),
     "<\uff5ctool\u2581call\u2581end\uff5c>",
     ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
@@ -73,8 +73,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "hermes": ToolFormat(lambda tools: JsonCalls(), ("<tool_call>",), "</tool_call>"),
     "llama3_json": ToolFormat(JsonCalls, ("<|python_tag|>",), bare="{"),
-    "mistral": ToolFormat(lambda tools: MistralCalls(), ("[TOOL_CALLS]",), inner=("[ARGS]", "[CALL_ID]"), id_length=9),
-    HARMONY_TOOLS: ToolFormat(lambda tools: JsonCalls()),  # a text of its own, see ``HARMONY``
+    "mistral": ToolFormat(MistralCalls, ("[TOOL_CALLS]",), inner=("[ARGS]", "[CALL_ID]"), id_length=9),
+    HARMONY_TOOLS: ToolFormat(lambda tools: JsonCalls()),  # its scanner reads the calls
     "pythonic": ToolFormat(PythonicCalls, bare="[`"),
 }
 """By the names of vLLM's ``--tool-call-parser``."""
@@ -89,25 +89,16 @@ REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
 }
 """By the names of vLLM's ``--reasoning-parser``."""
 
-HARMONY = RegionTemplate(
-    {
-        HEADER: (("<|start|>", "<|channel|>"), "<|message|>"),
-        MARK: (("<|end|>", "<|call|>", "<|return|>"), ""),
-    }
-)
-"""Of gpt-oss: each message has a header with its channel, and with the function if it is a call."""
-
 
 @dataclass(slots=True, frozen=True)
 class OutputFormat:
     """The format of an output, as far as it is parsed.
 
     Fields:
-        template: of its regions. tools, reasoning: how they are written; None: they are not looked for.
+        tools, reasoning: how they are written; None: they are not looked for.
         harmony: whether headers say what follows them.
     """
 
-    template: RegionTemplate
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     harmony: bool = False
@@ -115,7 +106,13 @@ class OutputFormat:
     @property
     def delimiters(self) -> tuple[str, ...]:
         """Texts that the parser has to see, special tokens or not."""
-        return self.template.delimiters + (self.tools.inner if self.tools is not None else ())
+        found = list(harmony.DELIMITERS) if self.harmony else []
+        if self.reasoning is not None:
+            found += self.reasoning.opening, self.reasoning.closing
+        if self.tools is not None:
+            found += *self.tools.markers, *(self.tools.group or ()), *self.tools.inner
+            found += [self.tools.closing] if self.tools.closing else []
+        return tuple(dict.fromkeys(found))
 
     def start(self, prompt: str, continued: str | None) -> Start:
         """Return where an output begins. Chat templates may begin the reasoning, or begin and end it.
@@ -158,22 +155,7 @@ def make_format(tool_parser: str | None, reasoning_parser: str | None) -> Output
         tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else None
         reasoning = REASONING_FORMATS[reasoning_parser] if reasoning_parser is not None else None
         if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
-            _made[key] = OutputFormat(HARMONY, tools, None, True)
+            _made[key] = OutputFormat(tools, harmony=True)
         else:
-            _made[key] = OutputFormat(RegionTemplate(_regions(tools, reasoning), CALL), tools, reasoning)
+            _made[key] = OutputFormat(tools, reasoning)
     return _made[key]
-
-
-def _regions(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> _Regions:
-    regions: _Regions = {}
-    marks: list[str] = []
-    if reasoning is not None:
-        regions[REASONING] = (reasoning.opening,), reasoning.closing
-        marks.append(reasoning.closing)
-    if tools is not None:
-        if tools.opening:
-            regions[CALL] = tools.opening, tools.closing
-        marks += [*tools.marks, *([tools.closing] if tools.closing else [])]
-    if marks:
-        regions[MARK] = tuple(marks), ""
-    return regions

@@ -1,13 +1,18 @@
 """Reads the tool calls of GLM 4.5: a name, and tags around the name and the value of each argument."""
 
 import json
+import re
 from collections.abc import Callable
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
+from pagewise_gateway.text.output_parsing.header_calls import NAME
 from pagewise_gateway.text.output_parsing.json_calls import JsonValue
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_NAME_PART = re.compile(rf"\s*(?:{NAME})?\s*")
+_MOST_NAME = 512
+"""Characters of a name with the space around it; what is longer is no call."""
 
 
 _State = Callable[["GlmCall", str, bool, list[Delta]], None]
@@ -19,10 +24,10 @@ class _Until:
     ``value``: the text is JSON, and what is in its strings is no delimiter.
     """
 
-    __slots__ = ("_delimiter", "_held", "_value")
+    __slots__ = ("_held", "_value", "delimiter")
 
     def __init__(self, delimiter: str, value: JsonValue | None = None) -> None:
-        self._delimiter = delimiter
+        self.delimiter = delimiter
         self._held = ""
         self._value = value
 
@@ -35,20 +40,25 @@ class _Until:
         """Return the text before the delimiter, as far as it is known, and that behind it; None: it has not come."""
         text = self._held + text
         at = 0  # up to here, the value has seen it
-        while (found := text.find(self._delimiter, at)) >= 0:
-            behind = found + len(self._delimiter)
+        while (found := text.find(self.delimiter, at)) >= 0:
+            behind = found + len(self.delimiter)
             self._follow(text[at:found])
             if not self.quoting:
                 self._held = ""
                 return text[:found], text[behind:]
             self._follow(text[found:behind])
             at = behind
-        held = min(len(self._delimiter) - 1, len(text) - at)
-        while not self._delimiter.startswith(text[len(text) - held :]):
+        held = min(len(self.delimiter) - 1, len(text) - at)
+        while not self.delimiter.startswith(text[len(text) - held :]):
             held -= 1
         self._held = text[len(text) - held :]
         self._follow(text[at : len(text) - held])
         return text[: len(text) - held], None
+
+    @property
+    def held(self) -> str:
+        """The text that may begin the delimiter."""
+        return self._held
 
     def _follow(self, text: str) -> None:
         if self._value is not None and self._value.end(text, 0) >= 0:
@@ -72,9 +82,14 @@ class GlmCall:
         "_string",
         "_tools",
         "_until",
+        "called",
+        "failed",
+        "rest",
     )
 
     def __init__(self, tools: Tools) -> None:
+        self.called = self.failed = False
+        self.rest: str | None = None
         self._tools = tools
         self._name = self._key = ""
         self._num_arguments = 0
@@ -93,8 +108,13 @@ class GlmCall:
         """Take text; return what is new."""
         deltas: list[Delta] = []
         rest: str | None = text
-        while rest:
-            before, rest = self._until.push(rest)
+        while rest and not self.failed:
+            until = self._until
+            before, rest = until.push(rest)
+            if before.strip() and self._state in (GlmCall._before_key, GlmCall._before_value):
+                deltas.append(Delta("arguments", "}" if self._num_arguments else "{}"))
+                self.rest = before + (until.held if rest is None else until.delimiter + rest)
+                break
             self._state(self, before, rest is not None, deltas)
         return deltas
 
@@ -104,9 +124,10 @@ class GlmCall:
         if not closed:
             return deltas
         if not self._name:
-            self._in_name("", True, deltas)
-            if not self._name:
-                return [Delta("content", "".join(self._parts))]
+            name = ("".join(self._parts) + self._until.held).strip()
+            if name not in self._tools:  # nothing else tells it from a word
+                return deltas
+            self._call(name, deltas)
         if self._state in (GlmCall._in_value, GlmCall._before_value):
             return deltas  # the call is cut off inside of its region
         deltas.append(Delta("arguments", "}" if self._num_arguments else "{}"))
@@ -115,12 +136,17 @@ class GlmCall:
     # ---- states: each takes the text before its delimiter ---------------------------------------------
 
     def _in_name(self, text: str, ended: bool, deltas: list[Delta]) -> None:
-        self._parts.append(text)
-        if ended:
-            self._name = "".join(self._parts).strip()
-            if self._name:
-                deltas.append(Delta("call", self._name))
+        self._parts = ["".join(self._parts) + text]
+        name = self._parts[0].strip()
+        if len(self._parts[0]) > _MOST_NAME or _NAME_PART.fullmatch(self._parts[0]) is None or (ended and not name):
+            self.failed = True
+        elif ended:
+            self._call(name, deltas)
             self._next(GlmCall._in_key, _KEY_END)
+
+    def _call(self, name: str, deltas: list[Delta]) -> None:
+        self._name, self.called = name, True
+        deltas.append(Delta("call", name))
 
     def _before_key(self, text: str, ended: bool, deltas: list[Delta]) -> None:
         if ended:

@@ -9,7 +9,10 @@ from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_text
 _MOST_KEY = 256
 """Characters of the longest name of a member; what is longer is no call."""
 _MEMBERS = frozenset({"name", "arguments", "parameters", "type", "id"})
-_BETWEEN = re.compile(r"[\s,;\[\]]*")
+_BETWEEN = re.compile(r"[\s,;\[\]}]*")
+_BEFORE_FIRST = re.compile(r"\s*\[?\s*")
+_BEFORE_NEXT = re.compile(r"[\s,;]*")
+_LIST_END = re.compile(r"^\s*\]")
 _SPACE = re.compile(r"[\s,]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
 _OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
@@ -80,34 +83,42 @@ class JsonValue:
 class JsonCalls:
     """Reads objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
-    Arguments are passed on as they are written. What is no call is content. ``known``: only objects that name one of
-    these tools are calls, as where nothing else tells them from an answer in JSON.
+    Arguments are passed on as they are written. Brackets too many before the delimiter are a part of the calls.
+    ``known``: only objects that name one of these tools are calls, as where nothing else tells them from an answer in
+    JSON.
     """
 
     __slots__ = (
         "_arguments",
         "_called",
         "_early",
-        "_found",
+        "_in_list",
         "_key",
         "_known",
         "_raw",
         "_rest",
+        "_separator",
         "_state",
         "_value",
         "_words",
+        "called",
+        "failed",
+        "rest",
     )
 
     def __init__(self, known: Tools | None = None) -> None:
+        self.called = self.failed = False
+        self.rest: str | None = None
         self._known = known
         self._state: _State = JsonCalls._between
         self._rest = ""  # text that cannot be read before more comes
         self._key = ""
         self._value = JsonValue()
-        self._raw: list[str] = []  # what is content if it turns out to be no call
+        self._separator = ""  # before the next object
+        self._raw: list[str] = []  # of an object that is no call yet, with the separator
         self._words: list[str] = []  # of a value that is needed as a whole
         self._early: list[str] = []  # arguments that came before the name
-        self._arguments = self._called = self._found = False
+        self._arguments = self._called = self._in_list = False
 
     @property
     def quoting(self) -> bool:
@@ -119,15 +130,17 @@ class JsonCalls:
         text, self._rest = self._rest + text, ""
         deltas: list[Delta] = []
         at = 0
-        while at < len(text) and at >= 0:
+        while 0 <= at < len(text):
             at = self._state(self, text, at, deltas)
         return deltas
 
     def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left: content, if it is no call, or nothing of a call that is cut off before its name."""
-        rest = "".join(self._raw) + self._rest
-        is_content = not self._called and (closed or self._known is not None)
-        return [Delta("content", rest)] if rest and is_content else []
+        """Return what is left: what is no part of the calls, if no delimiter has ended them."""
+        if self._state is not JsonCalls._between:
+            text = "".join(self._raw) + self._rest if not self._called else ""
+        else:
+            text = "" if closed else self._behind_last().strip()
+        return [Delta("content", text)] if text and self.called else []
 
     # ---- states: each reads text from ``at`` on, and returns where the next one goes on; -1: more text is needed ----
 
@@ -135,18 +148,19 @@ class JsonCalls:
         """Outside of objects."""
         found = _BETWEEN.match(text, at)
         end = found.end() if found is not None else at
-        if not self._called:
-            self._raw.append(text[at:end])
-        if end < len(text):
-            self._state = JsonCalls._member if text[end] == "{" else JsonCalls._no_call
-            if text[end] == "{":
-                if self._called:
-                    self._raw = []
-                self._raw.append("{")
-                self._called = self._arguments = False
-                self._early = []
-                end += 1
-        return end
+        self._separator += text[at:end]
+        legal = _BEFORE_NEXT if self.called else _BEFORE_FIRST
+        if end == len(text) and (self.called or legal.fullmatch(self._separator)):
+            return end
+        self._raw = [self._behind_last()]
+        if end == len(text) or text[end] != "{" or not legal.fullmatch(self._separator):
+            return self._stop(text, end)
+        self._in_list = self._in_list or "[" in self._separator
+        self._state, self._separator = JsonCalls._member, ""
+        self._raw.append("{")
+        self._called = self._arguments = False
+        self._early = []
+        return end + 1
 
     def _member(self, text: str, at: int, deltas: list[Delta]) -> int:
         """Before the name of a member, or the end of the object."""
@@ -157,22 +171,19 @@ class JsonCalls:
             return start
         if text[start] == "}":
             self._keep("}")
-            self._state = JsonCalls._between
             if not self._called:
-                deltas.append(Delta("content", "".join(self._raw)))
-                self._raw = []
-            elif not self._arguments:
+                return self._stop(text, start + 1)
+            self._state = JsonCalls._between
+            if not self._arguments:
                 deltas.append(Delta("arguments", "{}"))
             return start + 1
         if (key := _KEY.match(text, start)) is None:
             if text[start] == '"' and len(text) - start < _MOST_KEY:
                 self._rest = text[start:]
                 return -1
-            self._state = JsonCalls._broken
-            return start
+            return self._stop(text, start)
         if len(key[0]) >= _MOST_KEY or not (self._called or self._known is None or key[1] in _MEMBERS):
-            self._state = JsonCalls._broken
-            return start
+            return self._stop(text, start)
         self._keep(key[0])
         self._key, self._value, self._words = key[1], JsonValue(), []
         is_arguments = self._key in ("arguments", "parameters") and not self._arguments
@@ -190,7 +201,8 @@ class JsonCalls:
         self._state = JsonCalls._member
         value = "".join(self._words)
         if self._key == "name" and not self._called:
-            self._name(value, deltas)
+            if not self._name(value, deltas):
+                return self._stop(text, end)
         elif self._key in ("arguments", "parameters") and not self._arguments:
             written = as_text(_decoded(value)) or value  # some models write them as a string
             self._pass_on("{}" if value in ("null", '""') else written, deltas)
@@ -209,33 +221,31 @@ class JsonCalls:
         self._state = JsonCalls._member
         return end
 
-    def _no_call(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """Behind something that is no object: all that follows is content, but for what a delimiter is still to end."""
-        if self._known is not None or not self._found:
-            deltas.append(Delta("content", "".join(self._raw) + text[at:]))
-        self._raw = []
-        return len(text)
+    def _behind_last(self) -> str:
+        """What follows the last call, without what closes the list."""
+        return _LIST_END.sub("", self._separator, count=1) if self._in_list else self._separator
 
-    def _broken(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """In an object that is no JSON: the call has what was read of it, or everything is content."""
-        if self._called:
-            return len(text)
-        self._state = JsonCalls._no_call
-        return at
+    def _stop(self, text: str, at: int) -> int:
+        """What has been read of an object, and what follows, is no call; returns the end of the text."""
+        if self.called:
+            self.rest = "".join(self._raw) + text[at:]
+        self.failed = not self.called
+        self._raw, self._value = [], JsonValue()
+        return len(text)
 
     def _keep(self, text: str) -> None:
         if not self._called:
             self._raw.append(text)
 
-    def _name(self, value: str, deltas: list[Delta]) -> None:
+    def _name(self, value: str, deltas: list[Delta]) -> bool:
         name = as_text(_decoded(value))
         if not name or (self._known is not None and name not in self._known):
-            self._state = JsonCalls._broken
-            return
-        self._called, self._found, self._raw = True, True, []
+            return False
+        self._called, self.called, self._raw = True, True, []
         deltas.append(Delta("call", name))
         if self._early:
             deltas.append(Delta("arguments", "".join(self._early)))
+        return True
 
     def _pass_on(self, arguments: str, deltas: list[Delta]) -> None:
         if self._called:

@@ -20,11 +20,14 @@ _State = Callable[["PythonicCalls", str, list[Delta]], str]
 
 
 class PythonicCalls:
-    """Reads calls of ``tools``, each of which is passed on when it is whole. Text that begins with none is content."""
+    """Reads calls of ``tools``, each of which is passed on when it is whole."""
 
-    __slots__ = ("_arguments", "_calling", "_state", "_text", "_tools")
+    __slots__ = ("_arguments", "_calling", "_closing", "_state", "_text", "_tools", "called", "failed", "rest")
 
     def __init__(self, tools: Tools) -> None:
+        self.called = self.failed = False
+        self.rest: str | None = None
+        self._closing: list[str] = []  # what is still to close the list, and the block
         self._tools = tools
         self._text = ""
         self._state: _State = PythonicCalls._begin
@@ -40,34 +43,28 @@ class PythonicCalls:
         """Take text; return what is new."""
         deltas: list[Delta] = []
         text, self._text = self._text + text, ""
-        while text:
+        while text and not self.failed and self.rest is None:
             text = self._state(self, text, deltas)
         return deltas
 
     def finish(self, closed: bool) -> list[Delta]:
         """Return what is left. Of a call that is cut off there is its name."""
-        if self._state is PythonicCalls._begin and self._text:
-            return [Delta("content", self._text)]
-        return [Delta("call", self._calling)] if self._calling else []
+        if self._calling:
+            return [Delta("call", self._calling)]
+        return [Delta("content", self._text)] if self.called and self._text.strip() else []
 
     # ---- states: each takes text and returns what is left of it ---------------------------------------
 
     def _begin(self, text: str, deltas: list[Delta]) -> str:
         found = _BEGIN.match(text, 0, _MOST_BEGIN + 1)
-        if found is None or found.end() > _MOST_BEGIN:
-            if found is None and len(text) < _MOST_BEGIN and _may_begin(text):
-                self._text = text
-                return ""
-            self._state = PythonicCalls._content
-        elif found[1] not in self._tools:
-            self._state = PythonicCalls._content
-        else:
+        if found is not None and found.end() <= _MOST_BEGIN and found[1] in self._tools:
+            self.called = True
+            before = text[: found.start(1)]
+            self._closing = ["]"] * ("[" in before) + ["```"] * ("```" in before)
             self._state = PythonicCalls._between
             return text[found.start(1) :]
-        return text
-
-    def _content(self, text: str, deltas: list[Delta]) -> str:
-        deltas.append(Delta("content", text))
+        self.failed = found is not None or len(text) >= _MOST_BEGIN or not _may_begin(text)
+        self._text = text
         return ""
 
     def _between(self, text: str, deltas: list[Delta]) -> str:
@@ -83,11 +80,18 @@ class PythonicCalls:
         return text
 
     def _behind(self, text: str, deltas: list[Delta]) -> str:
-        """Behind the last call: what closes the list and the block is left out, the rest is content."""
-        rest = text.lstrip("]`)\n\t ")
-        if rest:
-            self._state = PythonicCalls._content
-        return rest
+        """Behind the last call: what closes the list and the block is a part of it."""
+        while self._closing:
+            left, closing = text.lstrip(), self._closing[0]
+            if not left.startswith(closing):
+                if closing.startswith(left):
+                    self._text = text
+                    return ""
+                break
+            text = left[len(closing) :]
+            del self._closing[0]
+        self.rest = text
+        return ""
 
     def _in_call(self, text: str, deltas: list[Delta]) -> str:
         end = self._arguments.push(text)

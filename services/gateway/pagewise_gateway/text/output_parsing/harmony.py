@@ -1,0 +1,152 @@
+"""Reads the outputs of gpt-oss: messages, each with a header that says whether it is reasoning, content or a call.
+
+A header stands at the beginning and behind the end of a message, and the end of a message stands before a header or at
+the end. What looks like one of them elsewhere is text of the message.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import product
+
+from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind, begins, begun, first_of
+from pagewise_gateway.text.output_parsing.header_calls import parts
+from pagewise_gateway.text.output_parsing.json_calls import JsonValue
+from pagewise_gateway.text.output_parsing.message import MessageBuilder
+
+_BEGINS = ("<|start|>", "<|channel|>")
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+DELIMITERS = (*_BEGINS, _MESSAGE, *_ENDS)
+"""Of all messages."""
+_MOST_HEADER = 512
+_MOST_SPACE = 256
+_WORD = r"[^\s<>{}()\"'`]+"
+_TO = (r"\s*", "=to=", _WORD, r"\s*")
+_HEADERS = [
+    parts(*role, *before, "=<|channel|>", r"\s*", r"(?:\w+)?", *after, *kind, f"={_MESSAGE}")
+    for role, before, after, kind in product(
+        ((r"\s*",), ("=<|start|>", _WORD, r"\s*")),
+        ((), _TO),
+        ((r"\s*",), _TO),
+        ((r"(?:\w+)?", r"\s*"), (r"(?:\w+)?", r"\s*", "=<|constrain|>", r"\s*", r"(?:\w+)?", r"\s*")),
+    )
+]
+_PART = re.compile("|".join(_HEADERS))
+"""Matches beginnings of headers."""
+_HEADER = re.compile(
+    r"(?:<\|start\|>\S+?)?\s*(?:to=(?P<first>\S+?)\s*)?<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
+    r"\s*(?:to=(?P<second>[^\s<]+))?.*",
+    re.DOTALL,
+)
+_FUNCTIONS = "functions."
+
+_State = Callable[["HarmonyScanner", bool, list[Delta]], bool]
+"""As those of ``TextScanner``."""
+
+
+class HarmonyScanner:
+    """Scans one output. ``continues``: it begins in a message."""
+
+    __slots__ = ("_arguments", "_kind", "_message", "_num_before", "_pending", "_some", "_state")
+
+    def __init__(self, message: MessageBuilder, *, continues: bool) -> None:
+        self._message = message
+        self._pending = ""
+        self._num_before = 0  # characters of ``_pending`` before a header, with which the message before it has ended
+        self._kind: DeltaKind = "content"  # of the text of a message; a call: "arguments"
+        self._arguments = JsonValue()
+        self._some = False  # whether there are any arguments
+        self._state: _State = HarmonyScanner._body if continues else HarmonyScanner._header
+
+    def push(self, text: str, deltas: list[Delta]) -> None:
+        """Take text, and add what is new."""
+        self._pending += text
+        while self._pending and self._state(self, False, deltas):
+            pass
+
+    def finish(self, deltas: list[Delta]) -> None:
+        """Add what was held back. No more text comes."""
+        while self._pending and self._state(self, True, deltas):
+            pass
+
+    def _header(self, final: bool, deltas: list[Delta]) -> bool:
+        """In what may be a header, which stands behind ``_num_before`` characters."""
+        text = self._pending[self._num_before :]
+        at = text.find(_MESSAGE)
+        header = text if at < 0 else text[:at]
+        found = _HEADER.fullmatch(header) if at >= 0 else None
+        if len(header) > _MOST_HEADER or _PART.fullmatch(header) is None or (found is None and (final or at >= 0)):
+            return self._no_header(deltas)
+        if found is None:
+            return False
+        self._end_message(True, deltas)
+        recipient = found["first"] or found["second"] or ""
+        if recipient.startswith(_FUNCTIONS) and len(recipient) > len(_FUNCTIONS):
+            self._kind, self._arguments, self._some = "arguments", JsonValue(), False
+            self._message.add([Delta("call", recipient.removeprefix(_FUNCTIONS))], deltas)
+        else:
+            self._kind = "reasoning" if recipient or found["channel"] == "analysis" else "content"
+        self._pending, self._state = text[at + len(_MESSAGE) :], HarmonyScanner._body
+        self._num_before = 0
+        return True
+
+    def _no_header(self, deltas: list[Delta]) -> bool:
+        """A delimiter begins no header, so it is text."""
+        found = first_of(self._pending, (*_ENDS, *_BEGINS))
+        end = found[1] if found is not None and found[0] == 0 else 0
+        self._text(self._pending[:end], deltas)
+        self._pending, self._num_before, self._state = self._pending[end:], 0, HarmonyScanner._body
+        return True
+
+    def _body(self, final: bool, deltas: list[Delta]) -> bool:
+        """In a message, up to what ends it."""
+        text, found = self._pending, first_of(self._pending, _ENDS)
+        start, end = found or (len(text) - (0 if final else begun(text, _ENDS)),) * 2
+        self._text(text[:start], deltas)
+        self._pending = text[start:]
+        if found is None:
+            return False
+        if self._kind == "arguments" and self._arguments.quoting:
+            self._text(text[start:end], deltas)
+            self._pending = text[end:]
+        else:
+            self._num_before, self._state = end - start, HarmonyScanner._behind
+        return True
+
+    def _behind(self, final: bool, deltas: list[Delta]) -> bool:
+        """Behind what may end a message."""
+        behind = self._pending[self._num_before :]
+        begin = behind.lstrip()
+        if not begin and final:
+            self._end_message(True, deltas)
+            self._pending = ""
+        elif begin.startswith(_BEGINS):
+            self._num_before, self._state = len(self._pending) - len(begin), HarmonyScanner._header
+        elif begins(begin, _BEGINS) and not final and len(behind) < _MOST_SPACE:
+            return False
+        else:
+            return self._no_header(deltas)
+        return True
+
+    def _text(self, text: str, deltas: list[Delta]) -> None:
+        """Add text of the message."""
+        if self._kind == "content":
+            self._message.content.push(text, deltas)
+        elif self._kind == "reasoning":
+            self._message.reasoning.push(text, deltas)
+        else:
+            text = text if self._some else text.lstrip()
+            if not text:
+                return
+            self._some = True
+            end = self._arguments.end(text, 0)
+            self._message.add([Delta("arguments", text if end < 0 else text[:end])], deltas)
+            if end >= 0:  # what follows arguments is no part of them
+                self._end_message(False, deltas)
+                self._message.content.push(text[end:], deltas)
+
+    def _end_message(self, closed: bool, deltas: list[Delta]) -> None:
+        if self._kind == "arguments" and closed and not self._some:
+            self._message.add([Delta("arguments", "{}")], deltas)
+        self._message.border()
+        self._kind = "content"

@@ -1,0 +1,259 @@
+"""Finds reasoning, content and tool calls in a text that arrives in pieces, where texts delimit them.
+
+A delimiter is one only where the format has it: what opens reasoning stands at the beginning, what closes it closes
+reasoning that is open, and a marker of calls is followed by a call. Anything else is content. So the text behind a
+marker is held back until a reader has found a call in it, which is when its name is there, or has found that there is
+none: then it is looked at once more, without the marker.
+"""
+
+from collections.abc import Callable
+
+from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, begins, begun, first_of
+from pagewise_gateway.text.output_parsing.formats import OutputFormat, Start
+from pagewise_gateway.text.output_parsing.message import MessageBuilder
+
+_MOST_HELD = 16_384
+"""Characters in which a call has to begin behind its marker. What is held is looked at again if it is no call."""
+_MOST_SPACE = 256
+"""Characters of white space between the marker of a group of calls and that of the first one."""
+
+_State = Callable[["TextScanner", bool, list[Delta]], bool]
+"""Plain functions: a method would hold its object, which then stays until the next garbage collection. Each reads
+``_pending``, and returns whether there may be more to read in it. True as second argument: no more text comes."""
+
+
+class TextScanner:
+    """Scans one output. ``calls_first``: calls are the whole answer, or none of it."""
+
+    __slots__ = (
+        "_bare",
+        "_calls_first",
+        "_format",
+        "_grouped",
+        "_implied",
+        "_marker",
+        "_message",
+        "_num_raw",
+        "_pending",
+        "_raw",
+        "_reader",
+        "_state",
+        "_tools",
+    )
+
+    def __init__(
+        self,
+        output: OutputFormat,
+        start: Start,
+        tools: Tools,
+        message: MessageBuilder,
+        *,
+        continues: bool,
+        calls_first: bool,
+    ) -> None:
+        self._format, self._tools, self._message = output, tools, message
+        self._calls_first = calls_first
+        self._implied = start == "implied"
+        self._pending = ""
+        self._bare = output.tools.bare if output.tools is not None else ""  # what may begin calls without a marker
+        # Text that may be calls: its marker, the text behind it until a call has begun, and whether it is in a group.
+        self._reader: CallReader | None = None
+        self._marker, self._grouped = "", False
+        self._raw: list[str] = []
+        self._num_raw = 0
+        self._state: _State = TextScanner._answer
+        if start == "reasoning":
+            self._state = TextScanner._reasoning
+            message.content.border()
+        elif start == "ended":
+            message.content.border()
+        elif output.reasoning is not None and not continues:
+            self._state = TextScanner._beginning
+            if self._implied:
+                message.content.border()
+
+    def push(self, text: str, deltas: list[Delta]) -> None:
+        """Take text, and add what is new."""
+        self._pending += text
+        while self._pending and self._state(self, False, deltas):
+            pass
+
+    def finish(self, deltas: list[Delta]) -> None:
+        """Add what was held back. No more text comes."""
+        while self._pending or self._reader is not None:
+            if not self._state(self, True, deltas) and self._reader is not None:
+                self._end(False, "", "", deltas)
+
+    # ---- states ---------------------------------------------------------------------------------------
+
+    def _beginning(self, final: bool, deltas: list[Delta]) -> bool:
+        """Before any text: reasoning may be opened."""
+        reasoning = self._format.reasoning
+        if reasoning is None:
+            return False
+        begin = self._pending.lstrip()
+        if begin.startswith(reasoning.opening):
+            self._pending = begin[len(reasoning.opening) :]
+            self._state = TextScanner._reasoning
+            self._message.content.border()
+            return True
+        if not begin or (reasoning.opening.startswith(begin) and not final):
+            self._message.content.push(self._pending[: len(self._pending) - len(begin)], deltas)  # which holds it back
+            self._pending = begin
+            return False
+        self._state = TextScanner._reasoning if self._implied else TextScanner._answer
+        return True
+
+    def _reasoning(self, final: bool, deltas: list[Delta]) -> bool:
+        """In reasoning, up to what closes it."""
+        closing = (self._format.reasoning.closing,) if self._format.reasoning is not None else ()
+        text, found = self._pending, first_of(self._pending, closing)
+        if found is None:
+            self._pass_on(self._message.reasoning.push, closing, final, deltas)
+            return False
+        self._message.reasoning.push(text[: found[0]], deltas)
+        self._message.border()
+        self._pending, self._state = text[found[1] :], TextScanner._answer
+        return True
+
+    def _answer(self, final: bool, deltas: list[Delta]) -> bool:
+        """In content, up to what may begin calls."""
+        tools, content = self._format.tools, self._message.content
+        if tools is None or (self._calls_first and content.begun):
+            self._pass_on(content.push, (), final, deltas)
+            return False
+        begin = self._pending.lstrip()
+        if self._bare and not content.begun:
+            content.push(self._pending[: len(self._pending) - len(begin)], deltas)  # which holds it back
+            self._pending = begin
+            if begin and begin[0] in self._bare:
+                self._bare = ""  # once: it is content if it is no call
+                self._begin("", begin, False)
+                return True
+        found = first_of(self._pending, tools.markers)
+        if found is None:
+            self._pass_on(content.push, tools.markers, final, deltas)
+            return False
+        content.push(self._pending[: found[0]], deltas)
+        self._pending, marker = self._pending[found[0] :], self._pending[found[0] : found[1]]
+        if self._calls_first and content.begun:
+            return True
+        if marker in tools.opening:
+            self._begin(marker, self._pending[len(marker) :], False)
+            return True
+        return self._group(marker, final, deltas)
+
+    def _group(self, marker: str, final: bool, deltas: list[Delta]) -> bool:
+        """At a marker that opens a group of calls: the first one has to follow."""
+        opening = self._format.tools.opening if self._format.tools is not None else ()
+        behind = self._pending[len(marker) :]
+        begin = behind.lstrip()
+        for each in opening:
+            if begin.startswith(each):
+                end = len(self._pending) - len(begin) + len(each)
+                self._begin(self._pending[:end], self._pending[end:], True)
+                return True
+        if begins(begin, opening) and not final and len(behind) < _MOST_SPACE:
+            return False
+        self._message.content.push(marker, deltas)
+        self._pending = behind
+        return True
+
+    def _behind_call(self, final: bool, deltas: list[Delta]) -> bool:
+        """Behind a call of a group: the next one follows, or the end of the group, or it just ends."""
+        tools, begin = self._format.tools, self._pending.lstrip()
+        if tools is None or tools.group is None:
+            return False
+        closing = tools.group[1]
+        if begins(begin, (closing, *tools.opening)) and not final and not begin.startswith((closing, *tools.opening)):
+            self._pending = begin  # white space behind a call is left out
+            return False
+        self._state = TextScanner._answer
+        for each in tools.opening:
+            if begin.startswith(each):
+                self._begin(each, begin[len(each) :], True)
+                return True
+        self._pending = begin.removeprefix(closing)
+        return True
+
+    def _calls(self, final: bool, deltas: list[Delta]) -> bool:
+        """In what may be calls, up to what ends them."""
+        tools = self._format.tools
+        if tools is None or self._reader is None:
+            return False
+        text, ends = self._pending, (tools.closing,) if tools.closing else tools.markers
+        found = first_of(text, ends)
+        start, end = found or (len(text) - (0 if final else begun(text, ends)),) * 2
+        self._pending = text[start:]
+        if not self._feed(text[:start], deltas):
+            return True
+        if found is None:
+            return False
+        if self._reader.quoting:
+            self._pending = text[end:]
+            self._feed(text[start:end], deltas)
+        elif tools.closing:
+            self._end(True, text[start:end], text[end:], deltas)
+        else:
+            self._end(True, "", text[start:], deltas)
+        return True
+
+    # ---- what the states do ---------------------------------------------------------------------------
+
+    def _pass_on(
+        self, push: Callable[[str, list[Delta]], None], delimiters: tuple[str, ...], final: bool, deltas: list[Delta]
+    ) -> None:
+        """Pass on text in which no delimiter is, but for the characters that may begin one."""
+        held = 0 if final else begun(self._pending, delimiters)
+        text, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
+        push(text, deltas)
+
+    def _begin(self, marker: str, text: str, grouped: bool) -> None:
+        """A reader has to say whether there are calls in this text, which follows a marker."""
+        if self._format.tools is None:
+            return
+        self._reader = self._format.tools.reader(self._tools)
+        self._marker, self._pending, self._grouped = marker, text, grouped
+        self._raw, self._num_raw = [], 0
+        self._state = TextScanner._calls
+
+    def _feed(self, text: str, deltas: list[Delta]) -> bool:
+        """Give text to the reader; returns whether it goes on. If not, what follows is in ``_pending``."""
+        reader = self._reader
+        if reader is None or not text:
+            return reader is not None
+        if not reader.called:
+            self._raw.append(text)
+            self._num_raw += len(text)
+        found = reader.push(text)
+        if reader.failed or (not reader.called and self._num_raw > _MOST_HELD):
+            self._no_call("", self._pending, deltas)
+            return False
+        self._message.add(found, deltas)
+        if reader.rest is None:
+            return True
+        self._ended(reader.rest + self._pending)
+        return False
+
+    def _end(self, closed: bool, delimiter: str, behind: str, deltas: list[Delta]) -> None:
+        """The text of the reader has ended."""
+        if self._reader is None:
+            return
+        found = self._reader.finish(closed)
+        if self._reader.called:
+            self._ended(behind)
+            self._message.add(found, deltas)
+        else:
+            self._no_call(delimiter, behind, deltas)
+
+    def _ended(self, behind: str) -> None:
+        """Calls have ended, and this text follows them."""
+        self._message.content.border()
+        self._reader, self._pending = None, behind
+        self._state = TextScanner._behind_call if self._grouped else TextScanner._answer
+
+    def _no_call(self, delimiter: str, behind: str, deltas: list[Delta]) -> None:
+        """A marker is content, and the text behind it is looked at once more."""
+        self._message.content.push(self._marker, deltas)
+        self._pending = "".join(self._raw) + delimiter + behind
+        self._reader, self._state = None, TextScanner._answer
