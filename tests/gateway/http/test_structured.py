@@ -80,7 +80,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-around"),
     ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", "unknown name"),
     ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "truncated"),
-    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "not supported: not"),
+    ({"structured_outputs": {"json": {"not": {"const": 1}}}}, "structured_outputs.json", "not supported: not"),
     (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
@@ -92,7 +92,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "cannot be used together",
     ),
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"patternProperties": {}}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"patternProperties": {"^a": {"type": "null"}}}},
+            }
+        },
         "response_format.json_schema.schema",
         "the keyword patternProperties is not supported",
     ),

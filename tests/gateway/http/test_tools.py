@@ -156,6 +156,28 @@ async def test_without_calls_an_answer_is_as_it_was(ask: Any) -> None:
     assert (choice.message.content, choice.finish_reason, choice.message.tool_calls) == (" ab <c \n", "stop", None)
 
 
+PROSE = "Write `<tool_call>` or <tool_call> {}, </tool_call>, <think> and a</think>b."
+TAGS = '{"tags": ["<think>", "a</think>b", "<think>a</think>", "<tool_call>", "</tool_call>"], "call": "' + (
+    '<tool_call>{\\"name\\": \\"get_time\\"}</tool_call>"}'
+)
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_delimiters_in_an_answer_are_content(ask: Any) -> None:
+    call = '<tool_call>{"name": "get_time"}</tool_call>'
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (PROSE, {}),
+        (TAGS, {"response_format": {"type": "json_object"}}),
+        (f"{PROSE} {call}", {"extra_body": {"structured_outputs": {"regex": "(?s:.*)"}}}),
+    ]
+    scheduler = FakeScheduler(replies=[reply(f"<think>hm</think>{text}") for text, _ in asked])
+    async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
+        for text, options in asked:
+            (choice,) = (await ask(server, messages=MESSAGES, tools=TOOLS, **options)).choices
+            assert (choice.message.content, choice.message.reasoning) == (text, "hm")
+            assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+
+
 async def test_none_lets_text_be_and_reasoning_may_be_left_out() -> None:
     replies = [reply(CALLS), reply("<think>a</think>b"), reply("a</think>b")]
     async with serving(FakeScheduler(replies=replies), tokenizer=TOKENIZER, **HERMES) as server:

@@ -69,9 +69,7 @@ async def run_chat(
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_segments(body)
     service.formats.check(body)
-    parsing = service.formats.parsing(body)
-    if parsing is not None:
-        parsing = replace(parsing, calls_first=wanted_grammar(body) is not None)
+    parsing = _parsing(service, body)
     capacity = await service.link.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
@@ -109,6 +107,12 @@ async def run_chat(
     shown = parsing.shown if parsing is not None else frozenset()
     with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:
         return await respond(ChatRun(service, body, prompt, generation, parsing, start, continues))
+
+
+def _parsing(service: Service, body: ChatRequest) -> Parsing | None:
+    """How the outputs of a request are parsed; None: they are content as they are."""
+    parsing = service.formats.parsing(body)
+    return parsing and replace(parsing, calls_first=wanted_grammar(body) is not None)
 
 
 def _continued(body: ChatRequest, parsing: Parsing | None) -> str | None:

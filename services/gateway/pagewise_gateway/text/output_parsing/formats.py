@@ -135,8 +135,9 @@ class OutputFormat:
         """Return what opened or closed the reasoning last in the beginning of a message; an empty text: nothing did."""
         if self.reasoning is None:
             return ""
-        last = max((self.reasoning.opening, self.reasoning.closing), key=message.rfind)
-        return last if last in message else ""
+        if self.reasoning.closing in message:
+            return self.reasoning.closing
+        return self.reasoning.opening if message.lstrip().startswith(self.reasoning.opening) else ""
 
 
 _made: dict[tuple[str | None, str | None], OutputFormat] = {}
