@@ -290,6 +290,8 @@ LLAMA = [
         '{"type": "a"}; {"name": "save", "parameters": {}}\n',
     ),
     Transcript("a marker in prose", "llama3_json", None, "Use <|python_tag|>print(1)", "Use <|python_tag|>print(1)"),
+    Transcript("a tool's name", "llama3_json", None, '{"name": "save", "age": 3}', '{"name": "save", "age": 3}'),
+    Transcript("a call without arguments", "llama3_json", None, '{"name": "save"}', calls=(("save", "{}"),)),
     Transcript("no tool", "llama3_json", None, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}'),
     Transcript(
         "truncated",

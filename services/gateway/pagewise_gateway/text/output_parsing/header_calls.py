@@ -106,7 +106,7 @@ class HeaderCall:
             text = text[end:] if self._ended else ""
         if self._ended:
             self._behind += text
-            if not self._fenced or _BEHIND.fullmatch(self._behind) is None:
+            if not self._fenced or len(self._behind) > _MOST_HEADER or _BEHIND.fullmatch(self._behind) is None:
                 self.rest, self._behind = self._behind, ""
         return deltas
 

@@ -84,8 +84,8 @@ class JsonCalls:
     """Reads objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
     Arguments are passed on as they are written. Brackets too many before the delimiter are a part of the calls.
-    ``known``: only objects that name one of these tools are calls, as where nothing else tells them from an answer in
-    JSON.
+    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls, as where
+    nothing else tells them from an answer in JSON.
     """
 
     __slots__ = (
@@ -95,6 +95,7 @@ class JsonCalls:
         "_in_list",
         "_key",
         "_known",
+        "_name",
         "_raw",
         "_rest",
         "_separator",
@@ -112,7 +113,7 @@ class JsonCalls:
         self._known = known
         self._state: _State = JsonCalls._between
         self._rest = ""  # text that cannot be read before more comes
-        self._key = ""
+        self._key = self._name = ""
         self._value = JsonValue()
         self._separator = ""  # before the next object
         self._raw: list[str] = []  # of an object that is no call yet, with the separator
@@ -159,7 +160,7 @@ class JsonCalls:
         self._state, self._separator = JsonCalls._member, ""
         self._raw.append("{")
         self._called = self._arguments = False
-        self._early = []
+        self._early, self._name = [], ""
         return end + 1
 
     def _member(self, text: str, at: int, deltas: list[Delta]) -> int:
@@ -171,8 +172,9 @@ class JsonCalls:
             return start
         if text[start] == "}":
             self._keep("}")
-            if not self._called:
+            if not self._called and not self._name:
                 return self._stop(text, start + 1)
+            self._call(deltas)
             self._state = JsonCalls._between
             if not self._arguments:
                 deltas.append(Delta("arguments", "{}"))
@@ -187,6 +189,8 @@ class JsonCalls:
         self._keep(key[0])
         self._key, self._value, self._words = key[1], JsonValue(), []
         is_arguments = self._key in ("arguments", "parameters") and not self._arguments
+        if is_arguments and self._name:
+            self._call(deltas)
         self._state = JsonCalls._arguments_value if is_arguments and text[key.end()] == "{" else JsonCalls._other_value
         return key.end()
 
@@ -200,9 +204,12 @@ class JsonCalls:
             return len(text)
         self._state = JsonCalls._member
         value = "".join(self._words)
-        if self._key == "name" and not self._called:
-            if not self._name(value, deltas):
+        if self._key == "name" and not self._name:
+            self._name = self._tool(value)
+            if not self._name:
                 return self._stop(text, end)
+            if self._known is None or self._arguments:
+                self._call(deltas)
         elif self._key in ("arguments", "parameters") and not self._arguments:
             written = as_text(_decoded(value)) or value  # some models write them as a string
             self._pass_on("{}" if value in ("null", '""') else written, deltas)
@@ -237,15 +244,19 @@ class JsonCalls:
         if not self._called:
             self._raw.append(text)
 
-    def _name(self, value: str, deltas: list[Delta]) -> bool:
+    def _tool(self, value: str) -> str:
+        """The tool that is named by a value; an empty text: none is."""
         name = as_text(_decoded(value))
-        if not name or (self._known is not None and name not in self._known):
-            return False
+        return name if self._known is None or name in self._known else ""
+
+    def _call(self, deltas: list[Delta]) -> None:
+        """The object is a call."""
+        if self._called:
+            return
         self._called, self.called, self._raw = True, True, []
-        deltas.append(Delta("call", name))
+        deltas.append(Delta("call", self._name))
         if self._early:
             deltas.append(Delta("arguments", "".join(self._early)))
-        return True
 
     def _pass_on(self, arguments: str, deltas: list[Delta]) -> None:
         if self._called:

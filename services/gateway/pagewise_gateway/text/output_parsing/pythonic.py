@@ -84,7 +84,7 @@ class PythonicCalls:
         while self._closing:
             left, closing = text.lstrip(), self._closing[0]
             if not left.startswith(closing):
-                if closing.startswith(left):
+                if closing.startswith(left) and len(text) < _MOST_BEGIN:
                     self._text = text
                     return ""
                 break

@@ -12,7 +12,7 @@ from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools
 from pagewise_gateway.text.output_parsing.formats import OutputFormat, Start
 from pagewise_gateway.text.output_parsing.message import MessageBuilder
 
-_MOST_HELD = 16_384
+_MOST_HELD = 262_144
 """Characters in which a call has to begin behind its marker. What is held is looked at again if it is no call."""
 _MOST_SPACE = 256
 """Characters of white space between the marker of a group of calls and that of the first one."""
