@@ -285,6 +285,32 @@ def test_markers_in_prose_are_content(
     assert parsed(names, pieces, prompt) == ParsedMessage(text)
 
 
+CALLS = [
+    next(each for each in TRANSCRIPTS if each.tool_parser == parser and each.name == name)
+    for parser, name in [
+        ("hermes", "a call"),
+        ("hermes", "arguments before the name"),
+        ("glm45", "what is not declared"),
+        ("mistral", "delimiters inside of strings"),
+        ("deepseek_v31", "version 3.1"),
+        ("deepseek_v3", "delimiters inside of strings"),
+    ]
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(CALLS), st.lists(st.sampled_from(PROSE + MARKERS)), st.lists(st.sampled_from(PROSE)), st.data())
+def test_calls_between_prose_leave_all_of_it(
+    call: Transcript, before: list[str], after: list[str], data: st.DataObject
+) -> None:
+    content = f"See {''.join(before)}".rstrip(), f"so {''.join(after)}."
+    text = f"{content[0]} {call.text} {content[1]}"
+    names = call.tool_parser, call.reasoning_parser
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(names, pieces, "</think>") == ParsedMessage("\n".join(content), "", call.message.calls)
+
+
 @pytest.mark.parametrize("names", FORMATS)
 def test_under_a_grammar_for_the_answer_calls_come_first_or_not_at_all(names: tuple[str | None, str | None]) -> None:
     found = make_format(*names)

@@ -445,6 +445,7 @@ HARMONY = [
     ),
     Transcript("an answer", "openai", None, "<|channel|>final<|message|>Hi <b> \n\nyou<|return|>", "Hi <b> \n\nyou"),
     Transcript("no channel", "openai", None, "Hi", "Hi"),
+    Transcript("an end alone", "openai", None, "<|end|>"),
     Transcript(
         "delimiters in prose",
         "openai",

@@ -92,7 +92,7 @@ class HarmonyScanner:
 
     def _no_header(self, deltas: list[Delta]) -> bool:
         """A delimiter begins no header, so it is text."""
-        found = first_of(self._pending, (*_ENDS, *_BEGINS))
+        found = first_of(self._pending, _ENDS if self._num_before else _BEGINS)
         end = found[1] if found is not None and found[0] == 0 else 0
         self._text(self._pending[:end], deltas)
         self._pending, self._num_before, self._state = self._pending[end:], 0, HarmonyScanner._body
