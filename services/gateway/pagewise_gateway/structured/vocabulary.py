@@ -61,6 +61,10 @@ _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "
 _ANY_TEXT = ("", ".*", "^", "^.*")
 """Patterns that every text matches."""
 _ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$")
+_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+"""Which llguidance has. JSON Schema lets an unknown one forbid nothing: it is left out where ``pattern`` says more."""
 _HINTS = ("binary", "directory-path", "file-path", "password", "path")
 """Formats that say nothing of the text."""
 _DIALECTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
@@ -238,7 +242,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "dependentSchemas": _depends_on_nothing,
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
-    "format": lambda work, schema, value: value in _HINTS,
+    "format": lambda work, schema, value: value in _HINTS or ("pattern" in schema and value not in _FORMATS),
     "if": _conditional,
     "minItems": lambda work, schema, value: _is_zero(value),
     "minLength": lambda work, schema, value: _is_zero(value),
