@@ -50,7 +50,7 @@ from pagewise_shared.protocol import (
     unpack_int32s,
 )
 
-Kind = Literal["never_fits", "overloaded", "unavailable"]
+Kind = Literal["never_fits", "invalid", "overloaded", "unavailable"]
 _epochs = itertools.count(time.time_ns() // 1_000_000)
 
 
@@ -306,7 +306,8 @@ class FakeScheduler:
     async def _submit(self, identity: bytes, member: Member, submit: Submit) -> None:
         if self.refuse is not None and len(self.submits) >= self.refuse_after:
             kind, text, after = self.refuse
-            refused = RequestRefused(submit.stream, kind, text, retry_after=after)
+            invalid = kind == "invalid"
+            refused = RequestRefused(submit.stream, "never_fits" if kind == "invalid" else kind, text, after, invalid)
             await self._send(identity, Outputs(member.epoch, refused=(refused,)))
             return
         self.submits.append(submit)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from pagewise_shared.protocol import Adapter, FinishReason, KeyLimits, PromptSegments, TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
-RefusalKind = Literal["never_fits", "overloaded", "unavailable"]
+RefusalKind = Literal["never_fits", "invalid", "overloaded", "unavailable"]
 
 TOKEN_BYTES = 24
 """What a token of an answer takes, about: its id, its text, and both once more as JSON."""
@@ -212,9 +212,10 @@ class InvalidGrammarError(GenerationError):
 class AdmissionError(GenerationError):
     """A request is not accepted; ``kind`` decides the HTTP status.
 
-    Kinds: "never_fits" (it exceeds what any executor or the queue could hold: 400), "overloaded" (the queue is full, or
-    a limit is reached: 429), "unavailable" (no scheduler, no executor, or shutting down: 503). ``retry_after``: seconds
-    after which there should be room, or None if that is not known.
+    Kinds: "never_fits" (it is longer than any executor could hold: 400), "invalid" (it can never run, for another
+    reason: 400), "overloaded" (the queue is full, or a limit is reached: 429), "unavailable" (no scheduler, no
+    executor, or shutting down: 503). ``retry_after``: seconds after which there should be room, or None if that is not
+    known.
     """
 
     def __init__(self, kind: RefusalKind, message: str, retry_after: int | None = None) -> None:

@@ -285,12 +285,14 @@ class RequestRefused(Piece, frozen=True):
         kind: "never_fits" (it exceeds what any executor could hold), "overloaded" (a queue or a limit is full),
             "unavailable" (there is no executor).
         message: for the client. retry_after: seconds after which there should be room; 0: nothing is known.
+        invalid: it never fits for another reason than its length, so a shorter conversation would not help.
     """
 
     stream: int
     kind: Literal["never_fits", "overloaded", "unavailable"]
     message: str
     retry_after: int = 0
+    invalid: bool = False
 
 
 class Started(Piece, frozen=True):

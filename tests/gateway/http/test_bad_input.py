@@ -185,7 +185,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 9999}, "max_completion_tokens"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
-    ({"chat_template_kwargs": {"messages": []}}, "messages"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"prompt": "hi"}, "prompt"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
 ]
@@ -329,7 +329,9 @@ async def test_routes_and_methods() -> None:
         assert (status, error_of(answer)["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize(("kind", "status"), [("never_fits", 400), ("overloaded", 429), ("unavailable", 503)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("never_fits", 400), ("invalid", 400), ("overloaded", 429), ("unavailable", 503)]
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refused_by_the_scheduler(kind: Any, status: int, stream: bool) -> None:
     """All prompts of a request are taken together, or none."""
@@ -339,7 +341,9 @@ async def test_refused_by_the_scheduler(kind: Any, status: int, stream: bool) ->
         async with server.http.post(server.url + COMPLETION, json=body) as response:
             assert response.status == status
             assert ("Retry-After" in response.headers) == (status != 400)
-            assert error_of(await response.json())["message"] == "no"
+            error = error_of(await response.json())
+            assert error["message"] == "no"
+            assert (error["code"] == "context_length_exceeded") == (kind == "never_fits")
         assert (scheduler.submits, scheduler.aborts, server.link.num_live) == ([], [], 0)
 
 

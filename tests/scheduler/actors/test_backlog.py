@@ -61,7 +61,7 @@ def test_nothing_is_known_at_first_and_a_queue_that_stands_still_is_told() -> No
 
 def test_more_sequences_than_may_ever_wait_are_not_told_to_try_again() -> None:
     error = refused(Backlog(4, 100), Load(5, 5), Load(), 0.0)
-    assert (error.kind, error.retry_after) == ("never_fits", 0)
+    assert (error.kind, error.retry_after) == ("invalid", 0)
     assert "5 outputs" in str(error)
     assert "--max-waiting" in str(error)
     Backlog(4, 100).admit(Load(4, 500), Load(), 0.0)

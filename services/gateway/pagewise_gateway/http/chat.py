@@ -16,6 +16,7 @@ from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import (
     check_common,
+    check_output_length,
     check_priority,
     output_budget,
     sampling_params,
@@ -73,8 +74,7 @@ async def run_chat(
     capacity = await service.link.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
-    if wanted is not None and wanted < 1:
-        raise InvalidRequestError(f"{given} must be at least 1", given)
+    check_output_length(wanted, capacity, given, least=1)
     encoded = await encode_chat(service, body, capacity, request[CLIENT].name)
     start: Start = "main"
     if parsing is not None:

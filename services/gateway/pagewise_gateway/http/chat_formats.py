@@ -11,6 +11,7 @@ from pagewise_gateway.http.conversation import check_depth, check_tool_list
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.tool_schema import NamedToolChoice
+from pagewise_gateway.text.chat_template import RESERVED_NAMES
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -123,6 +124,8 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
         check_depth(given, "it")
+        if reserved := RESERVED_NAMES & given.keys():
+            raise ConfigError(f"--default-chat-template-kwargs may not set {min(reserved)}")
     except (msgspec.MsgspecError, APIError) as error:
         raise ConfigError(f"--default-chat-template-kwargs is no JSON object that can be used: {error}") from error
     return given

@@ -17,6 +17,7 @@ from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, Completi
 from pagewise_gateway.http.params import (
     check_common,
     check_num_sequences,
+    check_output_length,
     check_priority,
     output_budget,
     sampling_params,
@@ -49,6 +50,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     check_num_sequences(len(given), body, n)
     check_segments(body, given)
     capacity = await service.link.wait_for_capacity()
+    check_output_length(body.max_tokens, capacity, "max_tokens")
     sampling = sampling_params(
         body,
         service.tokenizer,

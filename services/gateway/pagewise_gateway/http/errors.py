@@ -20,6 +20,7 @@ APIError
 """
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
@@ -69,6 +70,13 @@ class APIError(Exception):
         self.param = None if param is None else shortened(param, _MAX_PARAM_CHARACTERS)
         if retry_after is not None:
             self.retry_after = max(1, retry_after)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call the field by its name in another API. ``names``: of fields, by their names in chats."""
+        head = re.split(r"[.\[]", self.param or "")[0]
+        if self.param is not None and (name := names.get(head)) is not None:
+            self.args = (str(self).replace(self.param, name),)
+            self.param = name
 
     def body(self) -> bytes:
         """Return the JSON body."""
@@ -225,6 +233,8 @@ def failure(error: GenerationError) -> APIError:
     match error:
         case AdmissionError(kind="never_fits"):
             return ContextLengthError(str(error))
+        case AdmissionError(kind="invalid"):
+            return InvalidRequestError(str(error))
         case AdmissionError(kind="overloaded"):
             return OverloadedError(str(error), retry_after=error.retry_after)
         case AdmissionError():

@@ -175,6 +175,7 @@ def sampling_params(
         stop_ids = tuple(sorted({*stop_ids, *ends}))
     if grammar and body.ignore_eos:
         bad_words = [*bad_words, *((token,) for token in ends)]
+    bad_words = [word for word in bad_words if max(word, default=0) < capacity.vocab_size]  # others are never sampled
     top_p = 1.0 if body.top_p is None else body.top_p
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature < _GREEDY_BELOW or top_p == 0.0:  # a top_p of 0 keeps the most likely token only
@@ -201,6 +202,26 @@ def sampling_params(
     )
 
 
+def check_output_length(wanted: int | None, capacity: Capacity, output: str, *, least: int = 0) -> None:
+    """Refuse a number of output tokens that no prompt could have. A shorter prompt would not help.
+
+    ``output``: the name of the field. ``least``: output tokens that there have to be.
+
+    Raises:
+        InvalidRequestError: the number is too small or too large.
+    """
+    if wanted is None:
+        return
+    if wanted < least:
+        raise InvalidRequestError(f"{output} must be at least {least}", output)
+    if wanted >= capacity.max_model_len:
+        raise InvalidRequestError(
+            f"{output} is too large: {wanted}. This model's maximum context length is {capacity.max_model_len} tokens, "
+            "and the prompt needs at least one of them",
+            output,
+        )
+
+
 def output_budget(
     body: GenerationFields,
     wanted: int | None,
@@ -217,11 +238,9 @@ def output_budget(
     model's length leaves. ``prompt`` and ``output``: names of the fields, for errors.
 
     Raises:
-        InvalidRequestError: the number is negative, or less than ``min_tokens``.
+        InvalidRequestError: the number is less than ``min_tokens``.
         ContextLengthError: prompt and output together are longer than the model allows.
     """
-    if wanted is not None and wanted < 0:
-        raise InvalidRequestError(f"{output} must not be negative", output)
     left = capacity.max_model_len - num_prompt_tokens
     about = f"This model's maximum context length is {capacity.max_model_len} tokens."
     if left < (0 if wanted == 0 else 1):
@@ -238,7 +257,9 @@ def output_budget(
             output,
         )
     if (body.min_tokens or 0) > budget:
-        raise InvalidRequestError(f"min_tokens is {body.min_tokens}, {output} is only {budget}", "min_tokens")
+        raise InvalidRequestError(
+            f"min_tokens is {body.min_tokens}, and the output may have only {budget} tokens", "min_tokens"
+        )
     return budget
 
 

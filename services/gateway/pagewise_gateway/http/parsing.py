@@ -17,6 +17,7 @@ from pagewise_gateway.http.errors import (
     InvalidRequestError,
     MediaTypeError,
     UnknownParameterError,
+    UnsupportedParameterError,
     shortened,
 )
 from pagewise_gateway.http.inflating import PIECE, inflater
@@ -38,6 +39,14 @@ _SMALL_BODY_BYTES = 65_536
 _PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
+_OTHER_KIND = re.compile(r"Invalid (?:enum )?value ('.*')$", re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_HALF_PAIR = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+"
+    rb"(\\u[dD][89a-fA-F][0-9a-fA-F]{2})(?!(?:\\.{0,4})?\Z)",
+    re.DOTALL,
+)
+"""The first escape of half of a surrogate pair. At the very end of a body it may be that the other half was cut off."""
 
 
 async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
@@ -156,9 +165,7 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except msgspec.MsgspecError as error:
-        hint = " (JSON has no NaN and no Infinity)" if b"NaN" in body or b"Infinity" in body else ""
-        reason = str(error).replace(" - at `$[...]`", "")
-        raise InvalidRequestError(f"the body is not valid JSON: {reason}{hint}") from None
+        raise _not_decoded(body, error) from None
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")
     known = frozenset(request_type.__struct_fields__)
@@ -177,6 +184,29 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         raise InvalidRequestError("the body is nested too deeply") from None
 
 
+def _not_decoded(body: bytearray, error: msgspec.MsgspecError) -> InvalidRequestError:
+    """Return the error for a body that the decoder refuses. It says of half of a surrogate pair and of an empty body
+    that the input was truncated."""
+    if not body.strip():
+        return InvalidRequestError("the body is empty: send a JSON object")
+    if (half := _HALF_PAIR.match(body)) is not None:
+        return InvalidRequestError(
+            f"the body contains half of a surrogate pair, {half[1].decode()} (byte {half.start(1)}), which is not a "
+            "character: the text was probably cut in the middle of one"
+        )
+    reason = str(error).replace(" - at `$[...]`", "")
+    if isinstance(error, msgspec.ValidationError):
+        return InvalidRequestError(f"the body contains a number that cannot be represented: {reason}")
+    found = _BYTE.search(reason)
+    byte = body[int(found[1]) : int(found[1]) + 1] if found else b""
+    hint = ""
+    if byte in (b"N", b"I"):
+        hint = " (JSON has no NaN and no Infinity)"
+    elif byte and byte < b" ":
+        hint = " (a control character in a string has to be escaped)"
+    return InvalidRequestError(f"the body is not valid JSON: {reason}{hint}")
+
+
 def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRequestError:
     """Return the error in terms of the fields that the client sent."""
     text = shortened(str(error), 4 * MAX_MESSAGE_CHARACTERS)
@@ -189,4 +219,6 @@ def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRe
     if missing := _MISSING.match(text):
         name = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequestError(f"{name} is required", name)
+    if path.endswith("].type") and (kind := _OTHER_KIND.match(text)):  # of a part, a block or a tool
+        return UnsupportedParameterError(f"{path}: {kind[1]} is not supported by Pagewise", path)
     return InvalidRequestError(f"{path}: {text}" if path else text, path or None)

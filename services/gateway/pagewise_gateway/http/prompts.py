@@ -30,7 +30,7 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
 )
 from pagewise_gateway.http.segments import Encoded, cut, encode_pieces, mark_parts, unmark
-from pagewise_gateway.text.chat_template import Dialect
+from pagewise_gateway.text.chat_template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.errors import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ async def encode_prompt(
     """Return the tokens of one of the request's prompts, and its segments. ``key``: name of the API key.
 
     Raises:
-        InvalidRequestError: the prompt has no tokens, or ids outside the vocabulary.
+        InvalidRequestError: the prompt has no tokens, or some outside the vocabulary.
         ContextLengthError: the text is so long that it cannot fit, however it is tokenized.
     """
     if isinstance(prompt, str):
@@ -79,16 +79,17 @@ async def encode_prompt(
         encoded = await service.encode(cut(prompt, body.segments), body.add_special_tokens is not False, key)
         if not encoded.tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
+        check_vocabulary(service.tokenizer, encoded.tokens, capacity, "prompt")
         return encoded
+    if (largest := max(prompt)) >= capacity.vocab_size:
+        raise InvalidRequestError(
+            f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
+        )
     if body.truncate_prompt_tokens is None and len(prompt) > capacity.max_model_len:
         raise ContextLengthError(
             f"This model's maximum context length is {capacity.max_model_len} tokens. However, your prompt resulted in "
             f"{len(prompt)} tokens. Please reduce its length.",
             "prompt",
-        )
-    if (largest := max(prompt)) >= capacity.vocab_size:
-        raise InvalidRequestError(
-            f"prompt: token id {largest} is outside the vocabulary of {capacity.vocab_size}", "prompt"
         )
     return Encoded(array("i", prompt), list((body.segments and body.segments.ranges) or ()))
 
@@ -107,7 +108,7 @@ async def encode_chat(
     whether all of its text is wanted as well, and not just its end.
 
     Raises:
-        InvalidRequestError: the conversation cannot be rendered, or has no tokens.
+        InvalidRequestError: the conversation cannot be rendered, or has no tokens, or some outside the vocabulary.
         ContextLengthError: as in ``encode_prompt``.
     """
     check_chat(body)
@@ -125,6 +126,8 @@ async def encode_chat(
             check_text_length(service, text, capacity, "messages")
         # Chat templates contain the special tokens.
         encoded = encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
+        if capacity is not None and isinstance(body, ChatRequest):
+            check_vocabulary(service.tokenizer, encoded.tokens, capacity, "messages")
         return encoded._replace(text=text if whole_text else text[-_END_CHARACTERS:])
 
     try:
@@ -196,6 +199,20 @@ async def encode_bad_words(service: Service, words: list[str], key: str) -> tupl
     return await service.tokenizer.off_loop(lambda: bad_word_tokens(words, service.tokenizer), key, characters)
 
 
+def check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capacity, param: str) -> None:
+    """Refuse a text with tokens that the tokenizer has and the model has not, such as those of images.
+
+    Raises:
+        InvalidRequestError: the text has such a token.
+    """
+    if tokenizer.vocab_size > capacity.vocab_size and (largest := max(tokens, default=0)) >= capacity.vocab_size:
+        raise InvalidRequestError(
+            f"{param}: the text has the token {tokenizer.token(largest)!r}, whose id {largest} is outside the model's "
+            f"vocabulary of {capacity.vocab_size}",
+            param,
+        )
+
+
 def check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:
     """Refuse a text that would not fit even if all its tokens were as long as the longest one of the vocabulary.
 
@@ -230,6 +247,8 @@ def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
 
 def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
     check_depth(kwargs, "chat_template_kwargs")
+    if reserved := RESERVED_NAMES & (kwargs or {}).keys():
+        raise InvalidRequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
     if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
             f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",

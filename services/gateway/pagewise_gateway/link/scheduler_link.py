@@ -340,7 +340,7 @@ class SchedulerLink:
         self._table.remove(live)
         text = f"the request takes {len(frame)} bytes on its way to the scheduler, at most {MAX_SUBMIT_BYTES} may"
         if live.submissions == 1:
-            live.refuse(AdmissionError("never_fits", text))
+            live.refuse(AdmissionError("invalid", text))
         else:
             live.fail(GenerationError(text))
 
@@ -351,7 +351,8 @@ class SchedulerLink:
         because a scheduler that has just started may not have its executors yet.
         """
         self._table.remove(live)
-        error = AdmissionError(refused.kind, refused.message, refused.retry_after or None)
+        kind = "invalid" if refused.invalid else refused.kind
+        error = AdmissionError(kind, refused.message, refused.retry_after or None)
         if not live.resumed:
             live.refuse(error)
             return

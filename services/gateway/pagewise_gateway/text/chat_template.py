@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates name."""
-_RESERVED_NAMES = {
+RESERVED_NAMES = {
     "conversations",
     "messages",
     "tools",
@@ -22,6 +22,7 @@ _RESERVED_NAMES = {
     "return_assistant_tokens_mask",
     *SPECIAL_TOKENS,
 }
+"""Variables that requests may not set."""
 
 
 class Dialect(NamedTuple):
@@ -71,8 +72,6 @@ class ChatTemplate:
         template = self._of_tools if tools and self._of_tools is not None else self._template
         if template is None:
             raise NoChatTemplateError("the model has no chat template: use /v1/completions")
-        if reserved := _RESERVED_NAMES & (template_kwargs or {}).keys():
-            raise ChatTemplateError(f"chat_template_kwargs may not set {min(reserved)}")
         flat = [_flatten(message, template) for message in messages]
         if any(message.get("role") == "system" for message in flat[1:]) and not self._takes_late_system(template):
             flat = _with_one_system(flat)

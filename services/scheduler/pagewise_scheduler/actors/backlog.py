@@ -143,7 +143,7 @@ class Backlog:
         """
         if new.sequences > self._most.sequences:
             raise AdmissionError(
-                "never_fits",
+                "invalid",
                 f"the request asks for {new.sequences} outputs (its prompts times n or best_of), and at most "
                 f"{self._most.sequences} sequences may wait (--max-waiting): divide it",
             )

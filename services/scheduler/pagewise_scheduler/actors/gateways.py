@@ -255,10 +255,12 @@ class Gateways(Sessions[Gateway]):
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
-            refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}")
+            refused = RequestRefused(submit.stream, "never_fits", f"the request asks for {error}", invalid=True)
             self._refuse(gateway, submit, refused)
         except AdmissionError as error:
-            self._refuse(gateway, submit, RequestRefused(submit.stream, error.kind, str(error), error.retry_after))
+            invalid = error.kind == "invalid"
+            kind = "never_fits" if error.kind == "invalid" else error.kind
+            self._refuse(gateway, submit, RequestRefused(submit.stream, kind, str(error), error.retry_after, invalid))
         else:
             self._begin(gateway, submission, requests, submit)
 

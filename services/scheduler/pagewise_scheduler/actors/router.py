@@ -139,7 +139,7 @@ class Router:
         try:
             self._backlog.admit(new, self.waiting, clock(), key=key, of_key=self._waiting_of(key))
         except AdmissionError as error:
-            if error.kind == "never_fits":
+            if error.kind == "invalid":
                 raise
             if self._engines:
                 self._metrics.requests_refused(error.reason).inc()
@@ -218,7 +218,7 @@ class Router:
             AdmissionError: they cannot, and why.
         """
         if request.sampling.grammar and (reason := self.capacity.no_grammars):
-            raise AdmissionError("never_fits", f"outputs cannot be structured here: {reason}")
+            raise AdmissionError("invalid", f"outputs cannot be structured here: {reason}")
 
     def _check_segments(self, request: Request) -> None:
         """Refuse a request with segments that no executor could ever serve.
@@ -229,7 +229,7 @@ class Router:
         engines = list(self._engines) if request.segments else []
         able = [engine for engine in engines if not engine.hello.no_segments]
         if engines and not able:
-            raise AdmissionError("never_fits", f"the model cannot have segments: {engines[0].hello.no_segments}")
+            raise AdmissionError("invalid", f"the model cannot have segments: {engines[0].hello.no_segments}")
         size = len(request.prompt_token_ids), request.max_tokens
         if able and not any(engine.scheduler.fits(*size, request.segments) for engine in able):
             raise AdmissionError(
@@ -247,7 +247,7 @@ class Router:
         engines = list(self._engines) if request.adapter is not None else []
         if engines and not any(engine.scheduler.adapters.serves(request.adapter) for engine in engines):
             raise AdmissionError(
-                "never_fits", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
+                "invalid", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
             )
 
     def _place(self, live: LiveRequest, *, look_up: bool) -> None:

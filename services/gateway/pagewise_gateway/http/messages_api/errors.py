@@ -4,7 +4,7 @@ import msgspec
 from aiohttp import web
 
 from pagewise_gateway.http.context import CLIENT_REQUEST_ID, is_messages
-from pagewise_gateway.http.errors import APIError
+from pagewise_gateway.http.errors import APIError, UnknownParameterError
 from pagewise_gateway.http.messages_api.schema import MessageError, MessageErrorDetail
 
 _TYPES = {
@@ -24,9 +24,11 @@ _NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_conf
 def error_detail(error: APIError) -> MessageErrorDetail:
     """Return what an error says."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    param = _NAMES.get((error.param or "").partition(".")[0], error.param)
-    detail = MessageErrorDetail(kind, str(error), param, error.code)
-    if param == "thread":  # by this the tool runner of Anthropic's SDK knows that it has to send all messages each time
+    if not isinstance(error, UnknownParameterError):  # that one names what the client sent
+        error.rename(_NAMES)
+    detail = MessageErrorDetail(kind, str(error), error.param, error.code)
+    # By this the tool runner of Anthropic's SDK knows that it has to send all messages each time.
+    if error.param == "thread":
         detail.details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return detail
 

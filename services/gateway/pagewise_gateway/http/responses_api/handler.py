@@ -1,7 +1,6 @@
 """``POST /v1/responses``."""
 
 import logging
-import re
 from functools import cache
 
 from aiohttp import web
@@ -46,8 +45,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             repeated=num_bytes,
         )
     except InvalidRequestError as error:
-        head = re.split(r"[.\[]", error.param or "")[0]
-        error.param = _NAMES.get(head, error.param)
+        error.rename(_NAMES)
         raise
 
 

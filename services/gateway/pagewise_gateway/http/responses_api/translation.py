@@ -158,7 +158,7 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
 
 def _item(given: dict[str, Any], number: int) -> Struct:
     place = f"input[{number}]"
-    kind = given.get("type", "message")
+    kind = given.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise UnsupportedParameterError(f"{place}: items of type {kind!r} are not supported by Pagewise", place)
     kept = {name: value for name, value in given.items() if value is not None and name != "encrypted_content"}
@@ -169,7 +169,7 @@ def _item(given: dict[str, Any], number: int) -> Struct:
         item = msgspec.convert(kept, _ITEMS[kind])
     except msgspec.ValidationError as error:
         raised = explain(error, given)
-        raise InvalidRequestError(f"{place}: {raised}", f"{place}.{raised.param}" if raised.param else place) from None
+        raise type(raised)(f"{place}: {raised}", f"{place}.{raised.param}" if raised.param else place) from None
     return item
 
 
