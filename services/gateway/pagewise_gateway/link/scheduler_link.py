@@ -351,8 +351,9 @@ class SchedulerLink:
         because a scheduler that has just started may not have its executors yet.
         """
         self._table.remove(live)
-        kind = "invalid" if refused.invalid else refused.kind
-        error = AdmissionError(kind, refused.message, refused.retry_after or None)
+        error = AdmissionError(
+            "invalid" if refused.invalid else refused.kind, refused.message, refused.retry_after or None
+        )
         if not live.resumed:
             live.refuse(error)
             return
