@@ -1,4 +1,4 @@
-"""The tokens that end a model's output, as the files of its directory name them."""
+"""The tokens that end a model's output, and other special ones, as the files of its directory name them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +35,24 @@ def tokenizer_settings(path: Path) -> dict[str, Any]:
         ModelError: a file cannot be read.
     """
     return read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
+
+
+def untyped_special_tokens(path: Path) -> dict[str, Any]:
+    """Return the texts of special tokens that tokenizer_config.json has as objects without a type, by their names.
+
+    Older files have them. transformers refuses them in the file, and takes them as arguments.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    return {
+        name: text
+        for name, token in read_json(path / "tokenizer_config.json").items()
+        if name.endswith("_token")
+        and isinstance(token, dict)
+        and "__type" not in token
+        and (text := token_text(token)) is not None
+    }
 
 
 def token_text(value: Any) -> str | None:

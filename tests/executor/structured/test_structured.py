@@ -236,7 +236,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_row(runner: ModelRunner
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     build_structured_model(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert build_runner(tmp_path).info.no_grammars.startswith("tokenizer.json cannot be used: error loading tokenizer")
+    assert build_runner(tmp_path).info.no_grammars.startswith("tokenizer.json cannot be used: ")
     (tmp_path / "tokenizer.json").unlink()
     runner = build_runner(tmp_path)
     assert runner.info.no_grammars == "the model's directory has no tokenizer.json"

@@ -11,6 +11,7 @@ from typing import Any
 
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
 from pagewise_shared.config.vllm.parsing import options_from
+from pagewise_shared.end_tokens import untyped_special_tokens
 from pagewise_shared.model_files import resolve_model
 
 from pagewise.llm.client import Client
@@ -178,10 +179,13 @@ class LLM:
         """Return the text of a token. The tokenizer is read when it is first needed."""
         if token not in self._decoded:
             if self._tokenizer is None:
-                import tokenizers
+                from transformers import PreTrainedTokenizerFast
 
-                path = resolve_model(self._model, self._revision, tokenizer_only=True) / "tokenizer.json"
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+                path = resolve_model(self._model, self._revision, tokenizer_only=True)
+                read = PreTrainedTokenizerFast.from_pretrained(
+                    path, local_files_only=True, **untyped_special_tokens(path)
+                )
+                self._tokenizer = read.backend_tokenizer
             text: str = self._tokenizer.decode([token], skip_special_tokens=False)
             # SentencePiece drops the space at the beginning of a text.
             begins = (self._tokenizer.id_to_token(token) or "").startswith("▁") and not text.startswith(" ")

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import msgspec
 from llguidance import LLTokenizer
-from pagewise_shared.end_tokens import end_token_ids
-from pagewise_shared.errors import ModelError, PagewiseError
+from pagewise_shared.end_tokens import end_token_ids, untyped_special_tokens
+from pagewise_shared.errors import PagewiseError
 
 _MAX_REASON = 200
 
@@ -14,17 +13,10 @@ class NoGrammarsError(PagewiseError):
     """Outputs of this model cannot be made to match grammars; the text says why."""
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
-
-
 def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
-    """Return the tokenizer in a model's directory. This takes up to a second for a large vocabulary.
+    """Return the tokenizer in a model's directory. This takes seconds for a large vocabulary.
+
+    transformers reads it, as in gateways, because tokens may be named beside tokenizer.json only.
 
     ``vocab_size``: the width of the model's logits, which may be greater than the tokenizer's vocabulary.
 
@@ -34,13 +26,20 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise NoGrammarsError("the model's directory has no tokenizer.json")
+    from transformers import PreTrainedTokenizerFast
+
     try:
-        added = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).added_tokens
-        ends = end_token_ids(path, {token.content: token.id for token in added}.get)
+        read = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **untyped_special_tokens(path))
+        backend = read.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        ends = end_token_ids(path, backend.token_to_id)
         known = sorted(token for token in ends if token < vocab_size)
         if not known:
             raise NoGrammarsError("no token ends the model's output")
-        return LLTokenizer(str(file), n_vocab=vocab_size, eos_token=known)
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError, ValueError, ModelError) as error:
+        return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=known)
+    except NoGrammarsError:
+        raise
+    except Exception as error:  # the libraries raise plain exceptions of many kinds
         text = " ".join(str(error).split())[:_MAX_REASON]
         raise NoGrammarsError(f"tokenizer.json cannot be used: {text}") from error

@@ -1,24 +1,31 @@
 """A model's tokenizer and chat template, read without loading torch.
 
-The ``tokenizers`` library tokenizes. Of transformers only the module that renders chat templates is used, because every
-template is written for it, and because it does not load torch, as ``AutoTokenizer`` does.
+The ``tokenizers`` library tokenizes. transformers reads the files, because several of them may name tokens, their flags
+and templates, and it renders chat templates, because every template is written for it. ``PreTrainedTokenizerFast`` does
+so without torch, which ``AutoTokenizer`` loads.
 """
 
 import asyncio
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import tokenizers
-from pagewise_shared.end_tokens import end_token_ids, read_json, token_text, tokenizer_settings
+from pagewise_shared.end_tokens import end_token_ids, read_json, untyped_special_tokens
 from pagewise_shared.errors import ModelError
 
-from pagewise_gateway.text.chat_template import SPECIAL_TOKENS, ChatTemplate, renderer
+from pagewise_gateway.text.chat_template import ChatTemplate, renderer
 from pagewise_gateway.text.token_bytes import TokenBytes
 from pagewise_gateway.text.turns import Turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -93,24 +100,17 @@ class Tokenizer:
         Raises:
             ModelError: tokenizer.json is missing, or it or another file cannot be read.
         """
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ModelError(f"{path} has no tokenizer.json: Pagewise needs the fast tokenizer's file")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        settings = tokenizer_settings(path)
-        special = {name: text for name in SPECIAL_TOKENS if (text := token_text(settings.get(name))) is not None}
-        template, tool_template = _chat_templates(path, settings)
-        if template is not None:
-            renderer()  # imported now and not with the first request, because it takes half a second
+        read = _read_tokenizer(path)
+        backend = read.backend_tokenizer
+        default, of_tools = _chat_templates(path, read.chat_template)
+        if default or of_tools:
+            renderer()  # imported now and not with the first request, because that takes long
         return cls(
             backend,
             eos_token_ids=end_token_ids(path, backend.token_to_id),
-            chat_template=template,
-            tool_template=tool_template,
-            special_tokens=special,
+            chat_template=default,
+            tool_template=of_tools,
+            special_tokens={name: text for name, text in read.special_tokens_map.items() if isinstance(text, str)},
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -187,17 +187,37 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def _chat_templates(path: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The template of a model, and the one for conversations with tools if there are two."""
-    file = path / "chat_template.jinja"
+def _read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
+    """Have transformers read the tokenizer's files of a model directory.
+
+    Raises:
+        ModelError: tokenizer.json is missing, or one of the files cannot be read.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no tokenizer.json: Pagewise needs the fast tokenizer's file")
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        read_json(path / name)  # raises an error that names the file
+    untyped = untyped_special_tokens(path)
     try:
-        if file.is_file():
-            return file.read_text(encoding="utf-8"), None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    given = settings.get("chat_template") or read_json(path / "chat_template.json").get("chat_template")
-    if not isinstance(given, list):
-        return (given if isinstance(given, str) else None), None
-    by_name = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-    default, of_tools = by_name.get("default"), by_name.get("tool_use")
-    return (default if isinstance(default, str) else None), (of_tools if isinstance(of_tools, str) else None)
+        read: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **untyped)
+    except Exception as error:  # both libraries raise plain exceptions of many kinds
+        raise ModelError(f"{file}, or a file of the tokenizer beside it, cannot be read: {error}") from error
+    return read
+
+
+def _chat_templates(path: Path, given: str | dict[str, str] | None) -> tuple[str | None, str | None]:
+    """Return the template of a model, and the one for conversations with tools if there are two.
+
+    ``given``: the templates of the tokenizer. ``chat_template.json`` has those of older processors.
+    """
+    found: Any = given or read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            log.warning("the model has no default chat template, only %s", ", ".join(map(str, sorted(found))))
+        return found.get("default"), found.get("tool_use")
+    return found, None
