@@ -36,8 +36,8 @@ Refusal = Literal[
 GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag", "tool_calls"]
 """What a request for structured output asks for."""
 
-LeftOutTool = Literal["web_search", "image_generation", "tool_search", "namespace", "custom"]
-"""The types of tools that are left out of requests for responses."""
+LeftOutTool = Literal["web_search", "image_generation", "tool_search", "namespace", "custom", "function"]
+"""The types of tools that are left out of requests; functions are if the chat template never writes them."""
 
 # Creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class Metrics:
         for kind in get_args(GrammarKind):
             self.structured_requests(kind)
         self._requests_without_tools = self._raw_counter(
-            "requests_without_tools", "Requests for responses of which tools were left out, by their type.", ("type",)
+            "requests_without_tools", "Requests of which tools were left out, by their type.", ("type",)
         )
         for left_out in get_args(LeftOutTool):
             self.requests_without_tools(left_out)
@@ -126,7 +126,7 @@ class Metrics:
         return self._structured_requests.labels(self._model_name, kind)
 
     def requests_without_tools(self, kind: LeftOutTool) -> Counter:
-        """The counter of requests for responses of which tools of this type were left out."""
+        """The counter of requests of which tools of this type were left out."""
         return self._requests_without_tools.labels(self._model_name, kind)
 
     def key_client_errors(self, key: str) -> Counter:

@@ -54,6 +54,22 @@ async def test_calls(ask: Any) -> None:
     assert json.loads(calls[0].function.arguments) == {"city": 'Köln "</x>" 🙂', "days": 3}
 
 
+async def test_a_template_that_never_writes_tools_is_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    counter = f'requests_without_tools_total{{model_name="{MODEL}",type="function"}} '
+    async with serving(**HERMES) as server:
+        assert [record.message for record in caplog.records if "never writes tools" in record.message]
+        for _ in range(2):
+            status, _ = await server.post("/v1/chat/completions/render", body)
+            assert status == 200
+        assert f"{counter}2.0" in server.shown()
+        assert len([record for record in caplog.records if "does not see them" in record.message]) == 1
+    caplog.clear()
+    async with serving(tokenizer=TOKENIZER, **HERMES) as server:
+        status, _ = await server.post("/v1/chat/completions/render", body)
+        assert (status, f"{counter}0.0" in server.shown(), caplog.records) == (200, True, [])
+
+
 async def test_pieces_arrive_as_they_are_written() -> None:
     scheduler = FakeScheduler(replies=[reply(f"<think>ab cd ef gh</think>Ich sehe nach.{CALLS}")], step_seconds=0.002)
     async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 from pagewise_gateway.text.chat_template import ChatTemplate, Dialect
+from pagewise_gateway.text.errors import NoChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
+from transformers import AutoTokenizer
 
 from tests.gateway.text.tokenizer_builders import write_model
 
@@ -65,6 +67,89 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert render(messages) == "plain"
     assert render(messages, tools=[{"b": 1, "a": "ä"}]) == '[{"b": 1, "a": "ä"}]'
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "a file": {"chat_template.jinja": "file"},
+    "a file before the configuration": {"chat_template.jinja": "file", "tokenizer_config": {"chat_template": "text"}},
+    "a text": {"tokenizer_config": {"chat_template": "text"}},
+    "a list": {"tokenizer_config": {"chat_template": [{"name": "default", "template": "list"}]}},
+    "a list with tools": {
+        "tokenizer_config": {
+            "chat_template": [{"name": "default", "template": "list"}, {"name": "tool_use", "template": "tools"}]
+        }
+    },
+    "an object": {"tokenizer_config": {"chat_template": {"default": "object", "tool_use": "tools", "rag": "rag"}}},
+    "more files": {"chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "tools"},
+    "more files that are not for tools": {"chat_template.jinja": "file", "additional_chat_templates/rag.jinja": "rag"},
+    "more files before the configuration": {
+        "additional_chat_templates/default.jinja": "more",
+        "additional_chat_templates/tool_use.jinja": "tools",
+        "tokenizer_config": {"chat_template": "text"},
+    },
+    "no default": {"additional_chat_templates/tool_use.jinja": "tools"},
+}
+
+
+def write_templates(path: Path, files: dict[str, object]) -> Path:
+    """A model's directory with these files; the names of templates stand for templates."""
+
+    def made(name: object) -> object:
+        if isinstance(name, list):
+            return [{**entry, "template": made(entry["template"])} for entry in name]
+        if isinstance(name, dict):
+            return {key: made(value) for key, value in name.items()}
+        return f"{name}: " + "{{ bos_token }}{{ messages[0].content }}{% for t in tools or [] %}{{ t }}{% endfor %}"
+
+    settings: Any = files.get("tokenizer_config", {})
+    if "chat_template" in settings:
+        settings = {"chat_template": made(settings["chat_template"])}
+    write_model(
+        path, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|user|>", **settings}
+    )
+    for name, content in files.items():
+        if name.endswith(".jinja"):
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text(str(made(content)))
+    return path
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_templates_render_as_in_transformers_wherever_they_are(name: str, tmp_path: Path) -> None:
+    path = write_templates(tmp_path / "model", VARIANTS[name])
+    render, theirs = Tokenizer.load(path).render_chat, AutoTokenizer.from_pretrained(path)
+    for tools in (None, [{"type": "function", "function": {"name": "a"}}]):
+        try:
+            expected = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tools=tools, tokenize=False)
+        except ValueError:
+            with pytest.raises(NoChatTemplateError, match="no default"):
+                render([{"role": "user", "content": "hi"}], tools=tools)
+        else:
+            assert render([{"role": "user", "content": "hi"}], tools=tools) == expected
+
+
+def test_templates_of_older_processors(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", chat_template={"chat_template": {"default": "a", "tool_use": "b"}})
+    render = Tokenizer.load(path).render_chat
+    assert (render([{"role": "user", "content": "a"}]), render([{"role": "user", "content": "a"}], tools=[{}])) == (
+        "a",
+        "b",
+    )
+
+
+@pytest.mark.parametrize(
+    ("default", "of_tools", "expected"),
+    [
+        ("{{ messages[0].content }}", None, False),
+        ("{{ tools | tojson }}", None, True),
+        ("{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}", None, True),
+        ("{{ messages[0].content }}", "{% for tool in tools %}{{ tool.function.name }}{% endfor %}", True),
+        ("{{ tools | tojson }}", "{{ messages[0].content }}", False),
+        (None, None, True),
+    ],
+)
+def test_whether_a_template_writes_tools(default: str | None, of_tools: str | None, expected: bool) -> None:
+    assert ChatTemplate(default, of_tools, {}).writes_tools is expected
 
 
 ROLES = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"

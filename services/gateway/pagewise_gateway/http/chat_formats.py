@@ -1,5 +1,7 @@
 """What this gateway does with conversations by its options: template variables, tool calls, reasoning."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +12,12 @@ from pagewise_shared.errors import ConfigError
 from pagewise_gateway.http.conversation import check_depth, check_tool_list
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import ChatRequest
-from pagewise_gateway.http.tool_schema import NamedToolChoice
+from pagewise_gateway.http.tool_schema import NamedToolChoice, Tool
 from pagewise_gateway.text.chat_template import RESERVED_NAMES
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,10 +73,23 @@ class ChatFormats:
             raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser")
         self.template_kwargs = _template_kwargs(config.default_chat_template_kwargs)
         self.tool_parser = config.tool_call_parser
+        self._told = False
         self._auto = config.enable_auto_tool_choice
         self._with_tools = make_format(config.tool_call_parser, config.reasoning_parser)
         self._without_tools = make_format(None, config.reasoning_parser)
         self._special_tokens = tokenizer.special_tokens
+        self._writes_tools = tokenizer.chat_template.writes_tools
+        if config.tool_call_parser is not None and not self._writes_tools:
+            log.warning("the chat template never writes tools, so the model does not see those of requests")
+
+    def leaves_out(self, tools: Sequence[Tool] | None) -> bool:
+        """Whether the chat template does not write these tools. A warning says so, once."""
+        if not tools or self._writes_tools:
+            return False
+        if not self._told:
+            self._told = True
+            log.warning("a request has tools that the chat template never writes: the model does not see them")
+        return True
 
     def check(self, body: ChatRequest) -> None:
         """Check the fields about tools.

@@ -138,6 +138,8 @@ async def encode_chat(
             encoded = await service.tokenizer.off_loop(encode, key, characters)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
+    if service.formats.leaves_out(body.tools):
+        service.metrics.requests_without_tools("function").inc()
     if not encoded.tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
     return encoded

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +51,20 @@ class ChatTemplate:
         self._template, self._of_tools, self._special_tokens = template, of_tools, special_tokens
         self._late_system: dict[str, bool] = {}
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether a conversation with tools renders with them, which is tried; true if there is no template."""
+        if self._template is None and self._of_tools is None:
+            return True
+        parameters = {"type": "object", "properties": {}}
+        function = {"name": "probe_tool", "description": "probe", "parameters": parameters}
+        user = {"role": "user", "content": "probe"}
+        for messages in ([user], [{"role": "system", "content": "probe"}, user]):
+            with suppress(ChatTemplateError):
+                if "probe_tool" in self.render(messages, tools=[{"type": "function", "function": function}]):
+                    return True
+        return False
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
@@ -71,7 +86,8 @@ class ChatTemplate:
         """
         template = self._of_tools if tools and self._of_tools is not None else self._template
         if template is None:
-            raise NoChatTemplateError("the model has no chat template: use /v1/completions")
+            reason = "no chat template" if self._of_tools is None else "no default chat template, only one for tools"
+            raise NoChatTemplateError(f"the model has {reason}: use /v1/completions")
         flat = [_flatten(message, template) for message in messages]
         if any(message.get("role") == "system" for message in flat[1:]) and not self._takes_late_system(template):
             flat = _with_one_system(flat)
@@ -83,8 +99,7 @@ class ChatTemplate:
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **self._special_tokens,
-                **(template_kwargs or {}),
+                **{**self._special_tokens, **(template_kwargs or {})},
             )
         except Exception as error:  # whatever a template written by others may raise
             raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
