@@ -351,15 +351,13 @@ class SchedulerLink:
         because a scheduler that has just started may not have its executors yet.
         """
         self._table.remove(live)
-        error = AdmissionError(
-            "invalid" if refused.invalid else refused.kind, refused.message, refused.retry_after or None
-        )
+        kind = "invalid" if refused.invalid else refused.kind
+        error = AdmissionError(kind, refused.message, refused.retry_after or None)
         if not live.resumed:
             live.refuse(error)
             return
-        request = live.request
-        extra = about(request.request_id, request.traceparent)
-        log.warning("request %s was submitted again and not accepted: %s", request.request_id, error, extra=extra)
+        extra = about(live.request.request_id, live.request.traceparent)
+        log.warning("request %s was submitted again and not accepted: %s", live.request.request_id, error, extra=extra)
         live.refusal = error
         seconds = min(max(1, refused.retry_after), _LONGEST_RETRY_SECONDS)
         asyncio.get_running_loop().call_later(seconds, self._retry, live)
