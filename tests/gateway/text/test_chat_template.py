@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.text.chat_template import ChatTemplate, Dialect
+from pagewise_gateway.text.chat_template import ChatTemplate
 from pagewise_gateway.text.errors import NoChatTemplateError
+from pagewise_gateway.text.template import Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
 from transformers import AutoTokenizer
 
@@ -50,7 +51,7 @@ PRINTS = template("call.function.arguments | tojson", condition="message.tool_ca
 )
 def test_what_a_template_expects_is_found_out(text: str, expected: Dialect) -> None:
     made = ChatTemplate(text, None, {})
-    assert made.dialect == expected
+    assert made.choose(None).dialect == expected
 
 
 def test_reasoning_has_the_name_that_the_template_has_for_it() -> None:

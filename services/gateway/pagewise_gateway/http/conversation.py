@@ -8,7 +8,7 @@ import msgspec
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.schema import MAX_TEMPLATE_KWARGS_DEPTH, ChatMessage, ChatRequest, TokenizeRequest
 from pagewise_gateway.http.tool_schema import Tool
-from pagewise_gateway.text.chat_template import Dialect
+from pagewise_gateway.text.template import Dialect
 
 _OF_ASSISTANT = ("tool_calls", "reasoning", "reasoning_content")
 

@@ -30,8 +30,9 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
 )
 from pagewise_gateway.http.segments import Encoded, cut, encode_pieces, mark_parts, unmark
-from pagewise_gateway.text.chat_template import RESERVED_NAMES, Dialect
+from pagewise_gateway.text.chat_template import RESERVED_NAMES
 from pagewise_gateway.text.errors import ChatTemplateError
+from pagewise_gateway.text.template import Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _END_CHARACTERS = 64
@@ -176,7 +177,7 @@ def render_chat(
     given = (body.messages if messages is None else messages) or ()
     template = tokenizer.chat_template
     calls = any(message.tool_calls for message in given)
-    dialect = template.dialect if calls else Dialect()
+    dialect = template.choose(body.tools).dialect if calls else Dialect()
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return template.render(
         [template_message(message, dialect) for message in given],

@@ -18,7 +18,8 @@ import tokenizers
 from pagewise_shared.end_tokens import end_token_ids, read_json, untyped_special_tokens
 from pagewise_shared.errors import ModelError
 
-from pagewise_gateway.text.chat_template import ChatTemplate, renderer
+from pagewise_gateway.text.chat_template import ChatTemplate
+from pagewise_gateway.text.template import renderer
 from pagewise_gateway.text.token_bytes import TokenBytes
 from pagewise_gateway.text.turns import Turns
 

@@ -1,0 +1,109 @@
+"""Conversations as strict chat templates take them.
+
+The APIs allow several turns of one role in a row, a system message anywhere, a user's text behind the result of a tool,
+and ids of any length. Each function here changes a conversation so that a template takes it that refuses one of these.
+What a function makes of a message depends on that message and those before it only, and a message is only ever extended
+by later ones. So the prompt of a turn stays a prefix of the next turn's, as far as the template allows.
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from string import ascii_letters, digits
+from typing import Any
+
+Message = dict[str, Any]
+
+ID_LENGTH = 9
+"""The length of ids of calls that Mistral's templates check. Those made here have letters and digits only."""
+_ALPHABET = digits + ascii_letters
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+
+
+def with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
+    there are templates in which the user and the assistant have to alternate. Behind the result of a tool they join
+    that, because in such templates it is the assistant's turn there."""
+    made: list[Message] = []
+    begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
+    for message in messages:
+        is_system = message["role"] == "system"
+        begun = begun or not is_system
+        role = "user" if is_system and begun else message["role"]
+        if is_system and made and made[-1]["role"] == "tool":
+            is_system = False
+            made[-1] = _joined(made[-1], message)
+        elif made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
+            made[-1] = _joined(made[-1], message)
+        else:
+            made.append({**message, "role": role})
+        joins = is_system
+    return made
+
+
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """Make the system message at the beginning the user's, and join it with the user's behind it."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    first, *others = messages
+    if others and others[0]["role"] == "user":
+        first, *others = _joined(first, others[0]), *others[1:]
+    return [{**first, "role": "user"}, *others]
+
+
+def with_text_in_results(messages: Sequence[Message]) -> list[Message]:
+    """Join what the user says behind the result of a tool with that result."""
+    made: list[Message] = []
+    for message in messages:
+        if made and made[-1]["role"] == "tool" and message["role"] == "user":
+            made[-1] = _joined(made[-1], message)
+        else:
+            made.append(message)
+    return made
+
+
+def with_alternating_roles(messages: Sequence[Message]) -> list[Message]:
+    """Join messages of the user that follow each other, and of the assistant. An assistant that speaks first answers an
+    empty message of the user."""
+    made: list[Message] = []
+    for message in messages:
+        role = message["role"]
+        if made and role in ("user", "assistant") and made[-1]["role"] == role:
+            made[-1] = _joined(made[-1], message)
+            continue
+        if role == "assistant" and all(other["role"] == "system" for other in made):
+            made.append({"role": "user", "content": ""})
+        made.append(message)
+    return made
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Give calls, and the results that name them, ids of nine characters; equal ids stay equal."""
+    made: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
+        if (answered := message.get("tool_call_id")) is not None:
+            message["tool_call_id"] = _short(answered)
+        made.append(message)
+    return made
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == ID_LENGTH:
+        return call_id
+    number = int.from_bytes(sha256(call_id.encode()).digest()[:16])
+    return "".join(_ALPHABET[number // 62**place % 62] for place in range(ID_LENGTH))
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """One message with the contents of two, and with the calls of both."""
+    joined = {**second, **first}
+    for name, between in (("content", "\n\n"), *((name, "\n") for name in _REASONING)):
+        if first.get(name) and second.get(name):
+            joined[name] = f"{first[name]}{between}{second[name]}"
+        elif second.get(name):
+            joined[name] = second[name]
+    if second.get("tool_calls"):
+        joined["tool_calls"] = [*first.get("tool_calls", ()), *second["tool_calls"]]
+    return joined

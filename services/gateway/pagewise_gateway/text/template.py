@@ -1,0 +1,171 @@
+"""One Jinja template of a model, and what it takes, which is found out by rendering small conversations."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pagewise_gateway.text import strict_turns
+from pagewise_gateway.text.errors import ChatTemplateError
+
+log = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+_USER: Message = {"role": "user", "content": "probe_user"}
+_ASSISTANT: Message = {"role": "assistant", "content": "probe_assistant"}
+_SYSTEM: Message = {"role": "system", "content": "probe_system"}
+_FUNCTION = {"name": "probe_tool", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_LONG_ID = "call_0123456789abcdef"
+
+
+class Dialect(NamedTuple):
+    """What a template expects of messages that call tools.
+
+    Fields:
+        arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
+            would write it as Python does.
+        empty_content: a message without content has an empty one, and not null.
+        broken_as_text: where arguments are an object, the template takes a text, too, for those that are no JSON.
+    """
+
+    arguments_as_text: bool = False
+    empty_content: bool = False
+    broken_as_text: bool = False
+
+
+_DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
+
+
+class Template:
+    """A template. ``special_tokens``: their texts, by the names that templates have for them."""
+
+    def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
+        self._text, self._special_tokens = text, special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        **options: bool,
+    ) -> str:
+        """Render a conversation. If the template is strict, in the form that it takes.
+
+        ``messages``: their contents are texts, or null. ``options``: those of transformers' function.
+
+        Raises:
+            ChatTemplateError: the template refuses the conversation.
+        """
+        given = [_named(message, self._text) for message in messages]
+        options = {"add_generation_prompt": False, **options}
+        rest = {"tools": list(tools) if tools else None, **options, **self._special_tokens, **(variables or {})}
+        shaped = self._shaped(given)
+        try:
+            return self._rendered(shaped, **rest)
+        except Exception as error:  # whatever a template written by others may raise
+            if shaped != given:
+                try:
+                    return self._rendered(given, **rest)
+                except Exception:
+                    log.debug("the chat template refuses the conversation as it was given, too", exc_info=True)
+            raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the template wants messages that call tools. It is tried with a conversation that has one."""
+        for dialect in _DIALECTS:
+            if self._renders_calls(dialect):
+                takes_text = "probe_broken" in (self._tried(_called(dialect, "probe_broken")) or "")
+                if not takes_text:
+                    log.info("the chat template takes arguments as objects only: those that are no JSON are left out")
+                return dialect._replace(broken_as_text=takes_text)
+        return Dialect()
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether a conversation with tools renders with them."""
+        return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
+
+    @cached_property
+    def _shapes(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
+        """The changes of a conversation without which the template might refuse it."""
+        shapes: list[Callable[[Sequence[Message]], list[Message]]] = []
+        late = self._tried([_SYSTEM, _USER, {**_SYSTEM, "content": "probe_late"}, _USER], tools=False) or ""
+        if "probe_system" not in late or "probe_late" not in late:
+            log.info("the chat template takes one system message: more are joined with it, or become the user's")
+            shapes.append(strict_turns.with_one_system)
+        if self._takes([_USER]) and not self._takes([_SYSTEM, _USER]):
+            log.info("the chat template takes no system message: it becomes the user's")
+            shapes.append(strict_turns.without_system)
+        call = _called(self.dialect, {})
+        if self._takes([*call, _ASSISTANT, _USER], tools=True) and not self._takes([*call, _USER], tools=True):
+            log.info("the chat template takes no text of the user behind a tool's result: the text joins the result")
+            shapes.append(strict_turns.with_text_in_results)
+        doubled = [_USER, _USER], [_USER, _ASSISTANT, _ASSISTANT, _USER]
+        if self._takes([_USER, _ASSISTANT, _USER]) and not all(map(self._takes, doubled)):
+            log.info("the chat template takes alternating roles only: turns of one role are joined")
+            shapes.append(strict_turns.with_alternating_roles)
+        if self._takes(call, tools=True) and not self._takes(_called(self.dialect, {}, _LONG_ID), tools=True):
+            log.info("the chat template takes ids of calls of nine characters only: others are shortened")
+            shapes.append(strict_turns.with_short_ids)
+        return shapes
+
+    def _shaped(self, messages: list[Message]) -> list[Message]:
+        if len(messages) > 1 or any(message["role"] != "user" for message in messages):  # a template takes that one
+            for shape in self._shapes:
+                messages = shape(messages)
+        return messages
+
+    def _renders_calls(self, dialect: Dialect) -> bool:
+        """Whether the template writes a call, and its arguments as JSON."""
+        arguments: Any = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
+        text = self._tried(_called(dialect, arguments)) or ""
+        as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
+        return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
+
+    def _takes(self, messages: Sequence[Message], tools: bool = False) -> bool:
+        return self._tried(messages, tools=tools) is not None
+
+    def _tried(self, messages: Sequence[Message], *, tools: bool = True) -> str | None:
+        """Return a conversation as it is; None: the template refuses it."""
+        try:
+            return self._rendered(messages, tools=_TOOLS if tools else None, **self._special_tokens)
+        except Exception:  # whatever a template written by others may raise
+            return None
+
+    def _rendered(self, messages: Sequence[Message], **variables: Any) -> str:
+        rendered: list[str]
+        rendered, _ = renderer()([list(messages)], chat_template=self._text, **variables)
+        return rendered[0]
+
+
+def renderer() -> Callable[..., Any]:
+    """Return the function of transformers that renders. Importing it takes long."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
+
+
+def _called(dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "abcdefghi") -> list[Message]:
+    """A conversation in which a tool was called."""
+    if arguments == {} and dialect.arguments_as_text:
+        arguments = "{}"
+    call = {"id": call_id, "type": "function", "function": {"name": "probe_name", "arguments": arguments}}
+    content = "" if dialect.empty_content else None
+    return [
+        _USER,
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "probe_result", "tool_call_id": call_id, "name": "probe_name"},
+    ]
+
+
+def _named(message: Message, template: str) -> Message:
+    """A message with the names that a template has for its role and its fields."""
+    named = dict(message)
+    if named.get("role") == "developer" and "developer" not in template:
+        named["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
+    if "reasoning_content" in named and ".thinking" in template:  # the name that gpt-oss has for it
+        named["thinking"] = named["reasoning_content"]
+    return named
