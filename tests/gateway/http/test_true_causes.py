@@ -60,6 +60,15 @@ async def test_half_of_a_surrogate_pair_and_an_empty_body_for_every_api(path: st
             assert cause in answer["error"]["message"]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("field", ["json", "structural_tag"])
+async def test_schemas_that_are_texts(field: str) -> None:
+    async with serving() as server:
+        for text, cause in ((r'{"triggers": ["\ud800"]}', "surrogate"), ("", "empty"), ('{"triggers": ', "truncated")):
+            body = {"prompt": "a", "structured_outputs": {field: text}}
+            _, answer = await server.post(COMPLETION, body)
+            assert cause in answer["error"]["message"], answer  # type: ignore[index]
+
+
 async def test_a_long_body_of_escapes_is_searched_fast() -> None:
     body = b'{"prompt": "' + rb"\\\n\u0041" * 100_000 + rb'\ud800"}'
     async with serving(max_body_bytes=2_000_000) as server:

@@ -27,6 +27,7 @@ from pagewise_gateway.http.schema import ChatRequest, TokenizeRequest
 from pagewise_gateway.http.structure import check_structure
 from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.http.unsupported import drop_unsupported
+from pagewise_gateway.json_errors import why_not_json
 
 RequestT = TypeVar("RequestT", bound=Struct)
 
@@ -40,13 +41,6 @@ _PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
 _OTHER_KIND = re.compile(r"Invalid (?:enum )?value ('.*')$", re.DOTALL)
-_BYTE = re.compile(r"\(byte (\d+)\)$")
-_HALF_PAIR = re.compile(
-    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+"
-    rb"(\\u[dD][89a-fA-F][0-9a-fA-F]{2})(?!(?:\\.{0,4})?\Z)",
-    re.DOTALL,
-)
-"""The first escape of half of a surrogate pair. At the very end of a body it may be that the other half was cut off."""
 
 
 async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
@@ -165,7 +159,7 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
     except msgspec.MsgspecError as error:
-        raise _not_decoded(body, error) from None
+        raise InvalidRequestError(why_not_json(body, error).replace("it ", "the body ", 1)) from None
     if not isinstance(fields, dict):
         raise InvalidRequestError("the body must be a JSON object")
     known = frozenset(request_type.__struct_fields__)
@@ -182,29 +176,6 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         raise explain(error, fields) from None
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply") from None
-
-
-def _not_decoded(body: bytearray, error: msgspec.MsgspecError) -> InvalidRequestError:
-    """Return the error for a body that the decoder refuses. It says of half of a surrogate pair and of an empty body
-    that the input was truncated."""
-    if not body.strip():
-        return InvalidRequestError("the body is empty: send a JSON object")
-    if (half := _HALF_PAIR.match(body)) is not None:
-        return InvalidRequestError(
-            f"the body contains half of a surrogate pair, {half[1].decode()} (byte {half.start(1)}), which is not a "
-            "character: the text was probably cut in the middle of one"
-        )
-    reason = str(error).replace(" - at `$[...]`", "")
-    if isinstance(error, msgspec.ValidationError):
-        return InvalidRequestError(f"the body contains a number that cannot be represented: {reason}")
-    found = _BYTE.search(reason)
-    byte = body[int(found[1]) : int(found[1]) + 1] if found else b""
-    hint = ""
-    if byte in (b"N", b"I"):
-        hint = " (JSON has no NaN and no Infinity)"
-    elif byte and byte < b" ":
-        hint = " (a control character in a string has to be escaped)"
-    return InvalidRequestError(f"the body is not valid JSON: {reason}{hint}")
 
 
 def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRequestError:

@@ -15,6 +15,7 @@ from pagewise_gateway.http.schema import (
     StructuralTag,
     StructuredOutputs,
 )
+from pagewise_gateway.json_errors import why_not_json
 from pagewise_gateway.metrics import GrammarKind
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.grammars import (
@@ -142,13 +143,15 @@ def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs, validate: Validat
         return choice_grammar(outputs.choice or ())
     if kind == "grammar":
         return context_free_grammar(outputs.grammar or "", validate)
-    tag = outputs.structural_tag
-    if isinstance(tag, str):
+    tag = given = outputs.structural_tag
+    if isinstance(given, str):
         try:
-            tag = msgspec.json.decode(tag, type=StructuralTag)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            tag = msgspec.json.decode(given, type=StructuralTag)
+        except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
             raise GrammarError(str(error)) from error
-    assert tag is not None
+        except msgspec.DecodeError as error:
+            raise GrammarError(why_not_json(given.encode(), error)) from error
+    assert isinstance(tag, StructuralTag)
     return _tag_grammar(tag)
 
 

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
+from pagewise_gateway.json_errors import why_not_json
 from pagewise_gateway.structured.checker import STACK_BYTES, Checker
 from pagewise_gateway.structured.conjunctions import check_terminals
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
@@ -349,7 +350,9 @@ def _with_schemas(lark: str) -> tuple[str, str]:
 def _decoded(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
+        raise GrammarError(why_not_json(text.encode(), error)) from error
+    except (UnicodeError, RecursionError) as error:
         raise GrammarError(f"it is not valid JSON: {_reason(str(error))}") from error
 
 
