@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,10 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
     tokenizer.close()
 
 
+@pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 18),
+    reason="transformers loads torch with its tokenizers before version 5.18",
+)
 def test_torch_is_not_loaded() -> None:
     code = (
         "import sys; from pagewise_gateway.text.tokenizer import Tokenizer;"

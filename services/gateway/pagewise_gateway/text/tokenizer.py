@@ -2,7 +2,7 @@
 
 The ``tokenizers`` library tokenizes. transformers reads the files, because several of them may name tokens, their flags
 and templates, and it renders chat templates, because every template is written for it. ``PreTrainedTokenizerFast`` does
-so without torch, which ``AutoTokenizer`` loads.
+so without torch (from transformers 5.18 on), which ``AutoTokenizer`` loads.
 """
 
 import asyncio
