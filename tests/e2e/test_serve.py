@@ -242,7 +242,8 @@ def test_only_executors_load_torch(server: Served, module: str) -> None:
 def test_health_turns_good_when_an_executor_joins_and_ctrl_c_stops_everything() -> None:
     with serving("--simulate", "--executors", "2") as simulated:
         simulated.wait_for_metric("executors_ready", 2)
-        assert httpx.get(f"{simulated.url}/health").json() == {"status": "ok", "executors": 2, "scheduler": True}
+        healthy = {"status": "ok", "executors": 2, "scheduler": True, "problems": []}
+        assert httpx.get(f"{simulated.url}/health").json() == healthy
         pids = [pid for module in (EXECUTOR, SCHEDULER, GATEWAY) for pid in simulated.pids(module)]
         assert len(pids) == 4
         assert simulated.interrupt() == 0

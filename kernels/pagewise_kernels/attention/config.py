@@ -37,11 +37,12 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
         return replace(config, num_stages=5) if dim <= 128 and kv_bytes < 4 else config
     if rows >= 64 and kv_bytes < 4:  # many heads share K and V: with four warps, sums do not fit into registers
         return TileConfig(rows, 64 if dim <= 128 else 32, 8, 3, programs=1)
-    # Two buffers of about 16 KiB of K and as much of V, so that three programs fit into shared memory.
+    # Two buffers of about 16 KiB of K and as much of V: three programs fit into the shared memory of Hopper, two into
+    # that of other devices.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
     if kv_bytes == 4:
         return TileConfig(rows, tile, 4, 2)
-    return TileConfig(rows, tile, 4, 5, programs=3 if dim <= 128 else 2)
+    return TileConfig(rows, tile, 4, 5, programs=3 if dim <= 128 and is_hopper(device) else 2)
 
 
 def decode_configs(group: int) -> list[TileConfig]:

@@ -5,8 +5,8 @@ something to read, as in Flash-Decoding, and a prefix that several sequences sha
 Hydragen, Juravsky et al., arXiv 2402.05099). All rows of a unit see the same tokens, so nothing has to be known of
 positions.
 
-The loop over tiles has one buffer: what hides the latency of memory are the other programs of the multiprocessor, of
-which four fit (``config``). So a context of a single tile, which is what a program gets of a small batch, has no more
+The loop over tiles has two buffers, and the other programs of the multiprocessor hide the latency of memory: three fit
+on Hopper (``config``). So a context of a single tile, which is what a program gets of a small batch, has no more
 instructions before it and behind it than it needs.
 """
 

@@ -116,7 +116,8 @@ def run_decode(
     # Where tensor cores read keys and values from registers, float8 goes there in pairs. These sum up even dimensions
     # before odd ones, and chunks do not.
     even = all(size % 2 == 0 for size in (*keys.stride()[:3], q.shape[2]))
-    pairs = scales is not None and config.rows < 64 and even and not strict
+    # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
+    pairs = scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict
     rows = power_of_two(shape.group)
     launch(
         decode_attention_kernel,

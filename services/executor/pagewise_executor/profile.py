@@ -174,8 +174,11 @@ def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZE
     per_few = max(0.0, far_few.time - few.time) / context
     per_many = max(0.0, far_many.time - many.time) / context
     attention = max(0.0, (per_many - per_few) / (large - small))
-    # The tokens of a chunk attend to each other, too.
-    own_few, own_many = (attention * size * size / 2 for size in (small, large))
+    # The tokens of a chunk attend to each other, too. A context that was measured beside other work may make that seem
+    # more than the chunk takes.
+    own_few, own_many = (
+        min(attention * size * size / 2, chunk.time / 2) for size, chunk in ((small, few), (large, many))
+    )
     step, token = _chunk_line(one.time, few.time - own_few, many.time - own_many, small, large)
     return StepCosts(step, token, attention, max(0.0, per_few - attention * small))
 

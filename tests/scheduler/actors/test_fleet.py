@@ -113,7 +113,8 @@ async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) 
         await stack.ready(1)
         (engine,) = stack.engines
         load = BlockCopies(HOST, DEVICE, b"12345678")
-        engine.scheduler.recoveries.transfers.requested(1, [load], {}, monotonic())
+        engine.scheduler.recoveries.transfers.now = monotonic()
+        engine.scheduler.recoveries.transfers.requested(1, [load], {})
         async with asyncio.timeout(10):
             while stack.engines:
                 await raw.send(Heartbeat(welcome.epoch))
@@ -129,7 +130,8 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
         (engine,) = stack.engines
         fetch = BlockCopies(DEVICE, DEVICE, b"12345678", RemoteTier("ipc://peer", 1))
         began = monotonic()
-        engine.scheduler.recoveries.transfers.requested(7, [fetch], {}, began - 4.5)
+        engine.scheduler.recoveries.transfers.now = began - 4.5
+        engine.scheduler.recoveries.transfers.requested(7, [fetch], {})
         async with asyncio.timeout(10):
             while not isinstance(message := await raw.receive(), CancelCopies):
                 await raw.send(Heartbeat(welcome.epoch))

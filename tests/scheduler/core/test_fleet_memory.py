@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts
-from pagewise_scheduler.core.recovery import recovery as recovery_module
+from pagewise_scheduler.core.recovery import pointers
 from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.recovery.recovery import Recoveries
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
@@ -223,7 +223,7 @@ class FleetRules(RuleBasedStateMachine):
         self, sizes: list[int], num_blocks: int, num_host_blocks: int, recovery: RecoveryMode, piece: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(recovery_module, "_FETCHED_BLOCKS", piece)
+        self.patch.setattr(pointers, "_FETCHED_BLOCKS", piece)
         costs = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
         self.nodes = mixed_fleet(sizes, recovery, sizes[0] * num_blocks, sizes[0] * num_host_blocks, costs)
         self.requests: list[Request] = []

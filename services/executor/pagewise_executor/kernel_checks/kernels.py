@@ -200,8 +200,8 @@ def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
     """Each tile of rows that is used, as a product and with gate, up and their activation."""
     layer = use.gate_up
     assert isinstance(layer, SkinnyLinear)
-    for rows in (3, 20, 70):
-        if rows <= layer.few_rows or rows == 3:
+    for rows in (1, 3, 20, 70):
+        if rows <= layer.few_rows:
             x = use.draw(rows, use.hidden_size)
             product = nn.functional.linear(x, layer.weight, layer.bias)
             yield Compared(skinny_linear(x, layer.weight, layer.bias), product, _TOLERANCE[use.dtype])
@@ -331,6 +331,11 @@ def _always(_: KernelUse) -> bool:
     return True
 
 
+def _few_rows(use: KernelUse) -> int:
+    """Return up to how many rows gate and up have a kernel of their own: 0 where it does not work, or is slower."""
+    return use.gate_up.few_rows if isinstance(use.gate_up, SkinnyLinear) else 0
+
+
 Check = Callable[[KernelUse], Iterator[Compared]]
 KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "decode inputs": (_always, _decode_inputs),
@@ -340,7 +345,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "decode attention": (_always, _decode_attention),
     "prefill attention": (_always, _prefill_attention),
     "SiLU": (lambda use: use.hidden_size > 0, _silu_mul),
-    "linear of few rows": (lambda use: isinstance(use.gate_up, SkinnyLinear), _skinny_linear),
+    "linear of few rows": (lambda use: _few_rows(use) > 0, _skinny_linear),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.lora_rank > 0, _lora),

@@ -71,9 +71,11 @@ class HostLoads:
     def begin(self, job: Job) -> None:
         """Begin a list of loads, or a barrier."""
         waits = job.after is not None and not job.after.done()
-        if self._copies.cuda and job.copies is not None and not self._num_waiting and not waits:
+        # What another process left is summed up before it is used, for which a step would wait here.
+        inherited = any(map(self._copies.memory.is_inherited, job.pairs[:, 0].tolist()))
+        if self._copies.cuda and job.copies is not None and not self._num_waiting and not waits and not inherited:
             with torch.inference_mode(), torch.cuda.stream(self._scatters), self._copies.issuing.copies():
-                loading = self._start(job, job.copies)
+                loading = self._start(job, job.copies, [True] * len(job.pairs))
                 for _ in range(_PIECES):
                     self._issue_piece(loading)
             self._num_waiting += 1
@@ -113,17 +115,18 @@ class HostLoads:
         else:
             if given.after is not None:
                 given.after.result()
+            sound = [self._copies.is_sound(slot) for slot in given.pairs[:, 0].tolist()]
             with self._copies.issuing.copies():
-                loading = self._start(given, asked)
+                loading = self._start(given, asked, sound)
         while loading.issued < len(loading.slots):
             with self._copies.issuing.copies():
                 self._issue_piece(loading)
         return loading
 
-    def _start(self, job: Job, asked: CopyJob) -> _Loading:
+    def _start(self, job: Job, asked: CopyJob, sound: list[bool]) -> _Loading:
+        """Prepare a list. ``sound``: of each block, whether the host holds what was stored there."""
         slots, blocks = job.pairs[:, 0].tolist(), job.pairs[:, 1]
-        sources = zip(blocks.tolist(), slots, strict=True)
-        bad = [block for block, slot in sources if not self._copies.is_sound(slot)]
+        bad = [block for block, is_sound in zip(blocks.tolist(), sound, strict=True) if not is_sound]
         loading = _Loading(job, asked, time.perf_counter(), bad, slots, blocks)
         if self._scatters is not None:
             for event in job.ready:

@@ -68,7 +68,7 @@ class HostTier:
         self._pool = pool
         self._keep_memory = keep_memory
         if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
-            issuing = Issuing()
+            issuing = Issuing(exclusive=pool.device.type != "cpu")
         self._copies = copies = HostCopies(pool, memory, issuing, bandwidth, verify)
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
         self._stagings: queue.SimpleQueue[Raw] = queue.SimpleQueue()

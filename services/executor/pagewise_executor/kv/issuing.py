@@ -14,7 +14,9 @@ class Issuing:
     most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exclusive: bool = True) -> None:
+        """``exclusive``: False where nothing is issued to a device, so that threads copy at the same time."""
+        self._exclusive = exclusive
         self._lock = threading.Lock()
         self._no_step = threading.Event()
         self._no_step.set()
@@ -33,7 +35,7 @@ class Issuing:
     def copies(self) -> Iterator[None]:
         """Issue a piece of a copy within this context: what takes a tenth of a millisecond, and waits for nothing. A
         step may issue copies, too."""
-        if self._stepping == threading.get_ident():
+        if not self._exclusive or self._stepping == threading.get_ident():
             yield
             return
         self._no_step.wait()

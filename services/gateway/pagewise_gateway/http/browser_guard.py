@@ -18,7 +18,7 @@ from pagewise_gateway.http.errors import ForbiddenError, MediaTypeError
 
 ANY_HOST = "*"
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
 

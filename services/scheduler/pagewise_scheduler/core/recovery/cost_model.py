@@ -19,7 +19,7 @@ from pagewise_scheduler.core.memory.use_history import UseHistory
 _LEAST_SECONDS = 1e-9
 _FADE, _FADE_AT_FIRST = 0.02, 0.1
 _LATELY = 0.05
-_SMALL_STEP_GAIN = 0.3
+_SMALL_STEP_GAIN, _LEAST_SMALL_STEP = 0.3, 1e-3
 SMALL_STEPS = 6
 """What costs no more than so many empty steps is computed in one."""
 
@@ -96,6 +96,9 @@ class CostModel:
         """A step with chunks took so long. ``num_tokens``, ``attention``, ``context``: as ``features`` has them."""
         self.prefill.observe(seconds, 1, num_tokens, attention, context)
         if num_tokens <= self.block_size:
+            # Bounded, for a step that once waited for something else would have all recoveries recompute from then on,
+            # and few steps that could correct it follow those.
+            seconds = min(seconds, 4 * max(self.small_step, _LEAST_SMALL_STEP))
             self.small_step += _SMALL_STEP_GAIN * (seconds - self.small_step)
 
     def decoded(self, num_sequences: int, seconds: float) -> None:

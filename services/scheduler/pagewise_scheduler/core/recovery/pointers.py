@@ -28,8 +28,10 @@ class Pointers:
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
         left = max(hole, self._split(recovery, gap))
-        if not left and recovery.back:
-            return 0  # the link brings the rest before a step could compute any of it
+        if not left and recovery.back > self._kv.blocks_for(start) - recovery.first:
+            # The link brings the rest before a step could compute any of it. It brings whole blocks: a block that a
+            # step has begun, because its budget ended there, is only ever completed by computing.
+            return 0
         if self._costs.compute_seconds(start, left) > SMALL_STEPS * self._costs.compute_seconds(start, 1):
             left = -(-left // 2)
         return min(gap, -(-max(1, left) // size) * size - start % size)
