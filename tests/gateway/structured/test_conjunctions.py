@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from pagewise_gateway.structured.conjunctions import num_classes
+from pagewise_gateway.structured.conjunctions import check_conjunctions, num_classes
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     check_grammar,
@@ -156,3 +156,18 @@ def test_classes_are_counted() -> None:
     assert num_classes("[a-z][a-z]*") == 3
     assert num_classes(r".[^a]\d\p{L}\pN[]x]") == 8
     assert num_classes("[a[bc]][a[bd]]") >= 4
+
+
+def test_large_unions_without_patterns_cost_nothing() -> None:
+    """A syntax tree of many kinds of nodes, which refer to all of them."""
+    kinds = [f"k{number}" for number in range(60)]
+    node = {"anyOf": [{"$ref": f"#/$defs/{kind}"} for kind in kinds]}
+    fields = {f"f{number}": node for number in range(4)}
+    definitions = {
+        kind: {"properties": {"kind": {"const": kind}} | {f"{kind}{name}": node for name, node in fields.items()}}
+        for kind in kinds
+    }
+    schema = {"$defs": definitions, **node}
+    began = time.thread_time()
+    check_conjunctions(schema, lambda reference: definitions[reference.rpartition("/")[2]])
+    assert time.thread_time() - began < 0.1

@@ -1,8 +1,10 @@
 """Keywords that forbid nothing are left out, and no others; values are as valid as before."""
 
+import contextlib
 import copy
 import json
 import re
+import time
 from typing import Any
 
 import jsonschema
@@ -295,3 +297,22 @@ def test_a_simplified_schema_accepts_the_same_values(schema: dict[str, Any], x: 
         except Exception:  # a reference to nothing, or one that leads to itself
             continue
         assert after.is_valid(value) == valid
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"pattern": "a", "format": ["x"]}, {"pattern": ["x"]}, {"multipleOf": True}, {"const": "\ud800"}],
+    ids=["format", "pattern", "multipleOf", "surrogate"],
+)
+def test_odd_values_are_refused_or_ignored(schema: dict[str, Any]) -> None:
+    with contextlib.suppress(GrammarError):
+        structural_tag_grammar([("<a>", schema, "</a>")], ["<a>"])
+
+
+def test_schemas_that_many_refer_to_are_looked_at_once() -> None:
+    union = {"anyOf": [{"type": "null"}] * 2000}
+    reference = {"$ref": "#/$defs/E"}
+    names = {f"p{number}": {"propertyNames": reference, "not": reference} for number in range(400)}
+    began = time.thread_time()
+    simplified({"$defs": {"E": union}, "properties": names})
+    assert time.thread_time() - began < 0.3

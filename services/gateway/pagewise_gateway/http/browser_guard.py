@@ -32,9 +32,11 @@ class BrowserGuard:
         Raises:
             ConfigError: an entry is no name of a host.
         """
-        entries = [entry.strip().lower() for entry in (config.allowed_hosts or "").split(",") if entry.strip()]
+        entries = [
+            entry.strip().lower().rstrip(".") for entry in (config.allowed_hosts or "").split(",") if entry.strip()
+        ]
         for entry in entries:
-            if entry != ANY_HOST and _HOST.fullmatch(entry) is None:
+            if entry != ANY_HOST and (_HOST.fullmatch(entry) is None or ANY_HOST in entry):
                 raise ConfigError(f"--allowed-hosts: {entry!r} is no name of a host; give names without a port")
         self._any = ANY_HOST in entries or not (entries or _is_loopback(config.host))
         self._names = {*entries, config.host.lower()}
@@ -65,8 +67,10 @@ class BrowserGuard:
     def _is_allowed(self, host: str) -> bool:
         found = _HOST.match(host.lower())
         name = found[0].rstrip(".") if found is not None else ""
-        # Nobody can register a name without a dot, or make a page whose name is an address.
-        return self._any or name in self._names or "." not in name or name.endswith(".localhost") or _is_address(name)
+        # Nobody can register a name without a dot, nor one below .internal (host.docker.internal), or make a page whose
+        # name is an address.
+        private = "." not in name or name.endswith((".localhost", ".internal"))
+        return self._any or private or name in self._names or _is_address(name)
 
 
 def _is_own(origin: str, host: str | None) -> bool:

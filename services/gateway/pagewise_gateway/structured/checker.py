@@ -76,6 +76,7 @@ class Checker:
             self._process = subprocess.Popen(  # noqa: S603  # nosec B603 # our own module
                 [sys.executable, "-m", "pagewise_gateway.structured.check_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,

@@ -56,11 +56,26 @@ def check_conjunctions(schema: Any, resolve: Callable[[str], Any]) -> None:
     Raises:
         GrammarError: there are too many of them, or too many schemas are merged to find that out.
     """
+    if _num_expressions(schema) < 2:  # one is combined with nothing, and merging large unions takes long
+        return
     merged = _Merged(resolve)
     try:
         merged.check(schema)
     except RecursionError:
         raise GrammarError("too many alternatives refer to each other") from None
+
+
+def _num_expressions(schema: Any) -> int:
+    """Return how many patterns and formats there are anywhere in a schema."""
+    number, waiting = 0, [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            number += isinstance(value.get("pattern"), str) + isinstance(value.get("format"), str)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return number
 
 
 class Together(NamedTuple):

@@ -147,7 +147,7 @@ def _check_together(everywhere: Iterable[dict[str, Any]]) -> None:
         num_optional += _num_optional(keywords)
         least, step = keywords.get("minProperties"), keywords.get("multipleOf")
         at_least_one |= isinstance(least, int | float) and least > 0
-        if isinstance(step, int | float) and step > 0:
+        if isinstance(step, int | float) and not isinstance(step, bool) and step > 0:
             multiple = lcm(multiple, int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
             if multiple > MAX_MULTIPLE:
                 raise GrammarError(

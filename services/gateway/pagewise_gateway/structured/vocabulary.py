@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.schemas import nesting, subschemas, target_of
@@ -79,10 +80,16 @@ def simplified(schema: Any) -> Any:
     is. A keyword stays if a reference leads through it.
 
     Raises:
-        GrammarError: it is nested too deeply.
+        GrammarError: it is nested too deeply, too large, or not Unicode.
     """
     nesting(schema, {})
-    schema = msgspec.json.decode(msgspec.json.encode(schema))  # a tree, in which no two schemas are the same object
+    try:
+        encoded = msgspec.json.encode(schema)
+    except UnicodeEncodeError:
+        raise GrammarError("a text in it is no valid Unicode text") from None
+    if len(encoded) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it takes {len(encoded)} bytes as a schema, the limit is {MAX_GRAMMAR_BYTES}")
+    schema = msgspec.json.decode(encoded)  # a tree, in which no two schemas are the same object
     if isinstance(schema, dict):
         work = _Simplification(schema)
         work.run()
@@ -101,6 +108,8 @@ class _Simplification:
         self._num_names = 0
         self._targets: dict[str, Any] = {}
         self._kept: set[int] = set()
+        # By test and id of a schema, which is kept alive with the result: many schemas may refer to a large one.
+        self._known: dict[tuple[Callable[[Any], Any], int], tuple[Any, Any]] = {}
         for reference in _references(root):
             try:
                 self._targets[reference] = target_of(root, reference, self._kept)
@@ -156,7 +165,7 @@ class _Simplification:
                 schema["additionalProperties"] = value
         names = schema.get("propertyNames")
         if isinstance(names, dict | bool) and "patternProperties" not in schema and id(names) not in self._kept:
-            listed = _names(self.resolved(names))
+            listed = self.known(_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
                 self._name_properties(schema, listed)
@@ -200,7 +209,13 @@ class _Simplification:
     def accepts_strings(self, schema: Any) -> bool:
         """Return whether a schema certainly accepts every string."""
         schema = self.resolved(schema)
-        return self.accepts_all(schema) or _accepts_strings(schema)
+        return self.accepts_all(schema) or bool(self.known(_accepts_strings, schema))
+
+    def known(self, test: Callable[[Any], Any], schema: Any) -> Any:
+        """Return what a test says of a schema, which is asked once. Simplifying a schema does not change that."""
+        if (key := (test, id(schema))) not in self._known:
+            self._known[key] = schema, test(schema)
+        return self._known[key][1]
 
 
 _Test = Callable[[_Simplification, dict[str, Any], Any], bool]
@@ -225,7 +240,7 @@ def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: An
 
 def _excludes_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
     value = work.resolved(value)
-    return _accepts_none(value) or (isinstance(value, dict) and not _types(schema) & _types(value))
+    return _accepts_none(value) or (isinstance(value, dict) and not _types(schema) & work.known(_types, value))
 
 
 _FORBIDS_NOTHING: dict[str, _Test] = {
@@ -242,7 +257,9 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "dependentSchemas": _depends_on_nothing,
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
-    "format": lambda work, schema, value: value in _HINTS or ("pattern" in schema and value not in _FORMATS),
+    "format": lambda work, schema, value: (
+        isinstance(value, str) and (value in _HINTS or ("pattern" in schema and value not in _FORMATS))
+    ),
     "if": _conditional,
     "minItems": lambda work, schema, value: _is_zero(value),
     "minLength": lambda work, schema, value: _is_zero(value),
@@ -253,7 +270,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
         and sum(map(work.accepts_all, value)) == 1
         and all(work.accepts_all(one) or _accepts_none(one) for one in value)
     ),
-    "pattern": lambda work, schema, value: value in _ANY_TEXT,
+    "pattern": lambda work, schema, value: isinstance(value, str) and value in _ANY_TEXT,
     "patternProperties": lambda work, schema, value: (
         isinstance(value, dict)
         and (

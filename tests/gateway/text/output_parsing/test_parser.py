@@ -1,6 +1,7 @@
 """Golden transcripts of all formats, whole and cut everywhere, and texts that no model would write."""
 
 import json
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -367,3 +368,12 @@ def test_long_names_of_functions(length: int) -> None:
     parser = MessageParser(found, "main", Tools({"f" * length: {}}))
     calls = joined([*parser.push(f"[{'f' * length}(), {'f' * length}()]"), *parser.finish()]).calls
     assert [each.name for each in calls] == ["f" * length] * 2
+
+
+@pytest.mark.parametrize("repeated", ['<tool_call>{"x":', '<tool_call>{"arguments":["'])
+def test_thousands_of_markers_without_a_call_take_little_time_at_the_end(repeated: str) -> None:
+    text = repeated * 2000
+    began = time.thread_time()
+    message = parsed(("hermes", None), [text])
+    assert time.thread_time() - began < 1.0
+    assert message.content == text

@@ -14,6 +14,9 @@ from pagewise_gateway.text.output_parsing.message import MessageBuilder
 
 _MOST_HELD = 262_144
 """Characters in which a call has to begin behind its marker. What is held is looked at again if it is no call."""
+_MOST_RESCANNED = 65_536
+"""Characters that are looked at again in one output. More markers that begin no call are content, with what follows:
+each of thousands of markers would have all the text behind it looked at again."""
 _MOST_SPACE = 256
 """Characters of white space between the marker of a group of calls and that of the first one."""
 
@@ -34,6 +37,7 @@ class TextScanner:
         "_marker",
         "_message",
         "_num_raw",
+        "_num_rescanned",
         "_pending",
         "_raw",
         "_reader",
@@ -60,7 +64,7 @@ class TextScanner:
         self._reader: CallReader | None = None
         self._marker, self._grouped = "", False
         self._raw: list[str] = []
-        self._num_raw = 0
+        self._num_raw = self._num_rescanned = 0
         self._state: _State = TextScanner._answer
         if start == "reasoning":
             self._state = TextScanner._reasoning
@@ -255,5 +259,10 @@ class TextScanner:
     def _no_call(self, delimiter: str, behind: str, deltas: list[Delta]) -> None:
         """A marker is content, and the text behind it is looked at once more."""
         self._message.content.push(self._marker, deltas)
-        self._pending = "".join(self._raw) + delimiter + behind
+        raw = "".join(self._raw)
+        self._num_rescanned += len(raw)
+        if self._num_rescanned > _MOST_RESCANNED:
+            self._message.content.push(raw, deltas)
+            raw = ""
+        self._pending = raw + delimiter + behind
         self._reader, self._state = None, TextScanner._answer
