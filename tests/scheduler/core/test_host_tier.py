@@ -70,6 +70,19 @@ def test_every_method_of_recovery_gives_the_same_tokens(mode: RecoveryMode, meth
     check_states(scheduler.kv.pool)
 
 
+@pytest.mark.parametrize("budget", [3, 5, 6, 7])
+def test_a_front_whose_budget_ends_inside_a_block_goes_on(budget: int) -> None:
+    """The link brings whole blocks only, so nothing but the front can complete the block that it has begun."""
+    costs = Costs(step=2e-2, token=1e-3, attention=0, tiers={HOST: CopyCosts(1e-4, 1.6e-2)})
+    scheduler = create_scheduler(
+        num_blocks=11, num_host_blocks=16, recovery="both", costs=costs, max_num_batched_tokens=budget
+    )
+    executor = executor_for(scheduler)
+    for prompt in (LONG, OTHER, LONG):
+        serve(scheduler, executor, prompt)
+    check_states(scheduler.kv.pool)
+
+
 @pytest.mark.parametrize(("costs", "method"), [(SLOW_LINK, "recompute"), (FAST_LINK, "load"), (EVEN, "both")])
 def test_auto_takes_the_cheapest_method(costs: Costs, method: Method) -> None:
     scheduler, executor = after_eviction("auto", costs)

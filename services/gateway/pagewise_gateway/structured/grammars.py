@@ -300,10 +300,17 @@ class Grammars:
 
 
 def _sized(schema: Any) -> tuple[Any, int]:
-    """A schema, decoded if it is a text, and the bytes that it takes."""
+    """A schema, decoded if it is a text, and the bytes that it takes.
+
+    Raises:
+        GrammarError: it is not JSON, or not Unicode.
+    """
     if isinstance(schema, str):
         schema = _decoded(schema)
-    return schema, len(msgspec.json.encode(schema))
+    try:
+        return schema, len(msgspec.json.encode(schema))
+    except UnicodeEncodeError:
+        raise GrammarError("a text in it is no valid Unicode text") from None
 
 
 def _check_size(size: int) -> None:
