@@ -182,7 +182,7 @@ class LLM:
                 from transformers import PreTrainedTokenizerFast
 
                 path = resolve_model(self._model, self._revision, tokenizer_only=True)
-                read = PreTrainedTokenizerFast.from_pretrained(
+                read = PreTrainedTokenizerFast.from_pretrained(  # nosec B615 # a directory
                     path, local_files_only=True, **untyped_special_tokens(path)
                 )
                 self._tokenizer = read.backend_tokenizer

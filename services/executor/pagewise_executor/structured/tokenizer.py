@@ -29,7 +29,8 @@ def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        read = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **untyped_special_tokens(path))
+        special = untyped_special_tokens(path)
+        read = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **special)  # nosec B615 # a directory
         backend = read.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()

@@ -203,7 +203,9 @@ def _read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
         read_json(path / name)  # raises an error that names the file
     untyped = untyped_special_tokens(path)
     try:
-        read: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **untyped)
+        read: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(  # nosec B615 # a directory
+            path, local_files_only=True, **untyped
+        )
     except Exception as error:  # both libraries raise plain exceptions of many kinds
         raise ModelError(f"{file}, or a file of the tokenizer beside it, cannot be read: {error}") from error
     return read
