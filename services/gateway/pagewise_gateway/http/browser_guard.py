@@ -18,7 +18,7 @@ from pagewise_gateway.http.errors import ForbiddenError, MediaTypeError
 
 ANY_HOST = "*"
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
-_READING = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_WRITING = frozenset({"DELETE", "PATCH", "POST", "PUT"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
 
@@ -54,7 +54,7 @@ class BrowserGuard:
                 f"the host {host[:100]!r} is not allowed: this server has no API keys, so it answers to localhost, "
                 "addresses and names without a dot only; start it with --allowed-hosts to allow more, or with API keys"
             )
-        reads = request.method in _READING
+        reads = request.method not in _WRITING
         site = request.headers.get("Sec-Fetch-Site", "none").lower()
         if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
             raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
