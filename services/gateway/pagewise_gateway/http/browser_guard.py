@@ -18,7 +18,7 @@ from pagewise_gateway.http.errors import ForbiddenError, MediaTypeError
 
 ANY_HOST = "*"
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
-_WRITING = frozenset({"DELETE", "PATCH", "POST", "PUT"})
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
 
@@ -54,7 +54,8 @@ class BrowserGuard:
                 f"the host {host[:100]!r} is not allowed: this server has no API keys, so it answers to localhost, "
                 "addresses and names without a dot only; start it with --allowed-hosts to allow more, or with API keys"
             )
-        reads = request.method not in _WRITING
+        # What no handler takes (404, 405) changes nothing either.
+        reads = request.method in _READING or request.match_info.http_exception is not None
         site = request.headers.get("Sec-Fetch-Site", "none").lower()
         if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
             raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
