@@ -140,7 +140,7 @@ def _derives(name: str, ancestor: str, classes: dict[str, Class]) -> bool:
 
 
 class Finder(ast.NodeVisitor):
-    """Finds the hits in one file. ``classes``: those of the whole product, by name."""
+    """Finds the hits in one file. ``classes``: the classes of the whole product, by name."""
 
     def __init__(self, path: Path, tree: ast.Module, classes: dict[str, Class]) -> None:
         self.hits: list[Hit] = []

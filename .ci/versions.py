@@ -23,14 +23,14 @@ SERVED = (
     "tests/shared", "tests/scheduler", "tests/gateway", "tests/versions", "tests/executor/models",
     "tests/executor/cuda_graphs/test_model_body.py", "tests/executor/test_greedy_equality.py",
 )  # fmt: skip
-"""What depends on the versions of packages: the wire, HTTP, text, models of every family, and how they are loaded."""
+"""Tests of the parts that depend on package versions: the wire, HTTP, text, and the loading of every model family."""
 WITHOUT_A_DEVICE = (
     "tests/versions", "tests/executor/attention", "tests/executor/cuda_graphs/test_captures.py",
     "tests/executor/cuda_graphs/test_model_body.py", "tests/executor/kv", "tests/executor/models/test_launches.py",
     "tests/executor/models/test_loader.py", "tests/kernels/test_compile.py", "tests/kernels/test_dependent_launch.py",
     "tests/kernels/test_launch.py",
 )  # fmt: skip
-"""What torch's CUDA build can show without a device: imports, names, compiled kernels, and fakes of the driver."""
+"""Tests of torch's CUDA build that need no device: imports, names, compiled kernels, and fakes of the driver."""
 
 KINDS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "lowest": (["--resolution=lowest-direct"], [], SERVED),

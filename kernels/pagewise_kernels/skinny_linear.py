@@ -200,8 +200,10 @@ def skinny_linear(
     ``gated``: weight and bias are those of gate and, behind them, up, [2 · out, in] and [2 · out], and the result is
     silu(gate) · up. ``weight_scales`` float32 [out or 2 · out]: the weight is float8_e4m3fn, and multiplied by them.
     x is then float8_e4m3fn as well, with ``x_scales`` float32 [rows], or it is of 16 or 32 bits, has at most
-    MOST_ROUNDED_ROWS rows, and is rounded as ``quantise_rows`` does it. ``dtype``: that of the result, by default that
-    of x. Other numbers of rows may differ in the last bits of the same row.
+    MOST_ROUNDED_ROWS rows, and the kernel rounds it with the scales of ``quantise_rows``. It multiplies by the
+    reciprocal of a scale instead of dividing by the scale, so a value near the middle of two float8 numbers may be
+    rounded to the other one. ``dtype``: the type of the result, by default the type of x. The same row may differ
+    slightly between calls with different numbers of rows.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
