@@ -1,5 +1,7 @@
 # The images of the services, one target each: docker build --target scheduler|gateway|executor .
-FROM python:3.11-slim AS python
+# The base image is pinned by the digest of its index of all platforms; PYTHON_IMAGE takes another one, of a mirror for instance.
+ARG PYTHON_IMAGE=python:3.11-slim@sha256:9c900dea9e8fb7e16277c179b555cc72d29a352dbc33cff48ad5a0412fd5bfc7
+FROM ${PYTHON_IMAGE} AS python
 # How pip finds packages may be passed in; as build arguments nothing of it stays in the images.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -82,7 +84,7 @@ RUN if /app/venv/bin/python -c "import sys, torch; sys.exit(torch.version.cuda i
 RUN python -m compileall -qq --invalidation-mode unchecked-hash /app/venv/lib; \
     find /image -exec touch --no-dereference --date @315532800 {} +
 
-FROM python:3.11-slim AS service
+FROM ${PYTHON_IMAGE} AS service
 RUN SOURCE_DATE_EPOCH=315532800 useradd --no-log-init --create-home --uid 10001 pagewise && mkdir /app \
     && touch --date @315532800 /etc/*- /etc/passwd /etc/shadow /etc/group /etc/gshadow /etc/subuid /etc/subgid \
       /home/pagewise/.[a-z]* /home/pagewise /app /etc /home /

@@ -314,7 +314,7 @@ def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
 
 
 def test_a_store_keeps_what_everything_else_has_forgotten() -> None:
-    image = os.environ.get("STORE_IMAGE", "valkey/valkey:8-alpine")
+    image = os.environ.get("STORE_IMAGE") or run("docker", "compose", "config", "--images", "store")
     found = subprocess.run(["docker", "pull", "--quiet", image], capture_output=True, text=True)
     if found.returncode and subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
         pytest.skip(f"there is no image {image}: {found.stderr.strip()} (STORE_IMAGE names another one)")

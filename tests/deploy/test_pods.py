@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 OVERLAY = ROOT / "deploy" / "overlays" / "cpu"
 SERVICES = ("scheduler", "gateway", "executor")
 API_KEY = "sk-of-the-test"
-PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_TRUSTED_HOST")
+PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_TRUSTED_HOST", "PYTHON_IMAGE")
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
