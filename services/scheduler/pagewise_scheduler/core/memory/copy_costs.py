@@ -88,18 +88,21 @@ class Link(OnlineLine):
         """How many blocks it copies in that time."""
         return int(max(0.0, seconds) / max(_LEAST_SECONDS, self.predict(0, 1)))
 
-    def asked(self, num_blocks: int, now: float) -> None:
-        """A list of so many blocks has been asked for."""
+    def asked(self, num_blocks: int, now: float) -> float:
+        """Blocks are requested from the link. Returns the seconds for which they are predicted to occupy it."""
+        seconds = self.predict(1, num_blocks)
         self.num_loading += num_blocks
-        self.busy_until = max(self.busy_until, now) + self.predict(1, num_blocks)
+        self.busy_until = max(self.busy_until, now) + seconds
+        return seconds
 
-    def done(self, num_blocks: int, seconds: float) -> None:
-        """A list of so many blocks has arrived, which took the link so long; 0: nobody knows."""
+    def done(self, num_blocks: int, predicted: float, seconds: float) -> None:
+        """A list of blocks has arrived. ``predicted``: the sum of what ``asked`` returned for it. ``seconds``: how long it
+        has occupied the link; 0 if that is unknown."""
         self.num_loading -= num_blocks
         if not self.num_loading:
             self.busy_until = 0.0
         elif seconds:
-            self.busy_until += seconds - self.predict(1, num_blocks)
+            self.busy_until += seconds - predicted
 
     def waited(self, seconds: float, least: float) -> None:
         """A load has taken so much longer than the link itself; ``least``: what is no surprise."""

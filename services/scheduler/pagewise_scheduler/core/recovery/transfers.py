@@ -45,13 +45,14 @@ class Load:
     """Blocks of one step that come to the device from one tier: whose they are, their places, and the device blocks
     they go to.
 
-    ``epoch``: of the peer whose blocks were pinned.
+    ``epoch``: of the peer whose blocks were pinned. ``predicted``: seconds for which the blocks occupy the link.
     """
 
     link: Link
     epoch: int = 0
     parts: list[tuple[Receiver, list[BlockPlace], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
+    predicted: float = 0.0
 
     def pairs(self) -> bytes:
         """Source block and target block of each copy (int32 bytes)."""
@@ -132,7 +133,7 @@ class Transfers:
     def begin(self, load: Load, count: int) -> None:
         """So many blocks more are to come to the device by a load; a plan that asks for it follows."""
         load.num_blocks += count
-        load.link.asked(count, self.now)
+        load.predicted += load.link.asked(count, self.now)
         self.num_loading += count
 
     def confirmed(self, message: Copied) -> Load | None:
@@ -158,7 +159,7 @@ class Transfers:
     def _end(self, load: Load, seconds: float = 0.0) -> None:
         """What was held for a load is let go of. ``seconds``: that its link took; 0: nobody knows."""
         self.num_loading -= load.num_blocks
-        load.link.done(load.num_blocks, seconds)
+        load.link.done(load.num_blocks, load.predicted, seconds)
         for owner, places, blocks in load.parts:
             owner.source.release(reversed(places))
             self._kv.drop(blocks, None)
