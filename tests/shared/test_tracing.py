@@ -91,9 +91,11 @@ def test_whoever_ends_spans_does_not_wait_for_the_collector(monkeypatch: pytest.
         began = time.monotonic()
         for _ in range(3000):
             tracing.span("one", tracing.parent({}), began, began)
-        assert time.monotonic() - began < 2.0
+        ended = time.monotonic()
         tracing.close()
-        assert time.monotonic() - began < 6.0
+        # An answer is awaited for 10 s. The work itself takes less than a second where nothing runs beside it.
+        assert ended - began < 8.0
+        assert time.monotonic() - ended < 8.0
     # One batch is under way. The others are not tried when it is over.
     for thread in threading.enumerate():
         if "Otel" in thread.name or thread.name == "last traces":
