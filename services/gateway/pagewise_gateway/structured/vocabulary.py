@@ -58,6 +58,8 @@ _OF_ONE_TYPE = {
 }
 """Keywords that say nothing of values of other types."""
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_EVALUATING = frozenset({"anyOf", "contains", "if", "patternProperties"})
+"""Keywords that decide which items and properties are evaluated, even where they forbid nothing."""
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _ANY_TEXT = ("", ".*", "^", "^.*")
 """Patterns that every text matches."""
@@ -104,6 +106,7 @@ class _Simplification:
         self._root = root
         dialect = root.get("$schema")
         self.counts_contained = not (isinstance(dialect, str) and "draft-0" in dialect)  # minContains is of 2019
+        self._finds_unevaluated = any(map(_finds_unevaluated, _objects(root)))
         self._done: set[int] = set()
         self._num_names = 0
         self._targets: dict[str, Any] = {}
@@ -137,7 +140,8 @@ class _Simplification:
             value = schema[keyword]
             if id(value) in self._kept:
                 continue
-            test = _FORBIDS_NOTHING.get(keyword)
+            evaluates = self._finds_unevaluated and keyword in _EVALUATING
+            test = None if evaluates else _FORBIDS_NOTHING.get(keyword)
             other = any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
             if keyword in _ANNOTATIONS or other or (test is not None and test(self, schema, value)):
                 del schema[keyword]
@@ -164,7 +168,8 @@ class _Simplification:
                 del schema["patternProperties"]
                 schema["additionalProperties"] = value
         names = schema.get("propertyNames")
-        if isinstance(names, dict | bool) and "patternProperties" not in schema and id(names) not in self._kept:
+        free = "patternProperties" not in schema and not self._finds_unevaluated
+        if isinstance(names, dict | bool) and free and id(names) not in self._kept:
             listed = self.known(_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
@@ -205,6 +210,11 @@ class _Simplification:
         """Return whether a schema certainly accepts every value."""
         schema = self.resolved(schema)
         return schema is True or (isinstance(schema, dict) and not _ASSERTIONS & schema.keys())
+
+    def evaluates_nothing_new(self, schema: Any) -> bool:
+        """Return whether a schema for unevaluated items or properties can be left out: it accepts all of them, and no
+        other keyword asks which of them are evaluated."""
+        return self.accepts_all(schema) and not self._finds_unevaluated
 
     def accepts_strings(self, schema: Any) -> bool:
         """Return whether a schema certainly accepts every string."""
@@ -283,9 +293,11 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     ),
     "propertyNames": lambda work, schema, value: work.accepts_strings(value),
     "unevaluatedItems": lambda work, schema, value: (
-        work.accepts_all(value) or isinstance(schema.get("items"), dict | bool)
+        work.evaluates_nothing_new(value) or isinstance(schema.get("items"), dict | bool)
     ),
-    "unevaluatedProperties": lambda work, schema, value: work.accepts_all(value) or "additionalProperties" in schema,
+    "unevaluatedProperties": lambda work, schema, value: (
+        work.evaluates_nothing_new(value) or "additionalProperties" in schema
+    ),
     "uniqueItems": lambda work, schema, value: (
         value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
     ),
@@ -351,17 +363,27 @@ def _required(schema: Mapping[str, Any]) -> set[str]:
     return set(filter(_is_text, required)) if isinstance(required, list) else set()
 
 
-def _references(value: Any) -> Iterator[str]:
-    """All references in a schema, wherever they stand."""
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All JSON objects in a schema, wherever they stand."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):
-            if isinstance(reference := one.get("$ref"), str):
-                yield reference
+            yield one
             waiting += one.values()
         elif isinstance(one, list):
             waiting += one
+
+
+def _references(value: Any) -> Iterator[str]:
+    """All references in a schema, wherever they stand."""
+    return (one["$ref"] for one in _objects(value) if isinstance(one.get("$ref"), str))
+
+
+def _finds_unevaluated(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema forbids some of the items or properties that no other keyword evaluates."""
+    values = schema.get("unevaluatedItems", True), schema.get("unevaluatedProperties", True)
+    return any(value is not True and value != {} for value in values)
 
 
 def _is_text(value: Any) -> bool:
