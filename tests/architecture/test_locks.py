@@ -161,4 +161,5 @@ def test_foreign_images_are_pinned_by_digests_and_actions_by_commits() -> None:
     assert [name for name in foreign if not re.search(r"@sha256:[0-9a-f]{64}\}?$", name)] == []
     workflows = "".join(file.read_text() for file in (ROOT / ".github" / "workflows").iterdir())
     actions = re.findall(r"uses: (\S+)", workflows)
-    assert actions and [name for name in actions if not re.fullmatch(r"\S+@[0-9a-f]{40}", name)] == []
+    assert actions
+    assert [name for name in actions if not re.fullmatch(r"\S+@[0-9a-f]{40}", name)] == []
