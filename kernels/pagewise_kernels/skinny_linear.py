@@ -56,7 +56,8 @@ def _sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
     total = tl.load(parts + at, cache_modifier=".cg")
     for part in tl.static_range(1, _MOST_PARTS):
         if AT_ONCE:
-            total += tl.load(parts + part * stride_part + at, mask=part < num_parts, other=0.0, cache_modifier=".cg")
+            there = part + tl.zeros_like(at) < num_parts  # Triton 3.9 interprets no mask of one element
+            total += tl.load(parts + part * stride_part + at, mask=there, other=0.0, cache_modifier=".cg")
         elif part < num_parts:
             total += tl.load(parts + part * stride_part + at, cache_modifier=".cg")
     return total
