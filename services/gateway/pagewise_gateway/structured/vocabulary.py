@@ -5,49 +5,30 @@ A keyword forbids nothing by its value (``uniqueItems: false``), by the keywords
 keywords that llguidance implements.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
+from urllib.parse import quote
 
 import msgspec
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
+from pagewise_gateway.structured.accepted import (
+    ASSERTIONS,
+    TYPES,
+    accepts_none,
+    is_closed,
+    listed_names,
+    listed_texts,
+    properties_of,
+    reach,
+    required_of,
+    types_of,
+)
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.schemas import nesting, subschemas, target_of
 
-_ANNOTATIONS = frozenset(
-    {
-        "$anchor",
-        "$comment",
-        "$dynamicAnchor",
-        "$recursiveAnchor",
-        "$vocabulary",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "default",
-        "deprecated",
-        "description",
-        "discriminator",
-        "example",
-        "examples",
-        "externalDocs",
-        "readOnly",
-        "title",
-        "writeOnly",
-        "xml",
-    }
-)
-"""Keywords that forbid nothing, whatever their value. Anchors are no targets: references to them are refused."""
-_ASSERTIONS = frozenset(
-    {
-        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
-        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
-        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
-        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf"),
-        *("pattern", "patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
-        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
-    }
-)
+_STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
 _OF_ONE_TYPE = {
     "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
     "object": (
@@ -60,16 +41,30 @@ _OF_ONE_TYPE = {
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _EVALUATING = frozenset({"anyOf", "contains", "if", "patternProperties"})
 """Keywords that decide which items and properties are evaluated, even where they forbid nothing."""
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_ANY_TEXT = ("", ".*", "^", "^.*")
+_ANY_TEXT = ("", ".*", "^", "^.*", r"[\s\S]*", r"^[\s\S]*$")
 """Patterns that every text matches."""
-_ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$")
+_ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$", ".+", "^.+$", "^(.+)$")
+"""Those that every text of one line matches, but for an empty one."""
 _FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
 """Which llguidance has. JSON Schema lets an unknown one forbid nothing: it is left out where ``pattern`` says more."""
-_HINTS = ("binary", "directory-path", "file-path", "password", "path")
+_HINTS = (
+    *("binary", "commonmark", "directory-path", "enum", "file-path", "html", "markdown", "multi-line", "multiline"),
+    *("password", "path", "string", "text", "textarea"),
+)
 """Formats that say nothing of the text."""
+_EVALUATED_BESIDE = frozenset(
+    {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas", "if"}
+    | {"not", "oneOf"}
+)
+"""Keywords that may evaluate items or properties beside those of the same schema."""
+_LARGEST = 9.22e18
+"""A number that just fits 64 bits. llguidance takes no lower bound that does not, and no such upper one where numbers
+need not be integers. Each stands for those beyond it, so a few integers at the end of 64 bits are not allowed."""
+_BOUNDS = {"minimum": -_LARGEST, "exclusiveMinimum": -_LARGEST, "maximum": _LARGEST, "exclusiveMaximum": _LARGEST}
+_URI = "!#$%&'()*+,-./:;=?@_~"
+"""Characters that a reference may have as they are."""
 _DIALECTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
 _MOST_REFERENCES = 64
 """That are followed, one to the next, to see whether a schema forbids anything."""
@@ -78,8 +73,8 @@ _MOST_NAMES = 4096
 
 
 def simplified(schema: Any) -> Any:
-    """Return a schema that accepts the same values, without keywords that forbid nothing. The given one is left as it
-    is. A keyword stays if a reference leads through it.
+    """Return a schema that accepts the same values, but for numbers beyond 64 bits, without keywords that forbid
+    nothing. The given one is left as it is. A keyword stays if a reference leads through it.
 
     Raises:
         GrammarError: it is nested too deeply, too large, or not Unicode.
@@ -95,7 +90,7 @@ def simplified(schema: Any) -> Any:
     if isinstance(schema, dict):
         work = _Simplification(schema)
         work.run()
-        return False if _accepts_none(schema) else schema
+        return False if accepts_none(schema) else schema
     return schema
 
 
@@ -135,22 +130,22 @@ class _Simplification:
         if "$id" in schema and schema is not self._root and next(_references(schema), None) is None:
             del schema["$id"]
         self._rewrite(schema)
-        types = _types(schema)
+        types = types_of(schema)
         for keyword in list(schema):
             value = schema[keyword]
             if id(value) in self._kept:
                 continue
             evaluates = self._finds_unevaluated and keyword in _EVALUATING
             test = None if evaluates else _FORBIDS_NOTHING.get(keyword)
-            other = any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
-            if keyword in _ANNOTATIONS or other or (test is not None and test(self, schema, value)):
+            annotates = keyword not in ASSERTIONS and keyword not in _STRUCTURE
+            if annotates or _of_other_types(keyword, types) or (test is not None and test(self, schema, value)):
                 del schema[keyword]
         # ``if`` and ``contains`` need these to decide, so they go after them.
         for keyword, needed in _USELESS_ALONE.items():
             if needed not in schema and id(schema.get(keyword)) not in self._kept:
                 schema.pop(keyword, None)
-        if ("not" in schema and id(schema["not"]) not in self._kept and self.accepts_all(schema["not"])) or (
-            "$ref" in schema and _accepts_none(self.resolved(schema))
+        if ("not" in schema and id(schema["not"]) not in self._kept and self.decides(schema, schema["not"])) or (
+            "$ref" in schema and accepts_none(self.resolved(schema))
         ):
             for keyword in schema.keys() - {"$defs", "definitions"}:
                 del schema[keyword]
@@ -158,22 +153,69 @@ class _Simplification:
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
         """Write with other keywords what llguidance does not implement."""
+        if isinstance(reference := schema.get("$ref"), str) and reference in self._targets:
+            schema["$ref"] = quote(reference, safe=_URI)
+            self._targets[schema["$ref"]] = self._targets[reference]
+        types = types_of(schema)
+        for name, most in _BOUNDS.items():
+            bound = _number(schema, name, 0)
+            if bound < most < 0 or ("number" in types and bound > most > 0):
+                schema[name] = most
+        if not _EVALUATED_BESIDE & schema.keys():
+            items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
+                used = name in schema and not self.accepts_all(schema[name]) and not _of_other_types(name, types)
+                if used and instead not in schema and id(schema[name]) not in self._kept:
+                    schema[instead] = schema.pop(name)
+        if not self._finds_unevaluated:
+            self._rewrite_applicators(schema)
         others = schema.get("additionalProperties", True)
         patterns = schema.get("patternProperties")
         if isinstance(patterns, dict) and len(patterns) == 1 and not {id(patterns), id(others)} & self._kept:
             ((pattern, value),) = patterns.items()
             # Names with line breaks get the schema as well, which a pattern for any line leaves free.
             any_name = pattern in _ANY_TEXT or (pattern in _ANY_LINE and self.accepts_all(others))
-            if any_name and "properties" not in schema:
+            if any_name and ("properties" not in schema or self.accepts_all(value)):
                 del schema["patternProperties"]
                 schema["additionalProperties"] = value
         names = schema.get("propertyNames")
         free = "patternProperties" not in schema and not self._finds_unevaluated
         if isinstance(names, dict | bool) and free and id(names) not in self._kept:
-            listed = self.known(_names, self.resolved(names))
+            listed = self.known(listed_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
                 self._name_properties(schema, listed)
+
+    def _rewrite_applicators(self, schema: dict[str, Any]) -> None:
+        """The same for keywords that say something of the value only together with others."""
+        parts = [schema.get(name) for name in ("if", "then", "else", "not", "contains")]
+        if {id(part) for part in parts} & self._kept:
+            return
+        also = []
+        if "if" in schema and (found := self.decides(schema, schema["if"])) is not None:
+            also = [schema.get("then" if found else "else", True)]
+            for name in ("if", "then", "else"):
+                schema.pop(name, None)
+        if isinstance(refused := schema.get("not"), dict) and ASSERTIONS & refused.keys() == {"not"}:
+            also.append(schema.pop("not")["not"])
+        values, refused = listed_texts(schema), listed_texts(schema.get("not"))
+        if values is not None and refused is not None and len(ASSERTIONS & schema["not"].keys()) == 1:
+            del schema["not"]
+            schema.pop("const", None)
+            schema["enum"] = [value for value in values if value not in refused]
+        if (also := [one for one in also if not self.decides(schema, one)]) and isinstance(
+            others := schema.get("allOf", []), list
+        ):
+            schema["allOf"] = [*others, *also]
+        if "contains" in schema and self.counts_contained and self.accepts_all(schema["contains"]):
+            least, most = (
+                _number(schema, name, value) for name, value in (("minContains", 1), ("maxContains", math.inf))
+            )
+            for name in ("contains", "minContains", "maxContains"):
+                schema.pop(name, None)
+            schema["minItems"] = max(_number(schema, "minItems", 0), least)
+            if most < math.inf:
+                schema["maxItems"] = min(_number(schema, "maxItems", most), most)
 
     def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
         """Write ``propertyNames`` that lists names as ``properties``."""
@@ -201,15 +243,20 @@ class _Simplification:
     def resolved(self, schema: Any) -> Any:
         """Return the schema that a schema refers to, if it does nothing else."""
         for _ in range(_MOST_REFERENCES):
-            if not isinstance(schema, dict) or _ASSERTIONS & schema.keys() != {"$ref"}:
+            if not isinstance(schema, dict) or ASSERTIONS & schema.keys() != {"$ref"}:
                 return schema
             schema = self._targets.get(schema["$ref"]) if isinstance(schema["$ref"], str) else None
         return None
 
     def accepts_all(self, schema: Any) -> bool:
         """Return whether a schema certainly accepts every value."""
-        schema = self.resolved(schema)
-        return schema is True or (isinstance(schema, dict) and not _ASSERTIONS & schema.keys())
+        return bool(self.known(reach, self.resolved(schema))[1] == TYPES)
+
+    def decides(self, schema: Mapping[str, Any], other: Any) -> bool | None:
+        """Return whether a schema accepts each of the values that another one leaves by their types, or none of them;
+        None: it is not certain."""
+        types, (some, every) = types_of(schema), self.known(reach, self.resolved(other))
+        return True if types <= every else None if types & some else False
 
     def evaluates_nothing_new(self, schema: Any) -> bool:
         """Return whether a schema for unevaluated items or properties can be left out: it accepts all of them, and no
@@ -218,8 +265,7 @@ class _Simplification:
 
     def accepts_strings(self, schema: Any) -> bool:
         """Return whether a schema certainly accepts every string."""
-        schema = self.resolved(schema)
-        return self.accepts_all(schema) or bool(self.known(_accepts_strings, schema))
+        return "string" in self.known(reach, self.resolved(schema))[1]
 
     def known(self, test: Callable[[Any], Any], schema: Any) -> Any:
         """Return what a test says of a schema, which is asked once. Simplifying a schema does not change that."""
@@ -234,33 +280,37 @@ _Test = Callable[[_Simplification, dict[str, Any], Any], bool]
 def _conditional(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
     """Whether ``if`` decides nothing, because of what follows or because what follows does not."""
     then, otherwise = work.accepts_all(schema.get("then", True)), work.accepts_all(schema.get("else", True))
-    return (then or _accepts_none(value)) and (otherwise or work.accepts_all(value))
+    return (then or accepts_none(value)) and (otherwise or work.accepts_all(value))
 
 
 def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
     """Whether what a property brings with it is free, or required anyway."""
-    required = _required(schema)
+    required, closed, named = required_of(schema), is_closed(schema), properties_of(schema)
     return isinstance(value, dict) and all(
-        all(isinstance(name, str) and (name == of or name in required) for name in needed)
-        if isinstance(needed, list)
-        else work.accepts_all(needed)
+        (closed and of not in named)
+        or (
+            all(isinstance(name, str) and (name == of or name in required) for name in needed)
+            if isinstance(needed, list)
+            else work.accepts_all(needed)
+        )
         for of, needed in value.items()
     )
-
-
-def _excludes_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
-    value = work.resolved(value)
-    return _accepts_none(value) or (isinstance(value, dict) and not _types(schema) & work.known(_types, value))
 
 
 _FORBIDS_NOTHING: dict[str, _Test] = {
     "additionalItems": lambda work, schema, value: (
         not isinstance(schema.get("items"), list) and "prefixItems" not in schema
     ),
-    "allOf": lambda work, schema, value: isinstance(value, list) and all(map(work.accepts_all, value)),
-    "anyOf": lambda work, schema, value: isinstance(value, list) and any(map(work.accepts_all, value)),
+    "allOf": lambda work, schema, value: isinstance(value, list) and all(work.decides(schema, one) for one in value),
+    "anyOf": lambda work, schema, value: isinstance(value, list) and any(work.decides(schema, one) for one in value),
     "contains": lambda work, schema, value: (
-        work.counts_contained and _is_zero(schema.get("minContains")) and "maxContains" not in schema
+        work.counts_contained
+        and _is_zero(schema.get("minContains"))
+        and (
+            accepts_none(value)
+            or "maxContains" not in schema
+            or _number(schema, "maxItems", math.inf) <= _number(schema, "maxContains", 0)
+        )
     ),
     "dependencies": _depends_on_nothing,
     "dependentRequired": _depends_on_nothing,
@@ -268,17 +318,21 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
     "format": lambda work, schema, value: (
-        isinstance(value, str) and (value in _HINTS or ("pattern" in schema and value not in _FORMATS))
+        isinstance(value, str)
+        and (value in _HINTS or (value not in _FORMATS and not {"pattern", "enum", "const"}.isdisjoint(schema)))
     ),
     "if": _conditional,
+    "maxProperties": lambda work, schema, value: (
+        is_closed(schema) and _is_number(value) and len(properties_of(schema)) <= value
+    ),
     "minItems": lambda work, schema, value: _is_zero(value),
     "minLength": lambda work, schema, value: _is_zero(value),
-    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(_required(schema)),
-    "not": _excludes_nothing,
+    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(required_of(schema)),
+    "not": lambda work, schema, value: work.decides(schema, value) is False,
     "oneOf": lambda work, schema, value: (
         isinstance(value, list)
         and sum(map(work.accepts_all, value)) == 1
-        and all(work.accepts_all(one) or _accepts_none(one) for one in value)
+        and all(work.accepts_all(one) or accepts_none(one) for one in value)
     ),
     "pattern": lambda work, schema, value: isinstance(value, str) and value in _ANY_TEXT,
     "patternProperties": lambda work, schema, value: (
@@ -304,63 +358,9 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
 }
 
 
-def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema leaves to values by ``type``, ``enum`` and ``const``."""
-    found, declared = _TYPES, schema.get("type")
-    if isinstance(declared, str | list):
-        named = [declared] if isinstance(declared, str) else declared
-        found = frozenset(each for each in named if isinstance(each, str))
-        found |= {"integer"} if "number" in found else set()
-    if "const" in schema:
-        found &= {_type_of(schema["const"])}
-    if isinstance(values := schema.get("enum"), list):
-        found &= set(map(_type_of, values))
-    return found
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
-    if isinstance(value, int | float):
-        return "integer" if isinstance(value, int) or value.is_integer() else "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-
-
-def _accepts_none(schema: Any) -> bool:
-    """Whether a schema certainly accepts no value."""
-    return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
-
-
-def _accepts_strings(schema: Any) -> bool:
-    """The same of a schema that refers to none: references within unions may multiply."""
-    if not isinstance(schema, dict):
-        return schema is True
-    asserted, union = _ASSERTIONS & schema.keys(), schema.get("anyOf")
-    if asserted == {"anyOf"} and isinstance(union, list):
-        return any(map(_accepts_strings, union))
-    return asserted <= {"type"} and "string" in _types(schema)
-
-
-def _names(schema: Any) -> Collection[str] | None:
-    """The strings that a schema accepts, which refers to none; None: they are not listed."""
-    if not isinstance(schema, dict) or _accepts_none(schema):
-        return () if _accepts_none(schema) else None
-    asserted, union = _ASSERTIONS & schema.keys(), schema.get("anyOf")
-    if asserted == {"anyOf"} and isinstance(union, list):
-        found = [_names(one) for one in union]
-        return None if None in found else dict.fromkeys(name for names in found for name in names or ())
-    if "string" not in _types({"type": schema["type"]} if "type" in schema else {}):
-        return ()
-    if asserted - {"type"} == {"const"}:
-        return tuple(filter(_is_text, [schema["const"]]))
-    if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
-        return dict.fromkeys(filter(_is_text, schema["enum"]))
-    return None
-
-
-def _required(schema: Mapping[str, Any]) -> set[str]:
-    required = schema.get("required")
-    return set(filter(_is_text, required)) if isinstance(required, list) else set()
+def _of_other_types(keyword: str, types: frozenset[str]) -> bool:
+    """Whether a keyword says nothing of values of these types."""
+    return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -386,12 +386,13 @@ def _finds_unevaluated(schema: Mapping[str, Any]) -> bool:
     return any(value is not True and value != {} for value in values)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
+    """The number of a keyword; what is none is refused where it is checked."""
+    return value if _is_number(value := schema.get(keyword)) else default
 
 
 def _is_zero(value: Any) -> bool:

@@ -1,0 +1,117 @@
+"""What JSON schemas accept, as far as that is certain: types, names and texts. References are not followed."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+ASSERTIONS = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
+        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
+        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
+        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf"),
+        *("pattern", "patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
+        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
+    }
+)
+"""Keywords that may forbid something. Others forbid nothing, whatever their value, and are left out but for these."""
+TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_NO_TYPES: frozenset[str] = frozenset()
+
+
+def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema leaves to values by ``type``, ``enum`` and ``const``."""
+    found, declared = TYPES, schema.get("type")
+    if isinstance(declared, str | list):
+        named = [declared] if isinstance(declared, str) else declared
+        found = frozenset(each for each in named if isinstance(each, str))
+        found |= {"integer"} if "number" in found else set()
+    if "const" in schema:
+        found &= {_type_of(schema["const"])}
+    if isinstance(values := schema.get("enum"), list):
+        found &= set(map(_type_of, values))
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def accepts_none(schema: Any) -> bool:
+    """Whether a schema certainly accepts no value."""
+    return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
+
+
+def reach(schema: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The types of which a schema, that refers to none, may accept some value, and certainly accepts every one:
+    references within unions may multiply."""
+    if not isinstance(schema, dict):
+        return (_NO_TYPES if schema is False else TYPES), (TYPES if schema is True else _NO_TYPES)
+    if accepts_none(schema):
+        return _NO_TYPES, _NO_TYPES
+    some = every = types_of(schema)
+    for name in ("allOf", "anyOf", "oneOf"):
+        if not isinstance(parts := schema.get(name, []), list):
+            return TYPES, _NO_TYPES
+        if (found := list(map(reach, parts))) and (name == "allOf" or len(found) == 1):
+            some, every = some.intersection(*(one for one, _ in found)), every.intersection(*(one for _, one in found))
+        elif name in schema and name != "allOf":
+            some = some & _NO_TYPES.union(*(one for one, _ in found))
+            every = every & _NO_TYPES.union(*(one for _, one in found)) if name == "anyOf" else _NO_TYPES
+    return some, every if ASSERTIONS & schema.keys() <= {"type", "allOf", "anyOf", "oneOf"} else _NO_TYPES
+
+
+def listed_names(schema: Any) -> Collection[str] | None:
+    """The strings that a schema accepts, which refers to none; None: they are not listed."""
+    if not isinstance(schema, dict) or accepts_none(schema):
+        return () if accepts_none(schema) else None
+    asserted = ASSERTIONS & schema.keys()
+    for union in ("allOf", "anyOf", "oneOf"):
+        if asserted == {union} and isinstance(parts := schema[union], list):
+            if None in (found := [listed_names(one) for one in parts]):
+                return None
+            times = Counter(name for names in found for name in names or ())
+            right = {"allOf": {len(parts)}, "oneOf": {1}}.get(union)
+            return [name for name, number in times.items() if right is None or number in right]
+    if "string" not in types_of({"type": schema["type"]} if "type" in schema else {}):
+        return ()
+    if asserted - {"type"} == {"const"}:
+        return tuple(filter(is_text, [schema["const"]]))
+    if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
+        return dict.fromkeys(filter(is_text, schema["enum"]))
+    return None
+
+
+def listed_texts(schema: Any) -> list[str | None] | None:
+    """The texts that a schema accepts, and null, if it lists its values; None: it does not, or has others."""
+    if not isinstance(schema, dict) or not isinstance(values := schema.get("enum", [schema.get("const", 0)]), list):
+        return None
+    if "const" in schema and "enum" in schema:
+        return None
+    return values if all(isinstance(value, str | None) for value in values) else None
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text."""
+    return isinstance(value, str)
+
+
+def properties_of(schema: Mapping[str, Any]) -> Collection[str]:
+    """The names of the properties that a schema lists."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else ()
+
+
+def is_closed(schema: Mapping[str, Any]) -> bool:
+    """Whether an object has no other properties than those that are named."""
+    return schema.get("additionalProperties") is False and "patternProperties" not in schema
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names of the properties that a schema requires."""
+    required = schema.get("required")
+    return set(filter(is_text, required)) if isinstance(required, list) else set()
