@@ -28,5 +28,17 @@ LLAMA_2 = (
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
     "{% endfor %}" + LENIENT
 )
+LLAMA_3 = (  # one call in a message, with its result behind it
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls|length != 1 %}"
+    "{{ raise_exception('single tool-calls') }}{% endif %}{% endfor %}" + LENIENT
+)
+NAMES = (
+    "{% for m in messages %}{% if m.role == 'tool' and not m.name %}{{ raise_exception('name') }}{% endif %}"
+    "{% endfor %}" + LENIENT.replace("[{{ m.role }}]", "[{{ m.role }}{{ m.name }}]")
+)
+USER = (
+    "{% if not messages|selectattr('role', 'equalto', 'user')|list %}{{ raise_exception('no user') }}{% endif %}"
+) + LENIENT
 ONLY_IDS = "{% for m in messages %}" + IDS + "{% endfor %}" + LENIENT
 TEMPLATES = {"mistral": MISTRAL, "gemma": GEMMA, "llama 2": LLAMA_2, "ids": ONLY_IDS, "lenient": LENIENT}
+TEMPLATES |= {"llama 3": LLAMA_3, "names": NAMES, "user": USER}

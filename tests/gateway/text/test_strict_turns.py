@@ -9,7 +9,17 @@ from pagewise_gateway.text.chat_template import ChatTemplate
 from pagewise_gateway.text.errors import ChatTemplateError
 from pagewise_gateway.text.template import renderer
 
-from tests.gateway.text.strict_templates import GEMMA, LENIENT, LLAMA_2, MISTRAL, ONLY_IDS, TEMPLATES
+from tests.gateway.text.strict_templates import (
+    GEMMA,
+    LENIENT,
+    LLAMA_2,
+    LLAMA_3,
+    MISTRAL,
+    NAMES,
+    ONLY_IDS,
+    TEMPLATES,
+    USER,
+)
 
 Message = dict[str, Any]
 
@@ -84,10 +94,27 @@ NINE = "abcdefgh1"
             [user("a"), user("b"), call(NINE), result(NINE), user("c")],
             f"[user]a[user]b[assistant]f{NINE}[tool]done[user]c",
         ),
+        (
+            LLAMA_3,
+            [user("a"), call("1", "2", "3", text="b"), result("2", "y"), result("1", "x"), result("3", "z"), user("c")],
+            "[user]a[assistant]bf1[tool]x[assistant]f2[tool]y[assistant]f3[tool]z[user]c",
+        ),
+        (
+            LLAMA_3,  # ids that repeat, within a message and in the next one
+            [user("a"), call("1", "1"), result("1", "x"), result("1", "y"), call("1"), result("1", "z"), result("2")],
+            "[user]a[assistant]f1[tool]x[assistant]f1[tool]y[assistant]f1[tool]z[tool]done",
+        ),
+        (
+            NAMES,
+            [user("a"), call("1"), result("1"), call("2"), result("2")],
+            "[user]a" + "[assistant]f{}[toolf]done" * 2,
+        ),
+        (USER, [system("s")], "[system]s[user]"),
+        (USER, [system("s"), user("a"), assistant("b")], "[system]s[user]a[assistant]b"),
     ],
 )
 def test_what_strict_templates_get(template: str, messages: list[Message], expected: str) -> None:
-    assert render(template, *messages) == expected
+    assert render(template, *messages) == expected.format(1, 2)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -98,7 +125,7 @@ def test_what_a_template_takes_it_gets_as_it_is(name: str) -> None:
     if name != "gemma":
         messages = [system("s"), *messages]
         assert render(template, *messages) == as_in_transformers(template, *messages)
-    if name not in ("gemma", "llama 2"):
+    if name not in ("gemma", "llama 2", "llama 3", "names"):
         messages = [user("a"), call(NINE, "123456789"), result(NINE), result("123456789"), assistant("b"), user("c")]
         assert render(template, *messages) == as_in_transformers(template, *messages)
 
@@ -151,7 +178,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
     return [*made, user("last")]
 
 
-@pytest.mark.parametrize("name", ["mistral", "ids", "lenient"])
+@pytest.mark.parametrize("name", ["mistral", "llama 3", "ids", "lenient"])
 @given(messages=conversations())
 @settings(max_examples=60, deadline=None)
 def test_the_prompt_of_a_turn_is_a_prefix_of_the_next(name: str, messages: list[Message]) -> None:

@@ -89,6 +89,53 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
+def with_single_calls(messages: Sequence[Message]) -> list[Message]:
+    """Give each of several calls in a message one of its own, with its result behind it."""
+    made: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            made.insert(_behind_call(made, message.get("tool_call_id")), message)
+        elif len(calls) > 1:
+            made.append({**message, "tool_calls": [calls[0]]})
+            content = "" if message.get("content") is not None else None
+            made += ({"role": message["role"], "content": content, "tool_calls": [call]} for call in calls[1:])
+        else:
+            made.append(message)
+    return made
+
+
+def _behind_call(messages: Sequence[Message], call_id: str | None) -> int:
+    """Where the result of a call belongs: behind the first one of that id that has none, in the last calls."""
+    begun = len(messages)
+    while begun and (messages[begun - 1].get("tool_calls") or messages[begun - 1]["role"] == "tool"):
+        begun -= 1
+    for place in range(begun, len(messages)):
+        answered = place + 1 < len(messages) and messages[place + 1]["role"] == "tool"
+        if not answered and any(call["id"] == call_id for call in messages[place].get("tool_calls") or ()):
+            return place + 1
+    return len(messages)
+
+
+def with_user(messages: Sequence[Message]) -> list[Message]:
+    """Let the user say nothing behind the system's messages at the beginning if it does not speak there."""
+    begun = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    if begun < len(messages) and messages[begun]["role"] == "user":
+        return list(messages)
+    return [*messages[:begun], {"role": "user", "content": ""}, *messages[begun:]]
+
+
+def with_names(messages: Sequence[Message]) -> list[Message]:
+    """Give results the names of the functions that were called."""
+    names: dict[str, str] = {}
+    made: list[Message] = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        name = names.get(message.get("tool_call_id") or "")
+        made.append({**message, "name": name} if name is not None and "name" not in message else message)
+    return made
+
+
 def _short(call_id: str) -> str:
     if len(call_id) == ID_LENGTH:
         return call_id

@@ -107,7 +107,18 @@ class Template:
         if self._takes([_USER, _ASSISTANT, _USER]) and not all(map(self._takes, doubled)):
             log.info("the chat template takes alternating roles only: turns of one role are joined")
             shapes.append(strict_turns.with_alternating_roles)
-        if self._takes(call, tools=True) and not self._takes(_called(self.dialect, {}, _LONG_ID), tools=True):
+        if self._takes([_SYSTEM, _USER]) and not self._takes([_SYSTEM]):
+            log.info("the chat template takes no conversation without the user: it gets an empty message of the user")
+            shapes.append(strict_turns.with_user)
+        if not self._takes(call, tools=True):
+            return shapes
+        if not self._takes([call[0], {**call[1], "tool_calls": call[1]["tool_calls"] * 2}, *call[2:] * 2], tools=True):
+            log.info("the chat template takes one call in a message only: each of several gets a message of its own")
+            shapes.append(strict_turns.with_single_calls)
+        if not self._takes([*call[:2], {key: call[2][key] for key in call[2] if key != "name"}], tools=True):
+            log.info("the chat template takes no result of a tool without its name: it gets that of the call")
+            shapes.append(strict_turns.with_names)
+        if not self._takes(_called(self.dialect, {}, _LONG_ID), tools=True):
             log.info("the chat template takes ids of calls of nine characters only: others are shortened")
             shapes.append(strict_turns.with_short_ids)
         return shapes
