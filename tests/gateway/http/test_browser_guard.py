@@ -36,7 +36,18 @@ FOREIGN: list[dict[str, str]] = [
     JSON | {"Host": "rebound.example:8000"},
     JSON | {"Host": "127.0.0.1.rebound.example"},
     JSON | {"Host": "localhost.rebound.example"},
+    JSON | {"Host": "localhost@rebound.example"},
+    JSON | {"Host": "localhost:80.rebound.example"},
+    JSON | {"Host": "[::1].rebound.example"},
+    JSON | {"Host": ":8000"},
     JSON | {"Host": "rebound.example", "Origin": "http://rebound.example", "Sec-Fetch-Site": "same-origin"},
+]
+FORMS: list[dict[str, str]] = [
+    {},
+    {"Content-Type": ""},
+    {"Content-Type": "Text/Plain; charset=UTF-8"},
+    {"Content-Type": "application/x-www-form-urlencoded"},
+    {"Content-Type": "multipart/form-data; boundary=x"},
 ]
 PATHS = [COMPLETION, "/v1/unload_lora_adapter", "/console/requests/one/abort", "/tokenize"]
 
@@ -48,7 +59,8 @@ async def test_pages_of_other_sites_change_nothing_without_keys() -> None:
         for path in PATHS:
             for headers in FOREIGN:
                 assert await status(server, path, headers, BODY) == 403, headers
-            assert await status(server, path, {}, BODY) == 415
+            for declared in FORMS:
+                assert await status(server, path, declared, BODY) == 415
         assert server.scheduler.endable == {"one"}
         assert not server.scheduler.submits
         for headers in FOREIGN:
@@ -69,6 +81,8 @@ async def test_usual_clients_need_nothing_else_without_keys() -> None:
             {"Host": "gateway:8000"},  # a service of compose
             {"Host": own, "Origin": server.url, "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
             {"Host": "localhost", "Origin": "http://localhost:80"},
+            # behind a proxy that ends TLS at another port or rewrites Host
+            {"Host": "localhost", "Origin": "https://box.example:8443", "Sec-Fetch-Site": "same-origin"},
         ]
         for headers in usual:
             assert await status(server, COMPLETION, JSON | headers, BODY) == 200, headers

@@ -108,6 +108,8 @@ def _refusal(url: str, status: int) -> str:
 
 def _request(url: str, body: bytes | None = None) -> urllib.request.Request:
     request = urllib.request.Request(url, body)  # noqa: S310
+    if body is not None:  # without keys, a server takes no type that a page could send
+        request.add_header("Content-Type", "application/json")
     if key := os.environ.get("PAGEWISE_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
     return request

@@ -18,6 +18,9 @@ from pagewise_gateway.http.errors import ForbiddenError, MediaTypeError
 
 ANY_HOST = "*"
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
+_WITH_PORT = re.compile(rf"({_HOST.pattern})(?::\d*)?")
+_FORMS = frozenset({"", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
+"""Types of bodies that a page may send to another site without asking it."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
@@ -46,7 +49,7 @@ class BrowserGuard:
 
         Raises:
             ForbiddenError: from a page of another site, or for a host that is not allowed.
-            MediaTypeError: it may change something, and has no Content-Type, which pages could leave out.
+            MediaTypeError: it may change something, and its Content-Type is one that pages may send, or missing.
         """
         host = request.headers.get("Host")
         if host is not None and not self._is_allowed(host):
@@ -57,17 +60,23 @@ class BrowserGuard:
         # What no handler takes (404, 405) changes nothing either.
         reads = request.method in _READING or request.match_info.http_exception is not None
         site = request.headers.get("Sec-Fetch-Site", "none").lower()
+        # The browser compares whole addresses, and knows its own also if a proxy rewrites Host.
         if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
             raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
         origin = request.headers.get("Origin")
-        if origin is not None and not _is_own(origin, host):
+        if origin is not None and not (site == "same-origin" or _is_own(origin, host)):
             raise ForbiddenError(f"a page of {origin[:100]!r} sends this: a server without API keys does not take it")
-        if not reads and "Content-Type" not in request.headers:
-            raise MediaTypeError("the request has no Content-Type: send Content-Type: application/json")
+        media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if not reads and media_type in _FORMS:
+            raise MediaTypeError(
+                f"the request has {f'the Content-Type {media_type}' if media_type else 'no Content-Type'}: send "
+                "Content-Type: application/json"
+            )
 
     def _is_allowed(self, host: str) -> bool:
-        found = _HOST.match(host.lower())
-        name = found[0].rstrip(".") if found is not None else ""
+        if (found := _WITH_PORT.fullmatch(host.lower())) is None:
+            return self._any
+        name = found[1].rstrip(".")
         # Nobody can register a name without a dot, nor one below .internal (host.docker.internal), or make a page whose
         # name is an address.
         private = "." not in name or name.endswith((".localhost", ".internal"))
