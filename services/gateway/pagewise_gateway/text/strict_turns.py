@@ -93,7 +93,7 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Give each of several calls in a message one of its own, with its result behind it."""
     made: list[Message] = []
     for message in messages:
-        calls = message.get("tool_calls") or ()
+        calls = message.get("tool_calls") or []
         if message["role"] == "tool":
             made.insert(_behind_call(made, message.get("tool_call_id")), message)
         elif len(calls) > 1:

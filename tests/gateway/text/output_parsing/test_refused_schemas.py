@@ -74,3 +74,19 @@ def test_functions_that_python_cannot_name_are_refused() -> None:
             grammar("pythonic", functions=functions, required=required)
     made = grammar("pythonic", functions=[Function("a:b", None), Function("f", None, True)], required=False)
     assert made == grammar("pythonic", functions=[Function("f", None, True)], required=False)
+
+
+@pytest.mark.parametrize("name", ["glm45", "pythonic"])
+def test_a_parameter_brings_the_definitions_that_it_needs(name: str) -> None:
+    """With all definitions in each parameter, a schema of 200 KB would become a grammar of 300 MB."""
+    unused = {f"unused{number}": {"type": "object", "properties": TEXTS} for number in range(300)}
+    definitions = {"x/y": {"items": {"$ref": "#/$defs/z"}}, "z": {"items": {"$ref": "#/$defs/x~1y"}}, **unused}
+    properties: dict[str, Any] = {f"p{number}": {"type": "integer"} for number in range(300)}
+    properties["x"] = {"type": "array", "items": {"$ref": "#/$defs/x~1y/items"}}
+    made = grammar(name, functions=[Function("f", {"properties": properties, "$defs": definitions}, True)])
+    assert "unused" not in made
+    assert made.count('"x/y": ') == made.count('"z": ') == 1
+    properties |= {f"q{number}": {"$ref": f"#/$defs/unused{number}"} for number in range(300)}
+    definitions |= {f"unused{number}": {"items": {"$ref": f"#/$defs/unused{number + 1}"}} for number in range(299)}
+    with pytest.raises(UnsupportedSchemaError, match="more than 262144 bytes as a grammar"):
+        grammar(name, functions=[Function("f", {"properties": properties, "$defs": definitions}, True)])

@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
+
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
 from pagewise_gateway.text.output_parsing.parameters import (
     UnsupportedSchemaError,
     listed_parameters,
     python_parameters,
+    self_contained,
     string_choices,
 )
 
@@ -148,6 +151,7 @@ class _Grammar:
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
         self._rules: dict[str, str] = {}
+        self._num_characters = 0  # of schemas
         texts = sorted((text for text in special_tokens if text), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
@@ -226,7 +230,7 @@ class _Grammar:
             schema = _ANY_OBJECT
         before = self.text(shape.before.replace("NAME", function.name))
         if shape.arguments == "json":
-            arguments = f"%json {json.dumps(schema)}"
+            arguments = self._json(schema)
         elif shape.arguments == "python":
             if _PYTHON_NAME.fullmatch(function.name) is None:
                 raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: no name in Python")
@@ -235,12 +239,26 @@ class _Grammar:
             arguments = self._tags(function, schema) if follows else self._any_tags()
         return f"{before} {arguments} {self.text(shape.after)}"
 
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        """Return the expression of the JSON that a schema accepts.
+
+        Raises:
+            UnsupportedSchemaError: all are too long together: parameters repeat the definitions that they share.
+        """
+        text = json.dumps(schema)
+        self._num_characters += len(text)
+        if self._num_characters > MAX_GRAMMAR_BYTES:
+            raise UnsupportedSchemaError(
+                f"the schemas of the functions take more than {MAX_GRAMMAR_BYTES} bytes as a grammar, the limit"
+            )
+        return f"%json {text}"
+
     def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of a call in Python, whose values JSON and Python write alike."""
         # From the last property to the first: what may follow if something stands before it, or nothing does.
         some = none = '""'
         for name, value, needed in reversed(python_parameters(function.name, schema, function.strict)):
-            item = self.rule("argument", f"{_quoted(name + '=')} %json {json.dumps(value)}")
+            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(self_contained(value, schema))}")
             after = self.rule("some", some)
             some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
             none = f"{item} {after}" if needed else f"{item} {after} | {self.rule('none', none)}"
@@ -264,7 +282,7 @@ class _Grammar:
             key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
             closing = "</arg_value>"
             if "string" not in schema_types(value):
-                written = f"%json {json.dumps(value)} {self.text(closing)}"
+                written = f"{self._json(self_contained(value, schema))} {self.text(closing)}"
             elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
             else:

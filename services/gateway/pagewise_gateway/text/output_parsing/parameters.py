@@ -8,6 +8,7 @@ that is not strict may have some more, which are left to the model.
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 
@@ -40,7 +41,7 @@ class UnsupportedSchemaError(ValueError):
 
 
 class Parameter(NamedTuple):
-    """A parameter. ``schema``: of its value, with the definitions that it may refer to. ``needed``: it is required."""
+    """A parameter. ``schema``: of its value. ``needed``: it is required."""
 
     name: str
     schema: dict[str, Any]
@@ -73,12 +74,26 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
                 f"$ref {reference[:100]!r} in the parameters of {function!r} cannot be followed: in the format of this "
                 "model, those that refer to $defs can"
             )
-    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     return [
-        Parameter(name, {**value, **shared} if isinstance(value, Mapping) else {}, name in required)
+        Parameter(name, dict(value) if isinstance(value, Mapping) else {}, name in required)
         for name, value in properties.items()
         if value is not False  # which says that it may not be there
     ]
+
+
+def self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value, with the definitions in ``schema`` that it refers to, also by way of others."""
+    found: dict[str, dict[str, Any]] = {}
+    waiting: list[Any] = [value]
+    while waiting:
+        for reference in _references(waiting.pop()):
+            group, name = reference.split("/")[1:3]
+            name = unquote(name).replace("~1", "/").replace("~0", "~")
+            definitions = schema.get(group)
+            if isinstance(definitions, Mapping) and name in definitions and name not in found.setdefault(group, {}):
+                found[group][name] = definitions[name]
+                waiting.append(definitions[name])
+    return {**value, **found}
 
 
 def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:
