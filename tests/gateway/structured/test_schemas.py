@@ -16,7 +16,7 @@ UNHONOURED: list[tuple[Any, str]] = [
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
     ({"type": "array", "contains": STRING}, "contains"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
     ({"$dynamicRef": "#a"}, "dynamicRef"),
     ({"type": "string", "format": "iban"}, "Unknown format: iban"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),

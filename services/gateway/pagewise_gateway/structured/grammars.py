@@ -10,6 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,8 @@ from pagewise_gateway.text.turns import Turns
 T = TypeVar("T")
 
 _MAX_REASON = 400
+_MOST_SCHEMAS = 32
+"""Whose grammars are remembered, before they are checked."""
 _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
 """Grammars that have been checked and are remembered, and characters of them together."""
@@ -76,9 +79,17 @@ def json_schema_grammar(
     Raises:
         GrammarError: it is no schema, or has a keyword that is not honoured.
     """
-    schema, size = _sized(schema)
-    _check_size(size)
-    schema = simplified(schema)
+    _, encoded = _sized(schema)
+    _check_size(len(encoded))
+    return _schema_grammar(encoded, whitespace, whitespace_pattern, additional_properties)
+
+
+@lru_cache(maxsize=_MOST_SCHEMAS)
+def _schema_grammar(
+    encoded: bytes, whitespace: bool, whitespace_pattern: str | None, additional_properties: bool
+) -> str:
+    """The same of a schema as JSON. What merges large unions takes up to a second, and clients send a schema again."""
+    schema = simplified(msgspec.json.decode(encoded))
     check_schema(schema)
     if schema is False:
         raise GrammarError("nothing matches the schema false")
@@ -176,8 +187,8 @@ def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers:
             raise GrammarError(f"no trigger begins the structure {begin[:100]!r}")
         if not (_is_text(begin) and _is_text(end)):
             raise GrammarError(f"{begin[:100]!r} or {end[:100]!r} is no valid Unicode text")
-        decoded, size = _sized(schema)
-        _check_size(taken := taken + size)  # before anything goes through all of it
+        decoded, encoded = _sized(schema)
+        _check_size(taken := taken + len(encoded))  # before anything goes through all of it
         decoded = simplified(decoded)
         check_schema(decoded)
         if decoded is False:
@@ -299,8 +310,8 @@ class Grammars:
         return flaw
 
 
-def _sized(schema: Any) -> tuple[Any, int]:
-    """A schema, decoded if it is a text, and the bytes that it takes.
+def _sized(schema: Any) -> tuple[Any, bytes]:
+    """A schema, decoded if it is a text, and its JSON.
 
     Raises:
         GrammarError: it is not JSON, or not Unicode.
@@ -308,7 +319,7 @@ def _sized(schema: Any) -> tuple[Any, int]:
     if isinstance(schema, str):
         schema = _decoded(schema)
     try:
-        return schema, len(msgspec.json.encode(schema))
+        return schema, msgspec.json.encode(schema)
     except UnicodeEncodeError:
         raise GrammarError("a text in it is no valid Unicode text") from None
 
