@@ -1,6 +1,9 @@
 """A service as a child process: what it inherits, how its lines come through, how it is stopped."""
 
 import asyncio
+import contextlib
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +13,7 @@ import pytest
 from pagewise import process
 from pagewise.main import main
 from pagewise.process import Service
+from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.version import package_version
 
 WriteCode = Callable[[str], int]
@@ -92,3 +96,32 @@ def test_a_command_that_logs_tells_a_misspelt_variable_once(monkeypatch: pytest.
     command = [sys.executable, "-m", "pagewise.main", "up"]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     assert said.count("PAGEWISE_KEYES is unknown") == 1
+
+
+async def test_a_process_that_the_machine_has_no_room_for_cannot_start(
+    write_code: WriteCode,
+) -> None:
+    write_code("print('up')")
+    tested, (soft, hard) = service([]), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert await tested.run() == CANNOT_START
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "Too many open files" in tested.reason
+    assert await tested.run() == 0
+    assert tested.reason == ""
+
+
+async def test_a_log_that_cannot_be_written_ends_no_service(
+    write_code: WriteCode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_code("import sys; print('bad', file=sys.stderr); print('good')")
+    lines: list[str] = []
+    reading, writing = os.pipe()
+    os.close(reading)
+    with contextlib.suppress(OSError), os.fdopen(writing, "w") as unread:  # which closes with what was not written
+        monkeypatch.setattr(sys, "stderr", unread)
+        assert await service(lines).run() == 0
+        monkeypatch.undo()
+    assert lines == ["good"]

@@ -5,12 +5,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess  # nosec B404
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pagewise_shared.config import VARIABLE_PREFIX
 from pagewise_shared.logs import relayed
-from pagewise_shared.service_process import reason_in
+from pagewise_shared.service_process import CANNOT_START, reason_in
 
 STOP_SECONDS = 10.0
 
@@ -48,19 +49,27 @@ class Service:
         self.on_ready: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
-        """Start the process and wait for its end; returns its exit code, negative for a signal."""
-        self.ready = False
+        """Start the process and wait for its end; returns its exit code, negative for a signal.
+
+        If the machine lacks the memory, processes or files for another process, it is ``CANNOT_START``.
+        """
+        self.ready, self.reason = False, ""
         async with self._starting:
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=_environment() | self._variables,
-                # A session of its own, so that Ctrl-C reaches only the parent, which then stops the services in order.
-                start_new_session=True,
-                preexec_fn=_prepare,
-            )
+            try:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=_environment() | self._variables,
+                    # A session of its own, so that Ctrl-C reaches only the parent, which then stops services in order.
+                    start_new_session=True,
+                    preexec_fn=_prepare,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                self._log(f"the process cannot be started: {error}")
+                self.reason = f"its process cannot be started: {error}"
+                return CANNOT_START
         assert process.stdout is not None
         assert process.stderr is not None
         await asyncio.gather(self._relay(process.stdout, self._print), self._relay(process.stderr, self._log))
@@ -109,7 +118,8 @@ class Service:
         self._on_line(text)
 
     def _log(self, text: str) -> None:
-        print(relayed(self.name, text), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the disk of a log that is full, or its reader gone, ends no service
+            print(relayed(self.name, text), file=sys.stderr, flush=True)
         self.reason = reason_in(text) or self.reason
         self._on_log(text)
 

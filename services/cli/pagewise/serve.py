@@ -1,6 +1,7 @@
 """``pagewise serve``: a scheduler, its gateways and its executors on this machine."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -170,8 +171,9 @@ async def _announce(config: ServeConfig) -> None:
     )
     # The certificate is for the name that clients use, not for this address.
     curl = "curl -Nk" if config.gateway.ssl_certfile else "curl -N"
-    print(
-        f"\nServing {name} at {url} (ready after {seconds:.1f} s). Try:\n\n"
-        f"  {curl} {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'\n",
-        flush=True,
-    )
+    with contextlib.suppress(OSError):  # as of the lines of services
+        print(
+            f"\nServing {name} at {url} (ready after {seconds:.1f} s). Try:\n\n"
+            f"  {curl} {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'\n",
+            flush=True,
+        )
