@@ -216,6 +216,13 @@ DEEPSEEK = [
         _ENDS,
         calls=(("save", "{}"),),
     ),
+    Transcript(
+        "arguments that are none",
+        "deepseek_v31",
+        None,
+        f"{_BEGINS}{_BEGIN}save{_SEP}nothing{_END}{_ENDS}",
+        f"{_BEGINS}{_BEGIN}save{_SEP}nothing{_END}{_ENDS}",
+    ),
     Transcript("all reasoning", None, "deepseek_r1", "<thi a", "", "<thi a"),
     Transcript(
         "parallel calls",
@@ -442,6 +449,15 @@ HARMONY = [
         None,
         ' to=functions.save<|channel|>commentary<|message|>{"a": 1}',
         calls=(("save", '{"a": 1}'),),
+    ),
+    Transcript(
+        "calls without a message",
+        "openai",
+        "openai_gptoss",
+        "<|channel|>commentary to=functions.get_time<|call|><|start|>assistant<|channel|>commentary<|call|> or "
+        "<|end|><|start|>assistant<|channel|>commentary to=functions.save <|constrain|>json<|call|>",
+        "<|start|>assistant<|channel|>commentary<|call|> or",
+        calls=(("get_time", "{}"), ("save", "{}")),
     ),
     Transcript("an answer", "openai", None, "<|channel|>final<|message|>Hi <b> \n\nyou<|return|>", "Hi <b> \n\nyou"),
     Transcript("no channel", "openai", None, "Hi", "Hi"),

@@ -15,7 +15,8 @@ from pagewise_gateway.text.output_parsing.message import MessageBuilder
 
 _BEGINS = ("<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_CALL = "<|call|>"
+_ENDS = ("<|end|>", _CALL, "<|return|>")
 DELIMITERS = (*_BEGINS, _MESSAGE, *_ENDS)
 """Of all messages."""
 _MOST_HEADER = 512
@@ -72,22 +73,27 @@ class HarmonyScanner:
     def _header(self, final: bool, deltas: list[Delta]) -> bool:
         """In what may be a header, which stands behind ``_num_before`` characters."""
         text = self._pending[self._num_before :]
-        at = text.find(_MESSAGE)
-        header = text if at < 0 else text[:at]
-        found = _HEADER.fullmatch(header) if at >= 0 else None
-        if len(header) > _MOST_HEADER or _PART.fullmatch(header) is None or (found is None and (final or at >= 0)):
+        start, end = first_of(text, (_MESSAGE, _CALL)) or (-1, -1)
+        header = text[:start] if start >= 0 else text[: len(text) - (0 if final else begun(text, (_CALL,)))]
+        found = _HEADER.fullmatch(header) if start >= 0 else None
+        recipient = (found["first"] or found["second"] or "") if found is not None else ""
+        calls = recipient.startswith(_FUNCTIONS) and len(recipient) > len(_FUNCTIONS)
+        if found is not None and not calls and text[start:end] == _CALL:  # only a call can do without a message
+            found = None
+        if len(header) > _MOST_HEADER or _PART.fullmatch(header) is None or (found is None and (final or start >= 0)):
             return self._no_header(deltas)
         if found is None:
             return False
         self._end_message(True, deltas)
-        recipient = found["first"] or found["second"] or ""
-        if recipient.startswith(_FUNCTIONS) and len(recipient) > len(_FUNCTIONS):
+        if calls:
             self._kind, self._arguments, self._some = "arguments", JsonValue(), False
             self._message.add([Delta("call", recipient.removeprefix(_FUNCTIONS))], deltas)
         else:
             self._kind = "reasoning" if recipient or found["channel"] == "analysis" else "content"
-        self._pending, self._state = text[at + len(_MESSAGE) :], HarmonyScanner._body
-        self._num_before = 0
+        self._pending, self._state, self._num_before = text[end:], HarmonyScanner._body, 0
+        if text[start:end] == _CALL:
+            self._end_message(True, deltas)
+            self._state = HarmonyScanner._behind
         return True
 
     def _no_header(self, deltas: list[Delta]) -> bool:

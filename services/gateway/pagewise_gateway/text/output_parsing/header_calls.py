@@ -52,7 +52,8 @@ MISTRAL = Header(
 """Since version 11."""
 DEEPSEEK = Header(
     re.compile(
-        rf"\s*(?:[^\s<]+(?P<sure>{_SEPARATOR})\s*(?P<name>{NAME})|(?P<only>{NAME}){_SEPARATOR})\s*(?:```(?:json)?\s*)?"
+        rf"\s*(?:(?:(?P<sure>function)|[^\s<]+){_SEPARATOR}\s*(?P<name>{NAME})|(?P<only>{NAME}){_SEPARATOR})"
+        r"\s*(?:```(?:json)?\s*)?"
     ),
     re.compile(parts(r"\s*", NAME, f"={_SEPARATOR}", r"\s*", rf"(?:{NAME})?", r"\s*", "=```", "=json", r"\s*")),
 )
