@@ -55,7 +55,7 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
         UnsupportedSchemaError: the schema says more of the arguments than which there are and which are required.
     """
     _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS if strict else _OF_PARAMETERS | _LOOSE)
-    if schema.get("type", "object") not in ("object", ["object"]):
+    if "object" not in (schema_types(schema) or ["object"]):
         raise UnsupportedSchemaError(f"the parameters of {function!r} are no object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
