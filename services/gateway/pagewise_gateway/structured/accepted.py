@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 ASSERTIONS = frozenset(
     {
@@ -115,3 +115,26 @@ def required_of(schema: Mapping[str, Any]) -> set[str]:
     """The names of the properties that a schema requires."""
     required = schema.get("required")
     return set(filter(is_text, required)) if isinstance(required, list) else set()
+
+
+def says_more(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema says more of texts than a format."""
+    parts = schema.get("allOf")
+    return not {"pattern", "enum", "const"}.isdisjoint(schema) or (
+        isinstance(parts, list) and any(isinstance(part, dict) and "pattern" in part for part in parts)
+    )
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number of JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
+    """The number of a keyword; what is none is refused where it is checked."""
+    return value if is_number(value := schema.get(keyword)) else default
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a value is the number 0."""
+    return is_number(value) and value == 0

@@ -6,8 +6,8 @@ keywords that llguidance implements.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -18,14 +18,19 @@ from pagewise_gateway.structured.accepted import (
     TYPES,
     accepts_none,
     is_closed,
+    is_number,
+    is_zero,
     listed_names,
     listed_texts,
+    number,
     properties_of,
     reach,
     required_of,
+    says_more,
     types_of,
 )
 from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.patterns import without_lookahead
 from pagewise_gateway.structured.schemas import nesting, subschemas, target_of
 
 _STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
@@ -156,9 +161,12 @@ class _Simplification:
         if isinstance(reference := schema.get("$ref"), str) and reference in self._targets:
             schema["$ref"] = quote(reference, safe=_URI)
             self._targets[schema["$ref"]] = self._targets[reference]
+        if isinstance(pattern := schema.get("pattern"), str):
+            schema["pattern"], *others = without_lookahead(pattern)
+            _add(schema, [{"pattern": one} for one in others])
         types = types_of(schema)
         for name, most in _BOUNDS.items():
-            bound = _number(schema, name, 0)
+            bound = number(schema, name, 0)
             if bound < most < 0 or ("number" in types and bound > most > 0):
                 schema[name] = most
         if not _EVALUATED_BESIDE & schema.keys():
@@ -203,19 +211,16 @@ class _Simplification:
             del schema["not"]
             schema.pop("const", None)
             schema["enum"] = [value for value in values if value not in refused]
-        if (also := [one for one in also if not self.decides(schema, one)]) and isinstance(
-            others := schema.get("allOf", []), list
-        ):
-            schema["allOf"] = [*others, *also]
+        _add(schema, [one for one in also if not self.decides(schema, one)])
         if "contains" in schema and self.counts_contained and self.accepts_all(schema["contains"]):
             least, most = (
-                _number(schema, name, value) for name, value in (("minContains", 1), ("maxContains", math.inf))
+                number(schema, name, value) for name, value in (("minContains", 1), ("maxContains", math.inf))
             )
             for name in ("contains", "minContains", "maxContains"):
                 schema.pop(name, None)
-            schema["minItems"] = max(_number(schema, "minItems", 0), least)
+            schema["minItems"] = max(number(schema, "minItems", 0), least)
             if most < math.inf:
-                schema["maxItems"] = min(_number(schema, "maxItems", most), most)
+                schema["maxItems"] = min(number(schema, "maxItems", most), most)
 
     def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
         """Write ``propertyNames`` that lists names as ``properties``."""
@@ -305,11 +310,11 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "anyOf": lambda work, schema, value: isinstance(value, list) and any(work.decides(schema, one) for one in value),
     "contains": lambda work, schema, value: (
         work.counts_contained
-        and _is_zero(schema.get("minContains"))
+        and is_zero(schema.get("minContains"))
         and (
             accepts_none(value)
             or "maxContains" not in schema
-            or _number(schema, "maxItems", math.inf) <= _number(schema, "maxContains", 0)
+            or number(schema, "maxItems", math.inf) <= number(schema, "maxContains", 0)
         )
     ),
     "dependencies": _depends_on_nothing,
@@ -318,16 +323,15 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
     "format": lambda work, schema, value: (
-        isinstance(value, str)
-        and (value in _HINTS or (value not in _FORMATS and not {"pattern", "enum", "const"}.isdisjoint(schema)))
+        isinstance(value, str) and (value in _HINTS or (value not in _FORMATS and says_more(schema)))
     ),
     "if": _conditional,
     "maxProperties": lambda work, schema, value: (
-        is_closed(schema) and _is_number(value) and len(properties_of(schema)) <= value
+        is_closed(schema) and is_number(value) and len(properties_of(schema)) <= value
     ),
-    "minItems": lambda work, schema, value: _is_zero(value),
-    "minLength": lambda work, schema, value: _is_zero(value),
-    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(required_of(schema)),
+    "minItems": lambda work, schema, value: is_zero(value),
+    "minLength": lambda work, schema, value: is_zero(value),
+    "minProperties": lambda work, schema, value: is_number(value) and value <= len(required_of(schema)),
     "not": lambda work, schema, value: work.decides(schema, value) is False,
     "oneOf": lambda work, schema, value: (
         isinstance(value, list)
@@ -353,7 +357,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
         work.evaluates_nothing_new(value) or "additionalProperties" in schema
     ),
     "uniqueItems": lambda work, schema, value: (
-        value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
+        value is False or (is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
     ),
 }
 
@@ -361,6 +365,12 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
 def _of_other_types(keyword: str, types: frozenset[str]) -> bool:
     """Whether a keyword says nothing of values of these types."""
     return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
+
+
+def _add(schema: dict[str, Any], others: Sequence[Any]) -> None:
+    """Let other schemas match as well."""
+    if others and isinstance(found := schema.get("allOf", []), list):
+        schema["allOf"] = [*found, *others]
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -384,16 +394,3 @@ def _finds_unevaluated(schema: Mapping[str, Any]) -> bool:
     """Whether a schema forbids some of the items or properties that no other keyword evaluates."""
     values = schema.get("unevaluatedItems", True), schema.get("unevaluatedProperties", True)
     return any(value is not True and value != {} for value in values)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    """The number of a keyword; what is none is refused where it is checked."""
-    return value if _is_number(value := schema.get(keyword)) else default
-
-
-def _is_zero(value: Any) -> bool:
-    return _is_number(value) and value == 0

@@ -1,0 +1,44 @@
+"""Regular expressions with look-ahead, which llguidance does not have, as others that together match the same texts."""
+
+_TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_KNOWN = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T{_TIME})?|T{_TIME})$"
+    ),
+}
+"""What Zod 4 writes for e-mail addresses and durations, and the same without look-ahead."""
+_AHEAD = "^(?="
+
+
+def without_lookahead(pattern: str) -> list[str]:
+    """Return expressions that all match the texts that an expression matches, and no others. What looks ahead at the
+    beginning has one of its own; other look-around stays, and is refused where it is compiled."""
+    pattern = _KNOWN.get(pattern, pattern)
+    found = []
+    while pattern.startswith(_AHEAD) and (end := _group_end(pattern, len(_AHEAD))) > 0:
+        found.append(f"^(?:{pattern[len(_AHEAD) : end]})")
+        pattern = f"^{pattern[end + 1 :]}"
+    return [pattern, *found]
+
+
+def _group_end(pattern: str, at: int) -> int:
+    """Return where a group ends that has begun before ``at``; -1: it does not, or an alternative follows it."""
+    depth, inside, end = 1, False, -1
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif inside:
+            inside = character != "]"
+        elif character == "[":
+            inside = True
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+            end = at if not depth and end < 0 else end
+        elif character == "|" and end >= 0 and not depth:
+            return -1
+        at += 1
+    return end
