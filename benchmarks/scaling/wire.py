@@ -48,7 +48,7 @@ class WireLoad:
         self._rng = random.Random(streams)
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[bytes]] = {}
-        self._epoch = 0
+        self._epoch, self._heartbeat_seconds = 0, 1.0
         self._ready_executors = 0
         self._changed = asyncio.Event()
 
@@ -104,7 +104,7 @@ class WireLoad:
                     self._ready_executors = state.ready_executors
                     self._changed.set()
                 case GatewayWelcome() as welcome:
-                    self._epoch = welcome.epoch
+                    self._epoch, self._heartbeat_seconds = welcome.epoch, welcome.heartbeat_ms / 1000
                 case Refused() as refused:
                     self.failures.append(refused.reason)
                 case Rejoin():
@@ -112,7 +112,7 @@ class WireLoad:
 
     async def _keep_in_touch(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(self._heartbeat_seconds)
             if self._epoch:
                 await self._send(Heartbeat(self._epoch))
 

@@ -21,6 +21,11 @@ log = logging.getLogger(__name__)
 HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 """Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
 
+LEAST_SILENCE, MOST_SILENCE = 3.0, 5.0
+"""Seconds of the scheduler's silence after which it is given up, at the soonest and at the latest. At the soonest when
+ZeroMQ closes the connection too: a scheduler that goes on after a shorter pause still knows everything, and to join it
+again costs each request its place."""
+
 HANDSHAKE_MS = 3000
 """Milliseconds after which a handshake is broken off and begun again. It needs three round trips, with encryption."""
 
@@ -84,7 +89,7 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     socket.setsockopt(zmq.RCVHWM, 0)
     # Reconnect when nothing comes through: TCP alone would keep trying the old connection, ever more slowly.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * LEAST_SILENCE))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
     # Heartbeats begin after the handshake. If the network fails during it, only this ends the attempt: by default after
     # 30 s, or when TCP tries again, which it does ever more slowly.

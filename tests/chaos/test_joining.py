@@ -94,12 +94,12 @@ def network() -> Iterator[Namespace]:
 @pytest.mark.parametrize(
     ("seconds", "executor_timeout"),
     [
-        (4.5, 3.0),
-        pytest.param(8.0, 30.0, marks=pytest.mark.chaos),
+        (4.5, 30.0),  # noticed by the rhythm of its heartbeats, long before the option would
+        pytest.param(8.0, 3.0, marks=pytest.mark.chaos),
         pytest.param(30.0, 3.0, marks=pytest.mark.chaos),
     ],
 )
-async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_scheduler_has_noticed(
+async def test_an_executor_that_was_cut_off_is_noticed_and_back_soon(
     tmp_path: Path, network: Namespace, seconds: float, executor_timeout: float
 ) -> None:
     options = (f"--executor-timeout={executor_timeout:g}",)
@@ -117,8 +117,7 @@ async def test_an_executor_that_was_cut_off_is_back_soon_whether_or_not_the_sche
                 assert not all(task.done() for task in streams)
             network.drop(1.0)
             await asyncio.sleep(seconds)
-            left = "near", *(["far"] if executor_timeout > seconds else [])
-            assert sorted(await asyncio.to_thread(cluster.members)) == sorted(left)
+            assert list(await asyncio.to_thread(cluster.members)) == ["near"]
             network.heal()
             began, cores = monotonic(), FreeCores()
             await asyncio.to_thread(wait_for_second_welcome, cluster)

@@ -12,6 +12,7 @@ import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError, RefusedError
+from pagewise_shared.failure_detector import FailureDetector
 from pagewise_shared.logs import about, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -44,6 +45,8 @@ from pagewise_shared.protocol import (
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER, MAX_STEP_RESULT_BYTES
 from pagewise_shared.scheduler_connection import (
     HELLO_PAUSES,
+    LEAST_SILENCE,
+    MOST_SILENCE,
     SchedulerAddress,
     follow_scheduler,
     make_dealer,
@@ -55,7 +58,6 @@ from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_SILENCE_SECONDS = 5.0
 _SILENCE_WHILE_LEAVING = 3.0
 _LONGEST_HEARTBEAT_MS = 60_000
 _GOODBYE_SECONDS = 0.2
@@ -114,7 +116,7 @@ class ExecutorService:
         self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys
         self._welcome: Welcome | None = None
-        self._last_heard = monotonic()
+        self._detector = FailureDetector(monotonic(), least=LEAST_SILENCE, most=MOST_SILENCE)
         self._stop: asyncio.Event = asyncio.Event()
         self._stop_reason = ""
         self._leaving = asyncio.Event()
@@ -195,7 +197,7 @@ class ExecutorService:
         await self._leaving.wait()
         until = monotonic() + self._drain_timeout
         told: Welcome | None = None
-        while monotonic() < min(until, self._last_heard + _SILENCE_WHILE_LEAVING):
+        while (now := monotonic()) < until and self._detector.silence(now) < _SILENCE_WHILE_LEAVING:
             if (
                 self._welcome is not None and self._welcome is not told
             ):  # and again to a scheduler that it has joined since
@@ -257,11 +259,13 @@ class ExecutorService:
             seconds = welcome.heartbeat_ms / 1000 if welcome else 0.2
             await asyncio.sleep(seconds)
             # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
-            self._last_heard += max(0.0, monotonic() - began - seconds)
+            now = monotonic()
+            self._detector.stood_still(max(0.0, now - began - seconds), now)
             if (welcome := self._welcome) is None:
                 continue
-            if monotonic() - self._last_heard > _SILENCE_SECONDS:
-                log.warning("nothing received from the scheduler for %g s, saying Hello again", _SILENCE_SECONDS)
+            if self._detector.suspects(now):
+                silence = self._detector.silence(now)
+                log.warning("nothing received from the scheduler for %.1f s, saying Hello again", silence)
                 self._rejoin()
             else:
                 self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
@@ -304,7 +308,7 @@ class ExecutorService:
                 if self.bad_frames == 1:
                     log.warning("dropped a frame from the scheduler: %s", error)
                 continue
-            self._last_heard = monotonic()
+            self._detector.heard(monotonic())
             match message:
                 case StepPlan():
                     if self._welcome is not None:  # otherwise its epoch is over, and its blocks are in an inventory
@@ -320,6 +324,8 @@ class ExecutorService:
                 case Welcome():
                     first = self._welcome is None
                     self._welcome = message
+                    self._detector.most = max(MOST_SILENCE, 3 * message.heartbeat_ms / 1000)
+                    self._detector.beat(monotonic())  # a silence that has led to this one is a gap to expect
                     self._welcomed.set()
                     worker.put(message)
                     if first:
@@ -336,7 +342,7 @@ class ExecutorService:
                         log.warning("the scheduler does not know this executor, saying Hello again")
                         self._rejoin()
                 case HeartbeatAck():
-                    pass
+                    self._detector.beat(monotonic())
                 case CancelCopies():
                     worker.cancel_copies(message)
                 case LookUp():

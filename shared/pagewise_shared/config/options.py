@@ -102,11 +102,11 @@ class SchedulerConfig(GatewayRights, frozen=True, kw_only=True):
         str, _help("ZeroMQ endpoint that gateways connect to (tcp:// or ipc://)", "ENDPOINT")
     ] = "tcp://127.0.0.1:5758"
     executor_timeout: Annotated[
-        Seconds, _help("seconds without a heartbeat after which an executor is given up", "S")
+        Seconds, _help("seconds without a heartbeat after which an executor is given up at the latest", "S")
     ] = 10.0
-    gateway_timeout: Annotated[Seconds, _help("seconds without a heartbeat after which a gateway is given up", "S")] = (
-        10.0
-    )
+    gateway_timeout: Annotated[
+        Seconds, _help("seconds without a heartbeat after which a gateway is given up at the latest", "S")
+    ] = 10.0
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     service_status: ServiceStatusFile = None
     keys: KeysFolder = None

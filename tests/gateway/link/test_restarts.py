@@ -306,7 +306,7 @@ async def test_a_session_that_is_lost_loses_no_token(how: str) -> None:
 
 
 async def test_a_scheduler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "MOST_SILENCE", 0.3)
     async with served() as (server, _):
         client = asyncio.create_task(events_of(server, {"prompt": PROMPT, "max_tokens": 60}))
         await until_tokens(server, 10)

@@ -13,6 +13,7 @@ import zmq.asyncio
 from pagewise_shared.connections import Connections
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError, RefusedError
+from pagewise_shared.failure_detector import FailureDetector
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     AdapterAnswer,
@@ -34,6 +35,8 @@ from pagewise_shared.protocol import (
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
 from pagewise_shared.scheduler_connection import (
     HELLO_PAUSES,
+    LEAST_SILENCE,
+    MOST_SILENCE,
     SchedulerAddress,
     follow_scheduler,
     make_dealer,
@@ -44,8 +47,6 @@ from pagewise_gateway.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 5.0
-"""A scheduler from which nothing has been received for this long is considered to hang."""
 _LONGEST_HEARTBEAT_MS = 60_000
 _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
@@ -97,7 +98,7 @@ class SchedulerConnection:
         self._handler = handler
         self._metrics = metrics
         self._heartbeat_seconds = 1.0
-        self._last_heard = 0.0
+        self._detector = FailureDetector(monotonic(), least=LEAST_SILENCE, most=MOST_SILENCE)
         self._joined_at = float("-inf")
         self._complaints = BoundedLog(log)
         self._joined, self._lost = asyncio.Event(), asyncio.Event()
@@ -106,8 +107,8 @@ class SchedulerConnection:
 
     @property
     def answers(self) -> bool:
-        """Whether this gateway is joined to a scheduler from which it has received something lately."""
-        return self.epoch is not None and monotonic() - self._last_heard < 3 * self._heartbeat_seconds
+        """Whether this gateway is joined to a scheduler that is not silent."""
+        return self.epoch is not None and not self._detector.suspects(monotonic())
 
     def send(self, message: Message) -> None:
         """Send a message of the current epoch. It is dropped if the epoch ends before it has been sent."""
@@ -196,6 +197,8 @@ class SchedulerConnection:
         self.epoch = welcome.epoch
         self._heartbeat_seconds = min(max(1, welcome.heartbeat_ms), _LONGEST_HEARTBEAT_MS) / 1000
         self._joined_at = monotonic()
+        self._detector.most = max(MOST_SILENCE, 3 * self._heartbeat_seconds)
+        self._detector.beat(self._joined_at)  # a silence that has led to this Welcome is a gap to expect
         self._lost.clear()
         self._joined.set()
         log.info("joined the scheduler at %s", self._scheduler.endpoint)
@@ -224,11 +227,12 @@ class SchedulerConnection:
             seconds, began = self._heartbeat_seconds, monotonic()
             await asyncio.sleep(seconds)
             # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
-            self._last_heard += max(0.0, monotonic() - began - seconds)
+            now = monotonic()
+            self._detector.stood_still(max(0.0, now - began - seconds), now)
             if self.epoch is None:
                 continue
-            if monotonic() - self._last_heard > max(SILENCE_SECONDS, 3 * self._heartbeat_seconds):
-                self._lose(f"nothing received from the scheduler for {SILENCE_SECONDS:g} s")
+            if self._detector.suspects(now):
+                self._lose(f"nothing received from the scheduler for {self._detector.silence(now):.1f} s")
             else:
                 self.send(Heartbeat(self.epoch))
 
@@ -261,7 +265,7 @@ class SchedulerConnection:
         except ProtocolError as error:
             self._drop("undecodable", str(error))
             return
-        self._last_heard = monotonic()
+        self._detector.heard(monotonic())
         match message:
             case Outputs() | FleetState() | AdapterState() if message.epoch != self.epoch:
                 self._metrics.frames_dropped("stale_epoch").inc()
@@ -270,6 +274,7 @@ class SchedulerConnection:
             case GatewayWelcome():
                 self._join(message)
             case HeartbeatAck(epoch):
+                self._detector.beat(monotonic())
                 if epoch != self.epoch:
                     self._lose("the scheduler knows this gateway under another epoch")
             case Rejoin():

@@ -19,7 +19,7 @@ from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.recent_requests import EndedRequest
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
+from pagewise_scheduler.actors.sessions import SILENT_SECONDS, Loss
 from pagewise_scheduler.core.console.block_colours import coloured_cells
 from pagewise_scheduler.core.console.block_details import block_details
 from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
@@ -42,8 +42,8 @@ _SHARED = 0.8
 _MOST_OF_CORE = 0.003
 """The share of a core that answers may take: if they would take more, those that take the most are made less often."""
 _LONGEST_PAUSE = 10.0
-_SILENT_SECONDS, _GONE_SECONDS = 3 * HEARTBEAT_MS / 1000, 60.0
-"""After how many seconds without a heartbeat a gateway is called silent, and for how many one that went is shown."""
+_GONE_SECONDS = 60.0
+"""For how many seconds a gateway that went is shown."""
 _FORGOTTEN_SECONDS = 5.0
 """A gateway asks for what a console shows at least every two seconds."""
 _MOST_VIEWS = 256
@@ -267,7 +267,7 @@ class Console:
         states = [
             GatewayState(
                 one.name,
-                "silent" if now - one.last_seen > _SILENT_SECONDS else "ready",
+                "silent" if one.detector.silence(now) > SILENT_SECONDS else "ready",
                 len(one.peer.submissions),
             )
             for one in self._gateways

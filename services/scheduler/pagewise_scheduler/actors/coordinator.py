@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _TICK_SECONDS_WHILE_DRAINING = 0.05
-_STOOD_STILL_SECONDS = 1.0
 """A tick that is so late tells that the process was stopped, or its machine."""
 
 
@@ -217,8 +216,7 @@ class Coordinator:
     def _watch(self) -> None:
         """Look for those that are late. Who could not be heard because this process stood still is not."""
         now = clock()
-        late = now - self._ticked - self._tick_seconds
-        stood_still = late if late > _STOOD_STILL_SECONDS else 0.0
+        stood_still = max(0.0, now - self._ticked - self._tick_seconds)
         self._ticked = now
         self.fleet.watch(now, stood_still)
         self.gateways.watch(now, stood_still)

@@ -107,6 +107,7 @@ class Fleet(Sessions[Executor]):
 
     hello_type = Hello
     name_field = "executor_id"
+    least_timeout = 1.5  # six heartbeats: its requests can go on elsewhere at once
 
     def __init__(
         self,
@@ -211,7 +212,8 @@ class Fleet(Sessions[Executor]):
         link = ExecutorLink(lambda message: self.send(session, message), lambda: self._begin_epoch(session))
         engine = Engine(hello, self._scheduler(hello, epoch), link, self.agenda, self.metrics)
         engine.scheduler.kv.losses.executor_id, engine.scheduler.kv.losses.lost = hello.executor_id, self._lost_blocks
-        session = Session(identity, key, hello.executor_id, Executor(hello, engine), epoch, now, now)
+        executor = Executor(hello, engine)
+        session = Session(identity, key, hello.executor_id, executor, epoch, now, self.new_detector(now))
         self.enter(session)
         self._session_of[engine] = session
         self.sharing.begin(engine, key)

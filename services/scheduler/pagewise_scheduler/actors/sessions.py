@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.failure_detector import FailureDetector
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
@@ -31,12 +32,13 @@ from pagewise_scheduler.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_MS = 1000
+HEARTBEAT_MS = 250
+SILENT_SECONDS = 1.5
+"""After how many seconds without a sign of life a process is called silent."""
 MAX_BAD_FRAMES = 8
 """Undecodable frames after which a sender is ignored until it says Hello properly."""
 
 _MOST_SENDERS = 10_000
-_MISSED_HEARTBEATS = 1.5
 
 PeerT = TypeVar("PeerT")
 
@@ -71,6 +73,7 @@ class Session(Generic[PeerT]):
         identity: of its connection. key: its public key, "" without CURVE. name: for people.
         peer: what the scheduler knows of it beside that.
         epoch: fences its lives: what it sends under another one is not applied.
+        detector: when it was heard, and for how long it may be silent.
         unreachable: something could not be sent to it. It is given up when all is read that it had sent before.
     """
 
@@ -80,7 +83,7 @@ class Session(Generic[PeerT]):
     peer: PeerT
     epoch: int
     joined: float
-    last_seen: float
+    detector: FailureDetector
     unreachable: bool = False
 
 
@@ -94,14 +97,17 @@ class Sessions(ABC, Generic[PeerT]):
     hello_type: type[Message]
     name_field: str
     """The field of a Hello with its sender's name."""
+    least_timeout: float
+    """Seconds of silence after which a process is given up at the soonest, however regular its heartbeats were."""
 
     def __init__(self, socket: RouterSocket, guard: JoinGuard, metrics: Metrics, timeout: float) -> None:
-        """``timeout``: seconds without a sign of life after which a process is given up."""
+        """``timeout``: seconds without a sign of life after which a process is given up at the latest."""
         self.metrics = metrics
         self.socket = socket
         self.timeout = timeout
         self.guard = guard
         self._sessions: dict[bytes, Session[PeerT]] = {}
+        self._given_up: dict[str, FailureDetector] = {}  # of those that fell silent, by their names
         self._bad_frames: dict[bytes, int] = {}
         self._complaints, self._refusals = BoundedLog(log), BoundedLog(log)
 
@@ -142,7 +148,10 @@ class Sessions(ABC, Generic[PeerT]):
         """Apply a message of a process that is in, if it belongs to its present life."""
         fresh = message.epoch == session.epoch  # type: ignore[attr-defined]  # all but Hellos have one
         if fresh:
-            session.last_seen = now
+            if isinstance(message, Heartbeat):
+                session.detector.beat(now)
+            else:
+                session.detector.heard(now)
         else:  # of an earlier life: no sign of this one
             self.metrics.frames_dropped("stale_epoch").inc()
         if isinstance(message, Heartbeat):
@@ -171,11 +180,21 @@ class Sessions(ABC, Generic[PeerT]):
         for other in self:
             # One that was started again under its old name: no need to wait until its old life times out. Two that
             # are alive under one name are both kept: names are for people.
-            silent = session.joined - other.last_seen > _MISSED_HEARTBEATS * HEARTBEAT_MS / 1000
-            if other.name == session.name and silent:
+            if other.name == session.name and other.detector.silence(session.joined) > SILENT_SECONDS:
                 self.lose(other, "it was started again")
+        known = self._given_up.pop(session.name, None)
+        if known is not None and (silence := known.silence(session.joined)) < self.timeout:
+            # It was alive, so its next silence of that kind is waited for. One that comes later was given up rightly.
+            known.beat(session.joined)
+            session.detector = known
+            text = "%s %s is back after %.1f s of silence: for the next minute it may be silent for %.1f s"
+            log.info(text, self.socket.kind, printable(session.name), silence, known.timeout)
         self._bad_frames.pop(session.identity, None)
         self._sessions[session.identity] = session
+
+    def new_detector(self, now: float) -> FailureDetector:
+        """For a process that says Hello now."""
+        return FailureDetector(now, least=self.least_timeout, most=self.timeout)
 
     def others(self, identity: bytes) -> list[Session[PeerT]]:
         """All sessions but that of a connection."""
@@ -207,13 +226,19 @@ class Sessions(ABC, Generic[PeerT]):
     def watch(self, now: float, stood_still: float) -> None:
         """Give up those that have fallen silent, or whose key was revoked.
 
-        ``stood_still``: seconds for which this process could hear nobody; they are nobody's silence.
+        ``stood_still``: seconds for which this process could hear nothing; they are no silence of another one.
         """
         revoked = self.guard.revoked(session.key for session in self._sessions.values())
         for session in self:
-            session.last_seen = min(now, session.last_seen + max(0.0, stood_still))
-            if now - session.last_seen > self.timeout:
-                self.lose(session, f"no heartbeat for {now - session.last_seen:.1f} s")
+            detector = session.detector
+            detector.stood_still(stood_still, now)
+            if detector.suspects(now):
+                if len(self._given_up) > _MOST_SENDERS:  # names are the sender's choice: keep the table bounded
+                    self._given_up.clear()
+                self._given_up[session.name] = detector
+                gap = detector.longest_gap
+                before = "" if gap is None else f", and before for {gap:.2f} s at most"
+                self.lose(session, f"no heartbeat for {detector.silence(now):.1f} s{before}")
             elif session.key in revoked:
                 self.lose(session, "its key was revoked", Loss.REVOKED)
 
