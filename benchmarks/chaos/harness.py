@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import openai
 import psutil
+from pagewise_scheduler.actors.fleet import Fleet
 
 from benchmarks.chaos.disturbances import Disturbance, Monkey
 from benchmarks.chaos.timeline import Timeline
@@ -156,16 +157,15 @@ async def chaos(
 ) -> Report:
     """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left.
 
-    ``given_up``: seconds after which the scheduler gives up a silent process. ``companions``: run as long as the
-    streams. ``key``: the API key of the streams. ``ready`` is waited for between two of them.
+    ``given_up``: seconds after which the scheduler gives up a silent process at the latest. ``companions``: run as long
+    as the streams. ``key``: the API key of the streams. ``ready`` is waited for between two of them.
     """
     try:
         await asyncio.to_thread(cluster.start)
         monkey.start()
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
-        report = await _disturb(
-            cluster, monkey, cases, seconds, Timeline(monkey.freeze, given_up), companions, key, ready
-        )
+        timeline = Timeline(monkey.freeze, min(given_up, Fleet.least_timeout))
+        report = await _disturb(cluster, monkey, cases, seconds, timeline, companions, key, ready)
         report.failures += await _settled(cluster)
         if report.blocks["spoiled"]:
             report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")

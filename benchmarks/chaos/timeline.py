@@ -22,7 +22,8 @@ _PATIENCE = 1.0
 class Timeline:
     """How many executors took work, sampled several times a second.
 
-    ``freeze``: seconds that a process is frozen or cut off. ``timeout``: seconds after which a silent one is given up.
+    ``freeze``: seconds that a process is frozen or cut off. ``timeout``: seconds after which a silent one is given up
+    if its heartbeats were regular.
     """
 
     freeze: float
