@@ -99,7 +99,14 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(one, marks=pytest.mark.long) for one in ("mistral", "qwen3", "gemma2", "gpt2"))]
+    "family",
+    [
+        *("llama", "qwen3_moe"),
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("mistral", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2_moe")
+        ),
+    ],
 )
 def test_greedy_tokens_equal_transformers_in_the_interpreter(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cpu", LENGTHS)

@@ -209,6 +209,27 @@ def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
             yield Compared(layer.gated(x), expected, _TOLERANCE[use.dtype])
 
 
+def _experts(use: KernelUse) -> Iterator[Compared]:
+    """Each tile of pairs, of which the number of tokens for each expert decides, as the model's weights take them."""
+    assert use.mixture is not None
+    router, experts = use.mixture
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    per_expert = len(down) // router.top_k
+    for rows in (1, 16 * per_expert + 1, 64 * per_expert + 1):
+        x = use.draw(rows, use.hidden_size) / use.hidden_size**0.5
+        logits, weights, chosen = router(x)
+        shares, expected = nn.functional.softmax(logits.float(), dim=-1), torch.zeros_like(x, dtype=torch.float32)
+        largest = shares.topk(router.top_k).values
+        wanted = largest / largest.sum(dim=-1, keepdim=True) if router.normalise else largest
+        yield Compared(weights, wanted, _TOLERANCE[use.dtype])
+        for expert in range(len(down)):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            made = TorchOperations().gated(nn.Identity(), nn.functional.linear(x[token], gate_up[expert]))
+            part = nn.functional.linear(made, down[expert]) * weights[token, slot, None]
+            expected.index_add_(0, token, part.float())
+        yield Compared(experts(x, chosen, weights), expected, _TOLERANCE[use.dtype])
+
+
 def _linear(use: KernelUse) -> Iterator[Compared]:
     x, weight = use.draw(3, use.hidden_size), use.draw(128, use.hidden_size, seed=1)
     yield Compared(linear(x, weight), nn.functional.linear(x, weight), _TOLERANCE[use.dtype])
@@ -344,8 +365,9 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "KV write": (lambda use: use.writes_kv, _write_kv),
     "decode attention": (_always, _decode_attention),
     "prefill attention": (_always, _prefill_attention),
-    "SiLU": (lambda use: use.hidden_size > 0, _silu_mul),
+    "SiLU": (lambda use: use.gate_up is not None, _silu_mul),
     "linear of few rows": (lambda use: _few_rows(use) > 0, _skinny_linear),
+    "mixture of experts": (lambda use: use.mixture is not None, _experts),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.lora_rank > 0, _lora),

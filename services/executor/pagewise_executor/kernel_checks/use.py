@@ -1,6 +1,7 @@
 """Which kernels a configuration uses, and the shapes for which they are compiled."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from pagewise_kernels.launch import interpreted
@@ -12,6 +13,7 @@ from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
@@ -25,8 +27,8 @@ class KernelUse:
     """The kernels that a configuration uses, and the shapes for which they are compiled.
 
     ``attention``: the kinds of attention layers. ``hidden_size``, ``gate_up``, ``has_head_norm``: of a fused decoder
-    layer; 0 if transformers computes the layers, with ``write_kv``. ``linears``: quantised linear layers, one of each
-    kind. ``rotation``: of the keys that segments move. ``lora_rank``: 0 without adapters.
+    layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts. ``linears``: quantised linear layers, one of each
+    kind. ``mixture``: router and experts of a layer. ``rotation``: of the keys that segments move. ``lora_rank``: 0 without adapters.
     """
 
     device: torch.device
@@ -40,6 +42,7 @@ class KernelUse:
     gate_up: nn.Module | None = None
     has_head_norm: bool = False
     linears: tuple[QuantisedLinear, ...] = ()
+    mixture: tuple[GroupedRouter, GroupedExperts] | None = None
     rotation: KeyRotation | None = None
     lora_rank: int = 0
     deterministic: bool = False
@@ -71,13 +74,22 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         tuple(dict.fromkeys(map(with_small_limits, shapes))),
         writes_kv=len(layers) < len(shapes),
         hidden_size=len(layers[0].norm_before_mlp.weight) if layers else 0,
-        gate_up=layers[0].gate_up if layers else None,
+        gate_up=next((layer.gate_up for layer in layers if layer.mlp is None), None),
         has_head_norm=bool(layers) and layers[0].head_norm is not None,
         linears=tuple(linears.values()),
+        mixture=next(_mixtures(layers), None),
         rotation=loaded.rotations[0] if loaded.rotations else None,
         lora_rank=config.max_lora_rank if config.enable_lora else 0,
         deterministic=config.deterministic,
     )  # fmt: skip
+
+
+def _mixtures(layers: list[FusedDecoderLayer]) -> Iterator[tuple[GroupedRouter, GroupedExperts]]:
+    for layer in layers:
+        if layer.mlp is not None and isinstance(router := layer.mlp.gate, GroupedRouter):
+            experts = layer.mlp.experts
+            assert isinstance(experts, GroupedExperts)
+            yield router, experts
 
 
 def typical_use(device: torch.device) -> KernelUse:
@@ -95,4 +107,8 @@ def typical_use(device: torch.device) -> KernelUse:
         rotation=KeyRotation(torch.arange(head_dim // 2, device=device) / head_dim), deterministic=True,
     )  # fmt: skip
     gate_up.weight = nn.Parameter(use.draw(gate_up.out_features, hidden), requires_grad=False)
-    return use
+    experts, inner = (4, 32) if small else (16, 512)
+    router = GroupedRouter(use.draw(experts, hidden), 2, True, dtype)
+    return replace(
+        use, mixture=(router, GroupedExperts(use.draw(experts, 2 * inner, hidden), use.draw(experts, hidden, inner)))
+    )

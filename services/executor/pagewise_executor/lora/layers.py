@@ -87,7 +87,7 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part], int]]:
     """Yield where a linear layer is, the parts that it was joined of, and its inputs."""
     heads, kv_heads, dim = layer.shape.heads, layer.shape.kv_heads, layer.head_dim
-    gate_up, hidden = _shape(layer.gate_up), _shape(layer.qkv)[0]
+    hidden = _shape(layer.qkv)[0]
     yield (
         f"{name}.qkv",
         _parts(
@@ -98,7 +98,10 @@ def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part
         hidden,
     )
     yield f"{name}.out", _parts((f"{name}.self_attn.o_proj", hidden)), heads * dim
-    size = gate_up[1] // 2
+    if layer.mlp is not None:
+        yield from _plain(f"{name}.mlp", layer.mlp)
+        return
+    size = _shape(layer.gate_up)[1] // 2
     yield f"{name}.gate_up", _parts((f"{name}.mlp.gate_proj", size), (f"{name}.mlp.up_proj", size)), hidden
     yield f"{name}.down", _parts((f"{name}.mlp.down_proj", hidden)), size
 

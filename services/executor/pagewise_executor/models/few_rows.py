@@ -44,7 +44,7 @@ def make_skinny(model: nn.Module, within: str) -> None:
     for layer in model.get_submodule(within).modules():
         if isinstance(layer, FusedDecoderLayer):
             for name in _PRODUCTS:
-                linear = getattr(layer, name)
+                linear = getattr(layer, name, None)  # a mixture of experts has none of its own
                 if type(linear) is nn.Linear and (linear.weight.dtype.itemsize == 2 or interpreted()):
                     made = SkinnyLinear.of(linear)
                     if name == "gate_up":
@@ -64,7 +64,7 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
     for layer in model.modules():
         if isinstance(layer, FusedDecoderLayer):
             for name in _PRODUCTS:
-                product = getattr(layer, name)
+                product = getattr(layer, name, None)
                 if isinstance(product, Product):
                     groups.setdefault((name, type(product), product.weight.shape), []).append(product)
     for (name, _, shape), products in groups.items():

@@ -26,8 +26,11 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 _DECODERS = {
     "LlamaDecoderLayer": "LlamaModel",
     "MistralDecoderLayer": "MistralModel",
+    "MixtralDecoderLayer": "MixtralModel",
     "Qwen2DecoderLayer": "Qwen2Model",
+    "Qwen2MoeDecoderLayer": "Qwen2MoeModel",
     "Qwen3DecoderLayer": "Qwen3Model",
+    "Qwen3MoeDecoderLayer": "Qwen3MoeModel",
 }
 """By the class of its layers, the class of a decoder that can be fused."""
 
@@ -41,6 +44,7 @@ class DecoderOutput(NamedTuple):
     cache: None = None  # what transformers 5.24 calls them
     hidden_states: None = None
     attentions: None = None
+    router_logits: None = None
 
 
 class FusedDecoder(nn.Module):
@@ -72,7 +76,11 @@ class FusedDecoder(nn.Module):
 
 
 class FusedDecoderLayer(nn.Module):
-    """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only."""
+    """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only.
+
+    ``mlp``: the module of transformers that computes a mixture of experts in place of gate, up and down, which this
+    layer does not have then. It stays where it was, so by its name sums over ranks and adapters find it.
+    """
 
     def __init__(self, layer: nn.Module, operations: Operations, reduce: Reduce) -> None:
         super().__init__()
@@ -84,14 +92,16 @@ class FusedDecoderLayer(nn.Module):
         config: LlamaConfig | PretrainedConfig = source.config  # type: ignore[assignment]
         self.head_dim = int(source.head_dim)  # type: ignore[arg-type]
         heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        # Qwen keeps a layer's window on the layer, Mistral in the configuration, Llama has none.
-        windowed = config if type(layer).__name__ == "MistralDecoderLayer" else source
+        # Qwen keeps a layer's window on the layer, Mistral and Mixtral in the configuration, Llama has none.
+        windowed = config if type(layer).__name__ in ("MistralDecoderLayer", "MixtralDecoderLayer") else source
         window: int | None = getattr(windowed, "sliding_window", None)
         self.shape = AttentionShape(heads, kv_heads, float(source.scaling), window)  # type: ignore[arg-type]
         self.qkv = _joined([source.q_proj, source.k_proj, source.v_proj])
         self.out = _linear(source.o_proj)
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
-        self.down = _linear(mlp.down_proj)
+        self.mlp = mlp if hasattr(mlp, "experts") else None
+        if self.mlp is None:
+            self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+            self.down = _linear(mlp.down_proj)
         self.norm_before_attention = _NormWeight(layer.input_layernorm)
         self.norm_before_mlp = _NormWeight(layer.post_attention_layernorm)
         self.head_norm: HeadNorm | None = None
@@ -117,6 +127,10 @@ class FusedDecoderLayer(nn.Module):
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
         output = self.reduce(self.out(attended.reshape(len(residual), -1)))
+        if self.mlp is not None:
+            normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
+            mixed: torch.Tensor = self.mlp(normed[None])[0]  # summed over the ranks by itself
+            return mixed
         normed = compute.norm_for(self.gate_up, output, residual, after.weight, after.eps)
         return self.reduce(self.down(compute.gated(self.gate_up, normed)))
 
@@ -160,8 +174,11 @@ def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
     decoder = _decoder_name(name)
     # A model that has its decoder within another module may give it embeddings of its own instead of ids (GOT-OCR2).
     is_own = bool(decoder) and "." not in decoder
-    known = type(model.get_submodule(decoder)).__name__ == _DECODERS[type(layer).__name__]
-    return is_own and known and getattr(config, "hidden_act", None) == "silu"
+    modules = model.get_submodule(decoder)
+    known = type(modules).__name__ == _DECODERS[type(layer).__name__]
+    # Where experts are quantised, the rotation of keys is found by asking attention modules that are complete.
+    listed = any(isinstance(each, nn.ModuleList) and at.endswith(".experts") for at, each in modules.named_modules())
+    return is_own and known and not listed and getattr(config, "hidden_act", None) == "silu"
 
 
 def _decoder_name(layer_name: str) -> str:

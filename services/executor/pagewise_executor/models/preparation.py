@@ -18,7 +18,8 @@ from torch import nn
 
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.few_rows import choose_few_rows, make_skinny
-from pagewise_executor.models.fused import fuse_decoder, fuse_layers
+from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers
+from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
@@ -63,6 +64,7 @@ def prepare(
         make_fast(model, kernels, device, part)
         if kernels == "triton" and not config.deterministic:
             make_skinny(model, part)
+            make_grouped(model, part)
         if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
             packed += pack_linears(model, kernels, config.quantization, part)
             return_freed_memory()  # the next part may not fit into the holes that this one has left
@@ -125,7 +127,7 @@ def _operations(kernels: Kernels) -> Operations:
 def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:
     if kernels != "triton":
         raise ModelError(f"--deterministic needs the Triton kernels, which cannot compute {name}")
-    if not_fused:
+    if not_fused or any(isinstance(layer, FusedDecoderLayer) and layer.mlp is not None for layer in model.modules()):
         raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
     from pagewise_executor.models.deterministic import make_rowwise
 
