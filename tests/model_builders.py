@@ -77,6 +77,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families of which it does so, but for the experts, which only the Triton kernels compute."""
 
 
 def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:

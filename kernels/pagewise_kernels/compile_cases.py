@@ -18,6 +18,7 @@ from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.experts import choose_experts, sum_of_experts
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
@@ -142,6 +143,10 @@ def _add_others() -> None:
         if dtype == FP8 or rows > 1:  # the others have one tile for 1 and for 16 rows
             name = f"skinny_linear {_name(dtype)} rows {rows}{' gated' if gated else ''}"
             CASES[name] = partial(_skinny_linear, dtype, rows, gated)
+    for tokens in (1, 64, 1024, 4096):
+        CASES[f"experts bf16 tokens {tokens}"] = partial(_experts, torch.bfloat16, tokens)
+    for dtype in (torch.float16, torch.float32):
+        CASES[f"experts {_name(dtype)} tokens 4096"] = partial(_experts, dtype, 4096)
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
@@ -221,6 +226,13 @@ def _skinny_linear(dtype: torch.dtype, rows: int, gated: bool) -> None:
             skinny_linear(x.to(FP8), weight, x_scales=x_scales, weight_scales=scales, gated=gated, dtype=x.dtype)
     else:
         skinny_linear(_empty(rows, ins, dtype=dtype), weight, gated=gated)
+
+
+def _experts(dtype: torch.dtype, tokens: int) -> None:
+    """A layer of Qwen3-30B-A3B."""
+    weights, chosen = choose_experts(_empty(tokens, 128, dtype=dtype), 8, normalise=True)
+    gate_up, down = _empty(128, 1536, 2048, dtype=dtype), _empty(128, 2048, 768, dtype=dtype)
+    sum_of_experts(_empty(tokens, 2048, dtype=dtype), gate_up, down, chosen, weights)
 
 
 def _rounded_rms_norm() -> None:

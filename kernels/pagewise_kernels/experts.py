@@ -337,7 +337,8 @@ def sum_of_experts(
 
 def _tile(pairs: int, experts: int, x: torch.Tensor) -> _Tile:
     """Return the tile of a program: as narrow as an expert's pairs are few, where only its weights count."""
-    tile = _TILES[0 if pairs <= 16 * experts else 1 if pairs <= 64 * experts else 2]
+    few = pairs <= 16 * experts or x.dtype == torch.float32  # whose products take too many registers in larger tiles
+    tile = _TILES[0 if few else 1 if pairs <= 64 * experts else 2]
     if interpreted():
         return tile._replace(weights=32, inner=32 * x.dtype.itemsize)
     if not is_hopper(x.device):  # which has twice as much shared memory as most

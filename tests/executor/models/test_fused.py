@@ -22,10 +22,10 @@ from torch import nn
 
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import tokens_and_logprobs
-from tests.model_builders import FAMILIES, FUSED, build_model
+from tests.model_builders import FAMILIES, FUSED, MIXTURES, build_model
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", [*FUSED, *MIXTURES])
 def test_fused_layers_compute_what_the_originals_compute(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

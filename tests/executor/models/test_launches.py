@@ -16,7 +16,7 @@ from pagewise_kernels.launch import watch_launches
 from pagewise_shared.config import ExecutorConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.model_builders import FUSED, build_model
+from tests.model_builders import FUSED, MIXTURES, build_model
 
 pytestmark = pytest.mark.interpreted
 
@@ -122,6 +122,32 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
             ),
         ]
         assert len(layer) == (8 if few_rows == 4 else 9)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_of_experts_is_five_kernels_of_a_layer(
+    family: str, tmp_path: Path, record: Callable[[Callable[[], object]], list[str]]
+) -> None:
+    build_model(family, tmp_path, num_hidden_layers=1)
+    runner = ModelRunner(
+        ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=4)
+    )
+    assert runner._graphs is not None
+    graphs = runner._graphs.decodes
+    record(lambda: graphs.compute(4))
+    launched = record(lambda: graphs.compute(4))
+    begin = launched.index("rms_norm_kernel", 1 + launched.index("rms_norm_kernel"))
+    found = launched[begin + 1 : launched.index("rms_norm_kernel", begin + 1)]
+    mixture = [
+        "skinny_linear_kernel",
+        *("choose_experts_kernel", "sort_by_expert_kernel", "expert_gate_up_kernel", "expert_down_kernel"),
+    ]
+    if family != "qwen2_moe":
+        assert found == mixture
+    else:  # whose shared expert is PyTorch's, before and behind
+        at = found.index("skinny_linear_kernel")
+        assert found[at : at + 5] == mixture
+        assert len(found) == 14
 
 
 def test_kernels_begin_early_unless_the_option_says_otherwise(tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.model_builders import build_model
+from tests.model_builders import MIXTURES, build_model
 from tests.quantised_checkpoints import ERROR, FORMS, OracleLinear, build_quantised, check_served, edit_config
 
 BUILT = {family: "gemma3" if family.startswith("gemma3") else family for family in FAMILIES if family != "gemma3"}
 """By model_type, what ``build_model`` calls a family."""
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def load(path: Path, ranks: Ranks | None = None, **options: Any) -> LoadedModel:

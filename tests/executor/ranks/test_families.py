@@ -93,8 +93,9 @@ def test_weights_in_eight_bits(tmp_path: Path) -> None:
 @pytest.mark.interpreted
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_triton_kernels_and_the_buffers_of_decode_graphs(tmp_path: Path) -> None:
-    build_model("llama", tmp_path, seed=7)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_triton_kernels_and_the_buffers_of_decode_graphs(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path, seed=7)
 
     def outputs(runner: Runner) -> list[list[int]]:
         requests = [request(list(range(5, 5 + n)), 6, f"r{n}", **kind) for n, kind in ((3, {}), (9, SAMPLED))]

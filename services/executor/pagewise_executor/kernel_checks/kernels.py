@@ -12,6 +12,7 @@ from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, d
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.experts import sum_of_experts
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.logprobs import token_logprobs
@@ -227,7 +228,8 @@ def _experts(use: KernelUse) -> Iterator[Compared]:
             made = TorchOperations().gated(nn.Identity(), nn.functional.linear(x[token], gate_up[expert]))
             part = nn.functional.linear(made, down[expert]) * weights[token, slot, None]
             expected.index_add_(0, token, part.float())
-        yield Compared(experts(x, chosen, weights), expected, _TOLERANCE[use.dtype])
+        found = sum_of_experts(x, gate_up, down, chosen, weights)  # and not the module, which sums over ranks
+        yield Compared(found, expected, _TOLERANCE[use.dtype])
 
 
 def _linear(use: KernelUse) -> Iterator[Compared]:
