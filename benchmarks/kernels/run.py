@@ -17,6 +17,7 @@ import torch
 from benchmarks.kernels.attention import decode, prefill, shared, sweep
 from benchmarks.kernels.bench import Bench
 from benchmarks.kernels.elementwise import elementwise, inputs, linears
+from benchmarks.kernels.experts import experts
 from benchmarks.kernels.few_rows import few_rows
 from benchmarks.kernels.layer import layer
 from benchmarks.kernels.sampling import sampling
@@ -26,7 +27,7 @@ from benchmarks.record import record_file, write_record
 def groups() -> Iterator[tuple[str, Callable[[Bench], None]]]:
     yield from (("decode", decode), ("shared", shared), ("prefill", prefill), ("sweep", sweep))
     yield from (("elementwise", elementwise), ("linear", linears), ("inputs", inputs), ("sampling", sampling))
-    yield from (("linear-of-few-rows", few_rows), ("layer", layer))
+    yield from (("linear-of-few-rows", few_rows), ("experts", experts), ("layer", layer))
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch
 from pagewise_kernels.matmul import COMPUTE_TYPES
 from pagewise_kernels.shapes import power_of_two
 
-_IDS_AT_ONCE = 1024
+_FEW_IDS, _MANY_IDS = 128, 1024
+"""Pairs that a program of the sort looks at together: those of a small decode step, and more."""
 
 
 @triton.jit
@@ -310,7 +311,8 @@ def sum_of_experts(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
     launch(
         sort_by_expert_kernel, (experts,), chosen, order, tiles, counters, pairs, num_tiles, counters.numel(),
-        EXPERTS=experts, PADDED=power_of_two(experts + 1), ROWS=tile.rows, AT_ONCE=_IDS_AT_ONCE, num_warps=4,
+        EXPERTS=experts, PADDED=power_of_two(experts + 1), ROWS=tile.rows,
+        AT_ONCE=_FEW_IDS if pairs <= _FEW_IDS else _MANY_IDS, num_warps=4,
     )  # fmt: skip
     step = tile.inner // x.dtype.itemsize
     options = {

@@ -29,7 +29,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.service_process import CANNOT_START
 
-from tests.model_builders import build_model
+from tests.model_builders import MIXTURES, build_model
 
 check_kernels = run.check_kernels  # before the fixture of this folder replaces it
 
@@ -58,17 +58,17 @@ def test_every_kernel_is_checked_and_works(device: torch.device, monkeypatch: py
     assert launched == known
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gpt2"])
 def test_an_executor_checks_what_its_model_uses(family: str, tmp_path: Path, device: torch.device) -> None:
     build_model(family, tmp_path)
     config = ExecutorConfig(model=str(tmp_path), device=device.type, dtype="float32", kernels="triton")
     loaded = load_model(config)
     use = use_of(config, loaded, loaded.dtype)  # type: ignore[arg-type]
-    fused = family in ("llama", "qwen3", "qwen3_moe")
+    fused = family in ("llama", "qwen3", *MIXTURES)
     assert ("RMSNorm" in kernels_of(use), "KV write" in kernels_of(use)) == (fused, not fused)
     assert use.has_head_norm == (family in ("qwen3", "qwen3_moe"))
     assert ("mixture of experts" in kernels_of(use), "SiLU" in kernels_of(use)) == (
-        family == "qwen3_moe",
+        family in MIXTURES,
         family in ("llama", "qwen3"),
     )
     assert len(use.attention) == (2 if family == "gemma2" else 1), "layers with a window, and without"

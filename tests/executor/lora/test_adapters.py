@@ -134,7 +134,12 @@ def test_the_triton_kernels_compute_the_same(is_static: bool, llama: Path, folde
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"), [("gpt2", ["c_attn", "mlp.c_proj"]), ("phi3", ["qkv_proj", "gate_up_proj"])]
+    ("family", "targets"),
+    [
+        ("gpt2", ["c_attn", "mlp.c_proj"]),
+        ("phi3", ["qkv_proj", "gate_up_proj"]),
+        ("qwen2_moe", ["q_proj", "o_proj", "shared_expert.up_proj", "shared_expert.down_proj"]),
+    ],
 )
 def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[str], tmp_path: Path) -> None:
     build_model(family, tmp_path / "model")

@@ -301,7 +301,7 @@ def _shape_of(module: torch.nn.Module, kv_heads: int, head_dim: int, dtype: torc
         head_dim=head_dim,
         dtype=dtype,
         scale=getattr(module, "scaling", None) or head_dim**-0.5,
-        window=window,
+        window=window or None,  # Qwen2-MoE writes 0 for none
         softcap=getattr(module, "attn_logit_softcapping", None),
     )
 
