@@ -46,8 +46,8 @@ _OF_3_9: Bars = {
     ("skinny_linear fp8 rows 256", "skinny_linear_kernel"): Bar(222, (163,)),
     ("skinny_linear fp8 rows 256 gated", "skinny_linear_kernel"): Bar(255, (264,)),
     # A turn of the loop reads 16 KiB of the weights, with the largest tile of pairs 32.
-    ("experts bf16 tokens 1", "choose_experts_kernel"): Bar(64, (800,)),
-    ("experts bf16 tokens 1", "sort_by_expert_kernel"): Bar(68, (35, 660, 20, 64, 430)),
+    ("experts bf16 tokens 64", "choose_experts_kernel"): Bar(64, (800,)),
+    ("experts bf16 tokens 64", "sort_by_expert_kernel"): Bar(68, (35, 660, 20, 64, 430)),
     ("experts bf16 tokens 64", "expert_gate_up_kernel"): Bar(60, (103,)),
     ("experts bf16 tokens 64", "expert_down_kernel"): Bar(68, (103,)),
     ("experts bf16 tokens 1024", "expert_gate_up_kernel"): Bar(68, (75,)),
