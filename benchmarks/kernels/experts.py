@@ -33,7 +33,7 @@ def experts(bench: Bench) -> None:
             continue
         x = torch.randn(tokens, hidden, device=bench.device).bfloat16()
         draws = [torch.randn(tokens, count, device=bench.device).bfloat16() for _ in range(_DRAWS)]
-        chosen = [choose_experts(logits, top_k, normalise=True)[1].unique().numel() for logits in draws]
+        chosen = [len({*choose_experts(logits, top_k, normalise=True)[1].flatten().tolist()}) for logits in draws]
         turns = cycle(draws)
 
         def ours(x: torch.Tensor = x, turns: Iterator[torch.Tensor] = turns) -> object:

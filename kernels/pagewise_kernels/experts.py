@@ -2,10 +2,10 @@
 
     out = Σ over the experts e of a token of    weight_e · down_e · (silu(gate_e · x) · (up_e · x))
 
-Nothing waits for the host, so all of it may be part of a CUDA graph. Pairs of a token and an expert are sorted by expert
-on the device and cut into tiles of one expert each, as in MegaBlocks (arXiv 2211.15841) and in vLLM's fused_moe. The
-grid has a program for each tile that there may be; those without one end at once. As in ``skinny_linear``, operands are
-swapped: a tile of the weight is the left one, so a few tokens per expert cost no more than a narrow right one.
+Nothing waits for the host, so all of it may be part of a CUDA graph. Pairs of a token and an expert are sorted by
+expert on the device and cut into tiles of one expert each, as in MegaBlocks (arXiv 2211.15841) and in vLLM's fused_moe.
+The grid has a program for each tile that there may be; those without one end at once. As in ``skinny_linear``, operands
+are swapped: a tile of the weight is the left one, so a few tokens per expert cost no more than a narrow right one.
 """
 
 from typing import NamedTuple
@@ -74,8 +74,8 @@ def sort_by_expert_kernel(
 ):
     """Programs: expert. It counts the pairs of all experts, and finds its own, in their order.
 
-    ``order`` int32 [pairs]: pairs by expert. ``tiles`` int32 [tiles, 3]: expert, -1 for a tile that is not used, and the
-    stretch of ``order`` that it has. ``counters`` int32: all become 0.
+    ``order`` int32 [pairs]: pairs by expert. ``tiles`` int32 [tiles, 3]: expert, -1 for a tile that is not used, and
+    the stretch of ``order`` that it has. ``counters`` int32: all become 0.
     """
     expert = tl.program_id(0)
     experts, ids = tl.arange(0, PADDED), tl.arange(0, AT_ONCE)
@@ -293,7 +293,9 @@ def sum_of_experts(
     if size != hidden or gate_up.shape != (experts, 2 * inner, hidden) or x.stride(1) != 1:
         raise ValueError(f"x {list(x.shape)} does not fit {list(gate_up.shape)} and {list(down.shape)}")
     if chosen.shape != (tokens, chosen.shape[-1]) or weights.shape != chosen.shape:
-        raise ValueError(f"experts {list(chosen.shape)} and weights {list(weights.shape)} are not those of {tokens} rows")
+        raise ValueError(
+            f"experts {list(chosen.shape)} and weights {list(weights.shape)} are not those of {tokens} rows"
+        )
     if any(not tensor.is_contiguous() for tensor in (gate_up, down, chosen, weights)):
         raise ValueError("weights and experts are contiguous")
     if x.dtype not in COMPUTE_TYPES or {gate_up.dtype, down.dtype} != {x.dtype} or chosen.dtype != torch.int32:

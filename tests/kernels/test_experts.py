@@ -39,9 +39,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [*SHAPES, *REAL])
-def test_experts_compute_what_the_oracle_does(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
+def test_experts_compute_what_the_oracle_does(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x, gate_up, down = drawn(shape, dtype, device)
     tokens, experts, top_k, _, _ = shape
     weights, chosen = choose_experts(torch.randn(tokens, experts, device=device).to(dtype), top_k, normalise=True)
@@ -82,7 +80,7 @@ def test_a_token_that_is_no_number_leaves_the_others_as_they_are(device: torch.d
     alone = sum_of_experts(x, gate_up, down, chosen, weights)
     x[1], logits[1] = float("nan"), float("nan")
     weights, chosen = choose_experts(logits, 2, normalise=True)
-    assert 0 <= int(chosen.min()) and int(chosen.max()) < 4
+    assert set(chosen.flatten().tolist()) <= set(range(4))
     found = sum_of_experts(x, gate_up, down, chosen, weights)
     assert found[1].isnan().all()
     torch.testing.assert_close(found[[0, 2]], alone[[0, 2]])

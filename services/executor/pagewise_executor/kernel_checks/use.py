@@ -27,8 +27,9 @@ class KernelUse:
     """The kernels that a configuration uses, and the shapes for which they are compiled.
 
     ``attention``: the kinds of attention layers. ``hidden_size``, ``gate_up``, ``has_head_norm``: of a fused decoder
-    layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts. ``linears``: quantised linear layers, one of each
-    kind. ``mixture``: router and experts of a layer. ``rotation``: of the keys that segments move. ``lora_rank``: 0 without adapters.
+    layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts.
+    ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``rotation``: of
+    the keys that segments move. ``lora_rank``: 0 without adapters.
     """
 
     device: torch.device

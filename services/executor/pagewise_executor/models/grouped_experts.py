@@ -31,7 +31,8 @@ class GroupedRouter(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """Computes the experts of all tokens; ``gate_up`` [experts, 2 · inner, hidden], ``down`` [experts, hidden, inner]."""
+    """Computes the experts of all tokens, of ``gate_up`` [experts, 2 · inner, hidden] and ``down`` [experts, hidden,
+    inner]."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class GroupedExperts(nn.Module):
 
 
 def make_grouped(model: nn.Module, within: str) -> None:
-    """Give the mixtures of fused decoder layers within a part of a model these modules, with the weights that are there."""
+    """Give the mixtures of fused decoder layers within a part of a model these modules, with their weights."""
     for layer in model.get_submodule(within).modules():
         if isinstance(layer, FusedDecoderLayer) and layer.mlp is not None:
             block: Any = layer.mlp
