@@ -156,8 +156,9 @@ def test_deterministic_results_are_the_same_bits_whatever_else_runs(
 
 
 @pytest.mark.interpreted
-def test_deterministic_mode_says_what_it_cannot_do(tmp_path: Path) -> None:
-    build_model("gpt2", tmp_path)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_deterministic_mode_says_what_it_cannot_do(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path)
     with pytest.raises(ModelError, match="none of the families"):
         ModelRunner(
             ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", deterministic=True, num_blocks=8)
