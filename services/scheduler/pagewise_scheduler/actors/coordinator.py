@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _TICK_SECONDS_WHILE_DRAINING = 0.05
-"""A tick that is so late tells that the process was stopped, or its machine."""
 
 
 class Coordinator:
