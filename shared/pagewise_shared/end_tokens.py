@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pagewise_shared.errors import ModelError
+from pagewise_shared.json_errors import why_not_json
 
 
 def end_token_ids(path: Path, token_to_id: Callable[[str], int | None]) -> frozenset[int]:
@@ -38,21 +39,32 @@ def tokenizer_settings(path: Path) -> dict[str, Any]:
 
 
 def untyped_special_tokens(path: Path) -> dict[str, Any]:
-    """Return the texts of special tokens that tokenizer_config.json has as objects without a type, by their names.
+    """Return the texts of special tokens that these files have as objects without a type, by their names; of a list or
+    an object of tokens, the whole.
 
     Older files have them. transformers refuses them in the file, and takes them as arguments.
 
     Raises:
         ModelError: the file cannot be read.
     """
-    return {
-        name: text
-        for name, token in read_json(path / "tokenizer_config.json").items()
-        if name.endswith("_token")
-        and isinstance(token, dict)
-        and "__type" not in token
-        and (text := token_text(token)) is not None
+    settings = read_json(path / "tokenizer_config.json")
+    found: dict[str, Any] = {
+        name: token_text(token) for name, token in settings.items() if name.endswith("_token") and _is_untyped(token)
     }
+    if "added_tokens_decoder" not in settings:  # otherwise transformers does not read this file
+        listed = read_json(path / "special_tokens_map.json").get("additional_special_tokens")
+        settings |= {"additional_special_tokens": listed} if listed else {}
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = settings.get(name)
+        if isinstance(tokens, list) and any(map(_is_untyped, tokens)):
+            found[name] = [token_text(token) if _is_untyped(token) else token for token in tokens]
+        elif isinstance(tokens, dict) and any(map(_is_untyped, tokens.values())):
+            found[name] = {key: token_text(token) if _is_untyped(token) else token for key, token in tokens.items()}
+    return found
+
+
+def _is_untyped(token: Any) -> bool:
+    return isinstance(token, dict) and "__type" not in token and token_text(token) is not None
 
 
 def token_text(value: Any) -> str | None:
@@ -70,7 +82,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
+    text = b""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(text := path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        malformed = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
+        reason = why_not_json(text, error) if malformed else error
+        raise ModelError(f"{path} cannot be read: {reason}") from error

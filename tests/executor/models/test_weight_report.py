@@ -373,6 +373,66 @@ def test_errors_name_the_file_that_is_damaged(family: str, tmp_path: Path) -> No
         assert said in text
 
 
+def edit_header(path: Path, **changes: object) -> None:
+    """Change what the header of a file says of each tensor."""
+    text = path.read_bytes()
+    start = 8 + int.from_bytes(text[:8], "little")
+    header = {name: {**tensor, **changes} for name, tensor in json.loads(text[8:start]).items()}
+    header.pop("__metadata__", None)
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + text[start:])
+
+
+@pytest.mark.parametrize("offsets", [["a", "b"], [], [0], {}, None, "ab", 5, [0, None]])
+def test_headers_that_make_no_sense_are_refused(offsets: object, tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    edit_header(tmp_path / "model.safetensors", data_offsets=offsets)
+    assert "model.safetensors is no safetensors file: its header cannot be read" in refused(tmp_path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    assert "model.safetensors is a pointer of Git LFS, and not the weights: run git lfs pull" in refused(tmp_path)
+    file.unlink()
+    file.symlink_to(tmp_path / "blobs" / "absent")
+    assert "model.safetensors cannot be read: No such file" in refused(tmp_path)
+    file.unlink()
+    file.mkdir()
+    assert "model.safetensors cannot be read: Is a directory" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": ["a"]}, {"weight_map": {"a": 5}}, {"weight_map": {"a": ["x"]}}])
+def test_a_stale_index_of_any_form_does_not_hide_missing_weights(index: object, tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    edit_weights(tmp_path, without("model.norm"))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "its files lack 1 weight that the model has: model.norm.weight" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_values_of_a_config_that_make_no_sense_end_in_one_sentence(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path)
+    whole = (tmp_path / "config.json").read_text()
+    for name, value in {
+        "vocab_size": 0,
+        "num_hidden_layers": 0,
+        "hidden_size": None,
+        "num_attention_heads": "4",
+        "num_key_value_heads": 0,
+        "max_position_embeddings": -3,
+        "model_type": ["llama"],
+        "rope_parameters": [1],
+        "text_config": {"tie_word_embeddings": False},
+    }.items():
+        edit_config(tmp_path, **{name: value})
+        text = refused(tmp_path)
+        if name in ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+            assert f"{name}" in text
+        (tmp_path / "config.json").write_text(whole)
+
+
 def test_an_executor_ends_with_one_sentence(tmp_path: Path) -> None:
     build_model("gpt2", tmp_path)
     edit_weights(tmp_path, without("transformer.h.1.mlp.c_fc.bias"))

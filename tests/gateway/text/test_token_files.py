@@ -112,6 +112,39 @@ def test_ids_of_another_kind_of_tokenizer_are_those_of_transformers(name: str, t
         assert ours.encode(text) == theirs.encode(text)
 
 
+NAMED = {"first_token": token("<|im_start|>"), "second_token": "<image>"}
+OBJECTS = list(NAMED.values())
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"additional_special_tokens": OBJECTS}},
+        {"tokenizer_config": {"extra_special_tokens": OBJECTS}},
+        {"tokenizer_config": {"extra_special_tokens": NAMED}},
+        {"special_tokens_map": {"additional_special_tokens": OBJECTS}},
+    ],
+)
+def test_lists_of_tokens_without_a_type_are_their_texts(files: dict[str, Any], tmp_path: Path) -> None:
+    plain = json.loads(json.dumps(files).replace(json.dumps(OBJECTS[0]), '"<|im_start|>"'))
+    ours = Tokenizer.load(write(tmp_path / "model", byte_level_backend(), files))
+    theirs = AutoTokenizer.from_pretrained(write(tmp_path / "oracle", byte_level_backend(), plain))
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_map_beside_added_tokens_decoder_is_not_read(tmp_path: Path) -> None:
+    files = {
+        "tokenizer_config": {"added_tokens_decoder": added(special=False)},
+        "special_tokens_map": {"additional_special_tokens": [token("<|im_start|>"), token("<image>")]},
+    }
+    path = write(tmp_path / "model", byte_level_backend(), files)
+    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.special_token_ids == {0, 1, 2}
+
+
 def test_markers_are_not_cut_into_letters(tmp_path: Path) -> None:
     path = write(tmp_path / "model", byte_level_backend(), VARIANTS["added_tokens_decoder"])
     assert len(Tokenizer.load(path).encode("<|im_start|>")) == 1
@@ -146,6 +179,11 @@ def test_grammars_know_tokens_that_are_named_beside_the_file(tmp_path: Path) -> 
         ({"special_tokens_map": [1]}, r"special_tokens_map\.json"),
         ({"tokenizer_config": {"eos_token": 5}}, r"tokenizer\.json, or a file of the tokenizer beside it"),
         ({"tokenizer_config": {"added_tokens_decoder": {"5": 5}}}, "beside it"),
+        (
+            {"tokenizer_config": {"pad_token": "\ud83d"}},
+            r"tokenizer_config\.json cannot be read: it contains half",
+        ),
+        ({"generation_config": {"\udc00": 5}}, r"generation_config\.json cannot be read: it contains half of a"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(files: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -178,7 +178,10 @@ def read_llama_config(path: Path) -> LlamaConfig:
 def _join_rope(settings: dict[str, Any]) -> None:
     """Bring what files of transformers 4 say about RoPE, in two keys, into the form of transformers 5."""
     theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)
-    rope = dict(scaling or settings.get("rope_parameters") or {})
+    found = scaling or settings.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise NotReadableError(f"config.json: RoPE is described by {found!r}")
+    rope = dict(found)
     kind = rope.pop("type", "default")
     rope.setdefault("rope_type", kind)
     if theta is not None:

@@ -18,7 +18,6 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.progress import logged_bar
-from safetensors import SafetensorError
 
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
@@ -188,7 +187,10 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         ) from error
     except UnknownShardError as error:
         raise ModelError(f"{config.model}: {error}") from error
-    except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises plain exceptions of many kinds for a config.json that is wrong
+        log.debug("%s cannot be loaded", config.model, exc_info=True)
         kind = f"; {SERVED}" if "Unrecognized configuration class" in str(error) else ""
         raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}{kind}") from error
 
@@ -218,7 +220,7 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
         found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
             path, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
         raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
     return found
 

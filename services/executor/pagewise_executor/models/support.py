@@ -12,6 +12,7 @@ SERVED = (
 """The families with a test, as a part of a sentence."""
 
 
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 """Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
 
@@ -27,6 +28,12 @@ def check_supported(model: str, config: object, text: object) -> None:
     classes = [str(name) for name in getattr(config, "architectures", None) or ()]
     if classes and all(name.endswith(_OTHER_HEADS) for name in classes):
         raise ModelError(f"{model} is a {classes[0]}, whose head does not predict tokens; {SERVED}")
+    for name in _COUNTS:
+        value = getattr(text, name, None)
+        if value is None and name == "max_position_embeddings":
+            continue  # some families have no limit
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{model}: config.json is unusable: {name} is {value!r}, and not a positive number")
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}; {SERVED}")
@@ -54,7 +61,7 @@ def check_known(model: str, path: Path) -> None:
         kind, own_code = found.get("model_type"), "auto_map" in found
     except (ValueError, AttributeError):
         return  # whoever reads it says so
-    if own_code or (kind is not None and kind in CONFIG_MAPPING):
+    if own_code or (isinstance(kind, str) and kind in CONFIG_MAPPING):
         return
     named = f"the model_type {kind!r}, which is not known here" if kind else "no model_type"
     raise ModelError(f"{model} cannot be served: its config.json has {named}; {SERVED}")

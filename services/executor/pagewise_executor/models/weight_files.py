@@ -16,6 +16,8 @@ from pagewise_executor.models.quantised_checkpoint import INSTEAD
 
 log = logging.getLogger(__name__)
 
+_POINTER = b"version "
+"""How the small text begins that Git LFS has in the place of a file. As the size of a header it would be absurd."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a checkpoint that is not divided, and that which says where the tensors of a divided one are."""
 
@@ -104,11 +106,17 @@ def _checked_header(file: Path) -> dict[str, Any]:
     Its size is compared with the header, so that a truncated download is found before the model is loaded.
 
     Raises:
-        ModelError: it is truncated, or no safetensors file.
+        ModelError: it is truncated, or no safetensors file, or cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    with stream:
+        size = file.stat().st_size
         start = stream.read(8)
+        if start == _POINTER:
+            raise ModelError(f"{file} is a pointer of Git LFS, and not the weights: run git lfs pull")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if length > size - 8:
             raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes); download it again")
@@ -118,10 +126,11 @@ def _checked_header(file: Path) -> dict[str, Any]:
             end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
             if not all(isinstance(t["dtype"], str) and math.prod(t["shape"]) >= 0 for t in tensors):
                 raise ValueError("a type or a shape is none")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            whole = 8 + length + end
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
-    if size < 8 + length + end:
-        raise ModelError(f"{file} is truncated: {size} bytes of {8 + length + end}; download it again")
+    if size < whole:
+        raise ModelError(f"{file} is truncated: {size} bytes of {whole}; download it again")
     return header
 
 
@@ -140,6 +149,6 @@ def open_weights(file: Path) -> Iterator[Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """Return the first line of an error's text, with the next one if it announces that; its type if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])

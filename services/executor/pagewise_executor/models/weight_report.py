@@ -190,12 +190,12 @@ def _within(headers: Headers, name: str) -> str:
 def _lost(headers: Headers) -> str:
     """Return which tensors are not in the files where the index says that they are."""
     folder = next(iter(headers)).parent
+    there = {name for header in headers.values() for name in header}
     try:
         placed = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError):
+        lost = {name: file for name, file in placed.items() if name not in there and folder / file in headers}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a stale one, which is not read
         return ""
-    there = {name for header in headers.values() for name in header}
-    lost = {name: file for name, file in placed.items() if name not in there and folder / file in headers}
     if not lost:
         return ""
     name = min(lost)

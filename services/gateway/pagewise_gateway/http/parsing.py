@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from pagewise_shared.json_errors import why_not_json
 
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import (
@@ -27,7 +28,6 @@ from pagewise_gateway.http.schema import ChatRequest, TokenizeRequest
 from pagewise_gateway.http.structure import check_structure
 from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.http.unsupported import drop_unsupported
-from pagewise_gateway.json_errors import why_not_json
 
 RequestT = TypeVar("RequestT", bound=Struct)
 

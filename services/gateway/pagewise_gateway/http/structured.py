@@ -4,6 +4,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
+from pagewise_shared.json_errors import why_not_json
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import Service
@@ -15,7 +16,6 @@ from pagewise_gateway.http.schema import (
     StructuralTag,
     StructuredOutputs,
 )
-from pagewise_gateway.json_errors import why_not_json
 from pagewise_gateway.metrics import GrammarKind
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.grammars import (

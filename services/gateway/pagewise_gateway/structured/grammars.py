@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
+from pagewise_shared.json_errors import why_not_json
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-from pagewise_gateway.json_errors import why_not_json
 from pagewise_gateway.structured.checker import STACK_BYTES, Checker
 from pagewise_gateway.structured.conjunctions import check_terminals
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
