@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from pagewise_gateway.text.chat_template import ChatTemplate
-from pagewise_gateway.text.errors import NoChatTemplateError
+from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
 from pagewise_gateway.text.template import Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
+from pagewise_shared.errors import ModelError
 from transformers import AutoTokenizer
 
 from tests.gateway.text.tokenizer_builders import write_model
@@ -127,6 +128,20 @@ def test_templates_render_as_in_transformers_wherever_they_are(name: str, tmp_pa
                 render([{"role": "user", "content": "hi"}], tools=tools)
         else:
             assert render([{"role": "user", "content": "hi"}], tools=tools) == expected
+
+
+@pytest.mark.parametrize("given", [5, [{"name": "default", "template": 5}], {"tool_use": []}])
+@pytest.mark.parametrize("file", ["tokenizer_config", "chat_template"])
+def test_templates_that_are_no_texts_are_refused(file: str, given: object, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", **{file: {"chat_template": given}})
+    with pytest.raises(ModelError):
+        Tokenizer.load(path)
+
+
+def test_a_broken_template_is_called_that(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model", tokenizer_config={"chat_template": "{{ messages }}\n{% if %}"})
+    with pytest.raises(ChatTemplateError, match=r"template is broken: Expected an expression.* \(line 2\)"):
+        Tokenizer.load(path).render_chat([{"role": "user", "content": "a"}])
 
 
 def test_templates_of_older_processors(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
+
 from pagewise_gateway.text import strict_turns
 from pagewise_gateway.text.errors import ChatTemplateError
 
@@ -70,6 +72,10 @@ class Template:
                     return self._rendered(given, **rest)
                 except Exception:
                     log.debug("the chat template refuses the conversation as it was given, too", exc_info=True)
+            if isinstance(error, TemplateSyntaxError):
+                raise ChatTemplateError(
+                    f"the model's chat template is broken: {error} (line {error.lineno})"
+                ) from error
             raise ChatTemplateError(f"the model's chat template refuses the conversation: {error}") from error
 
     @cached_property

@@ -215,6 +215,9 @@ def _chat_templates(path: Path, given: str | dict[str, str] | None) -> tuple[str
     """Return the template of a model, and the one for conversations with tools if there are two.
 
     ``given``: the templates of the tokenizer. ``chat_template.json`` has those of older processors.
+
+    Raises:
+        ModelError: a file cannot be read, or a template is no text.
     """
     found: Any = given or read_json(path / "chat_template.json").get("chat_template")
     if isinstance(found, list):
@@ -222,5 +225,10 @@ def _chat_templates(path: Path, given: str | dict[str, str] | None) -> tuple[str
     if isinstance(found, dict):
         if "default" not in found:
             log.warning("the model has no default chat template, only %s", ", ".join(map(str, sorted(found))))
-        return found.get("default"), found.get("tool_use")
-    return found, None
+        templates = found.get("default"), found.get("tool_use")
+    else:
+        templates = found, None
+    for template in templates:
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{path}: the chat template is no text, but of type {type(template).__name__}")
+    return templates
