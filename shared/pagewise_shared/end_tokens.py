@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = b""
     try:
         return msgspec.json.decode(text := path.read_bytes(), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
-        malformed = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
-        reason = why_not_json(text, error) if malformed else error
-        raise ModelError(f"{path} cannot be read: {reason}") from error
+    except (msgspec.ValidationError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path} cannot be read: {why_not_json(text, error)}") from error
