@@ -35,7 +35,7 @@ class PrefillPlan:
     Args:
         chunks: what is computed; their queries do not overlap. heads, kv_heads, head_dim: of the model. kv_dtype: of
             the KV pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
-        upload: copies the plan to the device. The default reads memory that is not pinned, so CUDA copies a plan of
+        config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is not pinned, so CUDA copies a plan of
             more than 64 KiB (about 14,000 tokens) only after all work that was issued before.
 
     ``packed``: the plan in one array, for those who upload it with others, and then say where it is (``place``).
@@ -52,13 +52,14 @@ class PrefillPlan:
         device: torch.device,
         window: int | None = None,
         deterministic: bool = False,
+        config: TileConfig | None = None,
         upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None,
     ) -> None:
         group = heads // kv_heads
         longest = max((chunk.size for chunk in chunks), default=0)
         self.window = window
         self.deterministic = deterministic
-        self.config: TileConfig = prefill_config(
+        self.config: TileConfig = config or prefill_config(
             longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
         units = _units(chunks, self.config.rows // group, self.config.tile, window)
