@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
@@ -27,7 +27,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from pagewise_kernels.compile_cases import CASES
 from pagewise_kernels.launch import interpreted, watch_launches
-from pagewise_kernels.machine_code import disassembled, loop_sizes, too_early
+from pagewise_kernels.machine_code import disassembled, hidden_exponentials, innermost_loops, too_early
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,7 +38,8 @@ class Compiled:
     cores may sum up before the sum goes on in float32. ``loops``: instructions of its innermost loops in the order of
     the code, None where they were not asked for (the disassembler takes 0.4 s per kernel). ``too_early``: what it does
     before it waits for the kernel before it, in PTX, and in machine code where that is read; None if it does not begin
-    early. ``lets_next``: it lets the next one begin early.
+    early. ``lets_next``: it lets the next one begin early. Of the loops with ``wgmma``, where ``loops`` were asked for:
+    ``hidden``, for each of them, see ``hidden_exponentials``; ``reloaded``, how often a thread reads what was spilled.
     """
 
     case: str
@@ -53,6 +54,8 @@ class Compiled:
     loops: list[int] | None = None
     too_early: list[str] | None = None
     lets_next: bool = False
+    hidden: list[int] = field(default_factory=list)
+    reloaded: int = 0
 
 
 class _Target:
@@ -110,6 +113,7 @@ def _compile(
     constants = {name: str(value) for name, value in options.items() if name.isupper() or name == "maxnreg"}
     mma = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else ""
     code = disassembled(binary.asm["cubin"]) if loops else ""
+    bodies = innermost_loops(code) if loops else []
     early = too_early(ptx)
     if early is not None and loops:
         early += too_early(code) or []
@@ -123,9 +127,11 @@ def _compile(
         binary.metadata.shared,
         mma,
         max([int(most) for most in re.findall(r"maxNumImpreciseAcc = (\d+)", binary.asm["ttgir"])], default=0),
-        loop_sizes(code) if loops else None,
+        [len(body) for body in bodies] if loops else None,
         early,
         "griddepcontrol.launch_dependents" in ptx,
+        [hidden_exponentials(body) for body in bodies if any("HGMMA" in each for each in body)],
+        sum(" LDL" in f" {each}" for body in bodies if any("HGMMA" in each for each in body) for each in body),
     )
 
 

@@ -16,6 +16,7 @@ from pagewise_kernels.attention import (
 )
 from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.attention.config import TileConfig, decode_configs
+from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import choose_experts, sum_of_experts
@@ -122,6 +123,24 @@ def _add_other_shapes() -> None:
             CASES[f"{kind} d128 bf16 blocks of {block_size}"] = partial(
                 _attention, bf16, bf16, 32, 8, 128, kind, block_size=block_size
             )
+
+
+def _specialised(heads: int, kv_heads: int, head_dim: int, block_size: int = 16) -> None:
+    q = _empty(2048, heads, head_dim, dtype=torch.bfloat16)
+    pool = _empty(64, block_size, kv_heads, head_dim, dtype=torch.bfloat16)
+    plan = PrefillPlan(
+        [Chunk(0, 0, 2048, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=torch.bfloat16,
+        device=_META, config=SPECIALISED,
+    )  # fmt: skip
+    specialised_prefill_attention(q, pool, pool, _empty(8, 64, dtype=torch.int32), plan)
+
+
+def _add_specialised() -> None:
+    """Those of compute capability 9.0 alone."""
+    for dim in (64, 128):
+        CASES[f"specialised prefill d{dim} bf16"] = partial(_specialised, 32, 8, dim)
+    CASES["specialised prefill d128 bf16 groups of 7"] = partial(_specialised, 28, 4, 128)
+    CASES["specialised prefill d128 bf16 blocks of 256"] = partial(_specialised, 32, 8, 128, 256)
 
 
 def _add_sweep() -> None:
@@ -288,5 +307,6 @@ def _sample(dtype: torch.dtype) -> None:
 _add_attention()
 _add_large_tiles()
 _add_other_shapes()
+_add_specialised()
 _add_sweep()
 _add_others()

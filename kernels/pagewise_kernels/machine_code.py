@@ -39,27 +39,34 @@ def too_early(code: str) -> list[str] | None:
     return [*_ACCESS.findall(before), *_END.findall(before), *(to for to in jumps if f"{to}:" not in before)]
 
 
-def loop_sizes(text: str) -> list[int]:
-    """Instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do not count.
-    Of a kernel that has no loop: its own.
+def innermost_loops(text: str) -> list[list[str]]:
+    """Return the instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do
+    not count. Of a kernel that has no loop: its own.
 
     ``text``: what ``disassembled`` returns. A loop is what lies between a label and the last branch back to it.
     """
     labels: dict[str, int] = {}
     ends: dict[int, int] = {}
-    count = 0
+    code: list[str] = []
     for line in text.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = count
+            labels[label[1]] = len(code)
         elif (instruction := _INSTRUCTION.match(line)) and instruction[1].strip() != "NOP":
             branch = _BRANCH.search(instruction[1])
             # The code ends with a branch to itself, which nothing reaches.
-            if branch and labels.get(branch[1], count) < count:
-                ends[labels[branch[1]]] = count
-            count += 1
-    sizes = [
-        end - begin + 1
+            if branch and labels.get(branch[1], len(code)) < len(code):
+                ends[labels[branch[1]]] = len(code)
+            code.append(instruction[1])
+    loops = [
+        code[begin : end + 1]
         for begin, end in sorted(ends.items())
         if not any(begin <= other and last <= end and other != begin for other, last in ends.items())
     ]
-    return sizes or [count]
+    return loops or [code]
+
+
+def hidden_exponentials(loop: list[str]) -> int:
+    """How many exponentials each thread computes while the tensor cores multiply: between the last two waits of a loop
+    for products, of which the former leaves one product under way."""
+    waits = [i for i, instruction in enumerate(loop) if "WARPGROUP.DEPBAR" in instruction]
+    return sum("MUFU.EX2" in instruction for instruction in loop[waits[-2] : waits[-1]]) if len(waits) > 1 else 0

@@ -8,23 +8,25 @@ from typing import Any
 
 import pytest
 import triton
-from pagewise_kernels.machine_code import loop_sizes, too_early
+from pagewise_kernels.machine_code import innermost_loops, too_early
 
-from tests.kernels.bars import BARS, MOST_SPILLED, Bars
+from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_SPECIALISED, Bars
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
 """Of the programs of a multiprocessor together, each of which takes 1 KiB more than its own."""
-NUM_KERNELS = 26
+NUM_KERNELS = 27
 VERSION = triton.__version__.rpartition(".")[0]
+EXPONENTIALS = 66
+"""Of each thread of prefill by specialised warps, for a tile: 64 weights, and two for the sums of its rows so far."""
 LEAST_IN_FLIGHT = 48 * 1024
 """Bytes on their way to a multiprocessor: 1/132 of 4.3 TB/s for a latency of 1 µs is 33 KB."""
 MOST_IMPRECISE = 256
 """Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
 WEIGHTS_OF_COLUMN = {"skinny_linear_kernel": 1, "expert_gate_up_kernel": 2, "expert_down_kernel": 1}
 """Kernels that read weights as fast as they can, and how many rows of these a column of their results takes."""
-NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel"}
-"""Kernels that begin when all before them have ended: steps do not launch them between others."""
+NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel", "specialised_prefill_kernel"}
+"""Kernels that begin when all before them have ended: steps do not launch them between others, or for milliseconds."""
 VARIANTS = (
     *("fp16", "d128 fp32", "d64", "d80", "d96", "d256", "lora r64", "lora r256"),
     *("tile", "gemma", "phi-3", "falcon", "window", "short"),
@@ -48,17 +50,19 @@ def compiled(target: int, *options: str) -> list[dict[str, Any]]:
         pytest.param(90, VARIANTS, id="90"),
         pytest.param(90, (), marks=pytest.mark.long, id="90, all variants"),
         # Compute capability 8.9 brought float8.
-        pytest.param(80, ("fp8",), marks=pytest.mark.long, id="80, all variants"),
+        pytest.param(80, ("fp8", "specialised"), marks=pytest.mark.long, id="80, all variants"),
     ],
 )
 def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) -> None:
     loops = [f"--loops={case}" for case in sorted({case for case, _ in BARS.get(VERSION, {})})] if target == 90 else []
     found = compiled(target, *(["--without", *without] if without else []), *loops)
-    assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS
+    assert len({str(kernel["kernel"]) for kernel in found}) == NUM_KERNELS - ("specialised" in without)
     for kernel in found:
         assert "fp8" not in str(kernel["case"]) or target > 80
         name = f"{kernel['case']}: {kernel['kernel']}"
-        assert int(str(kernel["spilled"])) <= MOST_SPILLED.get(VERSION, max(MOST_SPILLED.values())), name
+        specialised = kernel["kernel"] == "specialised_prefill_kernel"
+        most = MOST_SPILLED_SPECIALISED if specialised else MOST_SPILLED.get(VERSION, max(MOST_SPILLED.values()))
+        assert int(str(kernel["spilled"])) <= most, name
         assert int(str(kernel["shared"])) <= SHARED_BYTES[target], name
         assert int(str(kernel["imprecise"])) <= MOST_IMPRECISE, name
         begins_early = target >= 90 and kernel["kernel"] not in NEVER_EARLY
@@ -71,6 +75,10 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
             threads = 32 * int(str(kernel["num_warps"]))
             programs = 65536 // (threads * int(str(kernel["constants"]["maxnreg"])))  # type: ignore[index]
             assert programs * (int(str(kernel["shared"])) + 1024) <= SHARED_BYTES_OF_ALL[target], name
+        if specialised:
+            assert kernel["mma"] == "wgmma", name
+            assert kernel["loops"] is None or set(kernel["hidden"]) == {EXPONENTIALS}, f"{name}: {kernel['hidden']}"  # type: ignore[call-overload]
+            assert int(str(kernel["reloaded"])) <= MOST_RELOADED.get(VERSION, max(MOST_RELOADED.values())), name
         if "attention_kernel" in str(kernel["kernel"]) and "fp32" not in str(kernel["case"]):
             wide = int(str(kernel["constants"]["M"])) >= 64  # type: ignore[index]
             assert kernel["mma"] == ("wgmma" if wide and target == 90 else "mma"), name
@@ -168,7 +176,7 @@ def test_innermost_loops_are_counted() -> None:
     .L_x_4:
             /*00a0*/ BRA `(.L_x_4) ;
     """
-    assert loop_sizes(code) == [2, 4]
+    assert [len(loop) for loop in innermost_loops(code)] == [2, 4]
     straight = """
             /*0000*/ MOV R1, R2 ;
             /*0010*/ EXIT ;
@@ -176,4 +184,4 @@ def test_innermost_loops_are_counted() -> None:
             /*0020*/ BRA `(.L_x_0) ;
             /*0030*/ NOP ;
     """
-    assert loop_sizes(straight) == [3]
+    assert [len(loop) for loop in innermost_loops(straight)] == [3]

@@ -7,7 +7,7 @@ import torch
 from pagewise_kernels.attention.checks import check_attention, check_out
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.prefill import PrefillPlan
-from pagewise_kernels.launch import check_device, is_hopper, launch, num_sms
+from pagewise_kernels.launch import capability, check_device, launch, num_sms
 
 SPECIALISED = TileConfig(rows=128, tile=128, num_warps=4, num_stages=2)
 """The units that the kernel computes. ``num_warps``: those of a consumer, of which there are two."""
@@ -17,7 +17,7 @@ def flaw_of_specialised(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Return why the kernel cannot compute such layers with KV of the same type; empty if it can."""
-    if not is_hopper(device):
+    if capability(device) // 10 != 9:
         return "it needs compute capability 9.0"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
@@ -25,8 +25,9 @@ def flaw_of_specialised(
         return f"heads of {head_dim}, not 64 or 128"
     if heads // kv_heads > SPECIALISED.rows:
         return f"{heads // kv_heads} query heads share a KV head, not {SPECIALISED.rows} at most"
-    # Smaller blocks take more registers than the loading warps have.
-    return "" if block_size in (16, 32, 64, 128) else f"blocks of {block_size} tokens, not 16, 32, 64 or 128"
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"blocks of {block_size} tokens, no power of two from 16 on"
+    return ""
 
 
 def specialised_prefill_attention(
@@ -52,13 +53,17 @@ def specialised_prefill_attention(
     flaw = flaw_of_specialised(q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype, q.device)
     if flaw or keys.dtype != q.dtype:
         raise ValueError(f"attention by specialised warps: {flaw or f'KV in {keys.dtype}, queries in {q.dtype}'}")
+    pieces = shape.block_size // 16
+    if pieces > 1 and keys.stride(0) != shape.block_size * keys.stride(1):
+        raise ValueError("attention by specialised warps: the tokens of several blocks are not equally far apart")
     from pagewise_kernels.attention.specialised_kernel import specialised_prefill_kernel
 
+    strides = keys.stride(0) // pieces, keys.stride(1), keys.stride(2)
     launch(
         specialised_prefill_kernel,
         (min(plan.programs, num_sms(q.device)),),
         q, keys, values, out, tables, plan.units, plan.unit_count,
-        *q.stride()[:2], *keys.stride()[:3], *out.stride()[:2], tables.stride(0),
+        *q.stride()[:2], *strides, *strides, *out.stride()[:2], tables.stride(0),
         (scale if scale is not None else shape.head_dim**-0.5) * math.log2(math.e),
         KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_SIZE=shape.block_size, DIM=shape.head_dim,
         TILE=SPECIALISED.tile, STAGES=SPECIALISED.num_stages, num_warps=SPECIALISED.num_warps,

@@ -27,6 +27,8 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 """From Triton 3.9 on it has the former name, and the latter one raises."""
 _ROWS = gl.constexpr(64)
 """Rows of a consumer: those of a product of four warps."""
+_PIECE = gl.constexpr(16)
+"""Tokens of a piece of a block. Tiles are copied piece by piece, which takes as few registers for large blocks."""
 _LOADERS = gl.constexpr(128)
 """Threads of the producer, each of which arrives when its copies have."""
 
@@ -41,32 +43,34 @@ def item_of(turn):
 
 @gluon.jit
 def copy_tile(
-    tile, pool, ids, begin, stop, stride_block, stride_token,
-    BLOCKS: gl.constexpr, SIZE: gl.constexpr, DIM: gl.constexpr, COPIED: gl.constexpr,
+    tile, pool, ids, begin, stop, stride_piece, stride_token,
+    PIECES: gl.constexpr, DIM: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the tokens from ``begin`` on, those of the blocks ``ids``; zeros take the place of those from
-    ``stop`` on, whose weights are zero, but zero times what happens to be there may be NaN."""
+    """Begin to copy the tokens from ``begin`` on, which lie in the pieces ``ids`` [PIECES] of the pool. Zeros take the
+    place of those from ``stop`` on, whose weights are zero, because zero times what lies there may be NaN."""
     line: gl.constexpr = gl.SliceLayout(0, COPIED)
-    blocks = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, COPIED))), 1), 2)
-    places = gl.expand_dims(gl.arange(0, SIZE, gl.SliceLayout(1, line)), 1)
+    pieces = gl.expand_dims(gl.expand_dims(gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COPIED))), 1), 2)
+    places = gl.expand_dims(gl.arange(0, _PIECE, gl.SliceLayout(1, line)), 1)
     dims = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, line)), 0)
-    firsts = gl.expand_dims(gl.expand_dims(ids.to(gl.int64) * stride_block, 1), 2)
+    firsts = gl.expand_dims(gl.expand_dims(ids.to(gl.int64) * stride_piece, 1), 2)
     at = firsts + gl.expand_dims(places * stride_token + dims, 0)
-    there, at = gl.broadcast(begin + blocks * SIZE + gl.expand_dims(places, 0) < stop, at)
-    copy_async(tile.reshape([BLOCKS, SIZE, DIM]), pool + at, mask=there)
+    there, at = gl.broadcast(begin + pieces * _PIECE + gl.expand_dims(places, 0) < stop, at)
+    copy_async(tile.reshape([PIECES, _PIECE, DIM]), pool + at, mask=there)
 
 
 @gluon.jit
 def load_tiles(
     keys, values, tables, units, num_units, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    stride_kb, stride_kt, stride_kh, stride_tables,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_tables,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: K and V of all tiles of all items of a program."""
-    BLOCKS: gl.constexpr = TILE // BLOCK_SIZE
+    """The producer: K and V of all tiles of all items of a program. Their strides are equal, and are given twice:
+    offsets that both share would have to be kept over a wait, for which there are no registers."""
+    PIECES: gl.constexpr = TILE // _PIECE
+    OF_BLOCK: gl.constexpr = BLOCK_SIZE // _PIECE
     # A thread copies 16 bytes, and the threads of a row lie beside each other.
     COPIED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // DIM, DIM // 8], [1, 4, 1], [2, 1, 0])
-    numbers = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, COPIED)))
+    numbers = gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COPIED)))
     items = gl.load(num_units) * KV_HEADS
     count = 0
     turn = 0
@@ -77,19 +81,20 @@ def load_tiles(
         table = tables + gl.load(unit + 2).to(gl.int64) * stride_tables
         stop = gl.load(unit + 4)
         for begin in range(0, stop, TILE):
-            block = begin // BLOCK_SIZE + numbers
-            ids = gl.load(table + block, mask=block * BLOCK_SIZE < stop, other=0)
+            piece = begin // _PIECE + numbers
+            ids = gl.load(table + piece // OF_BLOCK, mask=piece * _PIECE < stop, other=0)
+            ids = ids * OF_BLOCK + piece % OF_BLOCK
             stage, phase = count % STAGES, (count // STAGES + 1) % 2
             mbarrier.wait(k_empty.index(stage), phase)
             copy_tile(
-                k_tiles.index(stage), keys + head * stride_kh, ids, begin, stop, stride_kb, stride_kt,
-                BLOCKS, BLOCK_SIZE, DIM, COPIED,
+                k_tiles.index(stage), keys + head * stride_kh, ids, begin, stop, stride_kp, stride_kt,
+                PIECES, DIM, COPIED,
             )  # fmt: skip
             async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
             mbarrier.wait(v_empty.index(stage), phase)
             copy_tile(
-                v_tiles.index(stage), values + head * stride_kh, ids, begin, stop, stride_kb, stride_kt,
-                BLOCKS, BLOCK_SIZE, DIM, COPIED,
+                v_tiles.index(stage), values + head * stride_vh, ids, begin, stop, stride_vp, stride_vt,
+                PIECES, DIM, COPIED,
             )  # fmt: skip
             async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
             count += 1
@@ -194,13 +199,15 @@ def attend(
 @gluon.jit
 def specialised_prefill_kernel(
     q, keys, values, out, tables, units, num_units,
-    stride_qn, stride_qh, stride_kb, stride_kt, stride_kh, stride_on, stride_oh, stride_tables, factor,
+    stride_qn, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_on, stride_oh,
+    stride_tables, factor,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Units times KV heads, as in ``attention_kernel``, without windows, caps, scales and parts. Keys and values have
-    equal strides.
-    ``factor``: the scale of the scores times log2 e. BLOCK_SIZE divides TILE.
+    """Units times KV heads, as in ``attention_kernel``, without windows, caps, scales and parts.
+
+    ``factor``: the scale of the scores times log2 e. BLOCK_SIZE is a power of
+    two from 16 on, and ``stride_kp`` and ``stride_vp`` are from one piece of 16 tokens to the next.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -225,7 +232,7 @@ def specialised_prefill_kernel(
             (attend, (q, out, units, num_units, q_high, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                       stride_qn, stride_qh, stride_on, stride_oh, factor, _ROWS, KV_HEADS, GROUP, DIM, TILE, STAGES)),
             (load_tiles, (keys, values, tables, units, num_units, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                          stride_kb, stride_kt, stride_kh, stride_tables,
+                          stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_tables,
                           KV_HEADS, BLOCK_SIZE, DIM, TILE, STAGES)),
         ],
         [4, 4],
