@@ -1,9 +1,9 @@
 """Runs kernels in Gluon, which has no interpreter, on threads: one for each partition of warps of a program.
 
 The module of a kernel is imported anew, with this module in the place of Gluon's. What a device may do late or early
-is done at the worst moment: a copy destroys its target when it begins, and brings values only just before its arrival, some time later; a
-product reads shared memory only when it is waited for. So a buffer that is filled before all have read it, or read
-before it is filled, makes results NaN. A wait that never ends raises ``Deadlock``.
+is done at the worst moment: a copy destroys its target when it begins, and brings values only just before its arrival,
+some time later; a product reads shared memory only when it is waited for. So a buffer that is filled before all have
+read it, or read before it is filled, makes results NaN. A wait that never ends raises ``DeadlockError``.
 """
 
 import importlib.util
@@ -17,16 +17,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
 import pagewise_kernels.attention  # noqa: F401  # its package is imported with the real Triton
+import torch
 
 _SECONDS = 5.0
 _here = threading.local()
 _GLUON = "triton.experimental.gluon"
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """A barrier was waited for longer than any arrival can take."""
 
 
@@ -59,7 +58,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.changed:
             if not self.changed.wait_for(lambda: self.phase % 2 != parity, _SECONDS):
-                raise Deadlock("a barrier was waited for in vain")
+                raise DeadlockError("a barrier was waited for in vain")
 
 
 class Shared:
@@ -177,7 +176,7 @@ def _specialise(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], *
         try:
             function(*arguments)
             assert not _here.products, "a product was never waited for"
-        except BaseException as error:  # noqa: BLE001  # raised below, in the thread of the test
+        except BaseException as error:  # raised below, in the thread of the test
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=partition) for partition in partitions]
@@ -228,7 +227,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def on_threads(name: str, change: tuple[str, str] | None = None) -> Iterator[ModuleType]:
-    """The module ``name`` of kernels, which ``launch`` runs. ``change``: a piece of its source, and what replaces it."""
+    """The module ``name`` of kernels, which ``launch`` runs. ``change``: a piece of source, and what replaces it."""
     found = importlib.util.find_spec(name)
     assert found is not None
     assert found.origin is not None

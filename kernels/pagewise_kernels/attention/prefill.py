@@ -35,8 +35,9 @@ class PrefillPlan:
     Args:
         chunks: what is computed; their queries do not overlap. heads, kv_heads, head_dim: of the model. kv_dtype: of
             the KV pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
-        config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is not pinned, so CUDA copies a plan of
-            more than 64 KiB (about 14,000 tokens) only after all work that was issued before.
+        config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is
+            not pinned, so CUDA copies a plan of more than 64 KiB (about 14,000 tokens) only after all work that was
+            issued before.
 
     ``packed``: the plan in one array, for those who upload it with others, and then say where it is (``place``).
     """

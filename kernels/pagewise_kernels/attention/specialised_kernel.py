@@ -1,4 +1,4 @@
-"""The kernel of prefill attention for Hopper whose warps are specialised: four load K and V, two groups of four compute.
+"""Prefill attention for Hopper by specialised warps: four load K and V, and two groups of four compute.
 
 The scheme is that of FlashAttention 3 (Shah et al., arXiv 2407.08608). Each consumer has 64 of the 128 (query, head)
 rows of a unit. It issues the scores of a tile before the weighted values of the tile before, and weighs the former
@@ -164,7 +164,7 @@ def attend(
         weights, shrink, high, total = weigh(scores, high, total, positions, places, 0, unmasked, factor, TILE)
         weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
         count += 1
-        mbarrier.wait(k_full.index(count % STAGES), count // STAGES % 2, pred=TILE < stop)
+        mbarrier.wait(k_full.index(count % STAGES), count // STAGES % 2, pred=stop > TILE)
         for begin in range(TILE, stop, TILE):
             stage, before = count % STAGES, (count - 1) % STAGES
             mbarrier.wait(v_full.index(before), (count - 1) // STAGES % 2)

@@ -69,7 +69,8 @@ def _with_triton(
 ) -> EngineChoice:
     from pagewise_kernels.logprobs import token_logprobs
 
-    from pagewise_executor.attention.prefill_libraries import choose_prefill_library, layer_shapes
+    from pagewise_executor.attention.prefill_choice import choose_prefill_library
+    from pagewise_executor.attention.prefill_libraries import layer_shapes
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs

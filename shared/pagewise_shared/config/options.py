@@ -249,8 +249,8 @@ class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
         ),
     ] = "auto"
     attention: Annotated[
-        Literal["auto", "triton", "fa3", "flashinfer"],
-        _help("attention of prompts on a GPU; auto: FlashAttention 3, FlashInfer or Triton, the first that can"),
+        Literal["auto", "triton", "gluon", "fa3", "flashinfer"],
+        _help("attention of prompts on a GPU; auto: what is fastest of Triton, Gluon, FlashAttention 3 and FlashInfer"),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8"],

@@ -1,6 +1,7 @@
 """Attention of prefill chunks by libraries that may be faster than the Triton kernel: FlashAttention 3 and FlashInfer.
 
-``--attention`` chooses one when the executor starts. It must be installed, support the model, and give PyTorch's
+``--attention`` names one, or the fastest is chosen when the executor starts (``prefill_choice``), among these and our
+kernel with specialised warps (``specialised_prefill``). It must be installed, support the model, and give PyTorch's
 results for a small problem of each kind of layer that the model has: with its heads, and with a window and a cap of the
 scores where layers have them. Decodes are computed by the Triton kernels, which CUDA graphs have recorded.
 
@@ -9,16 +10,14 @@ on a device, which is why the results are compared.
 """
 
 import importlib
-import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.torch_attention import attend_chunk
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _HALVES = (torch.bfloat16, torch.float16)
 _WORKSPACE_BYTES = 128 * 2**20
-_TOLERANCE = 0.05
+TOLERANCE = 0.05
 """The most by which results may differ from PyTorch's, where values are drawn from a normal distribution."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -87,8 +86,8 @@ class PrefillLibrary(Protocol):
 
     name: str
 
-    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
-        """Return why layers with heads of this size cannot be computed; empty if they can."""
+    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+        """Return why layers of this kind cannot be computed with such blocks, as far as it says; empty if they can."""
         ...
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
@@ -106,9 +105,10 @@ class FlashAttention3:
             raise ModelError("FlashAttention 3 needs compute capability 9.0")
         self._attend = _import("flash_attn_interface").flash_attn_with_kvcache
 
-    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
+    def flaw(self, shape: AttentionShape, block_size: int) -> str:
         """See ``PrefillLibrary``."""
-        return _flaw_of_dtype(dtype) or ("" if head_dim % 8 == 0 else f"heads of {head_dim}, no multiple of 8")
+        dim = shape.head_dim
+        return _flaw_of_dtype(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """See ``PrefillLibrary``."""
@@ -137,9 +137,10 @@ class FlashInfer:
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[AttentionShape, Any] = {}
 
-    def flaw(self, head_dim: int, dtype: torch.dtype) -> str:
+    def flaw(self, shape: AttentionShape, block_size: int) -> str:
         """See ``PrefillLibrary``."""
-        return _flaw_of_dtype(dtype) or ("" if head_dim in (64, 128, 256) else f"heads of {head_dim}, not 64, 128, 256")
+        dim = shape.head_dim
+        return _flaw_of_dtype(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """See ``PrefillLibrary``. Kinds of layers alternate within a step, so each has a wrapper of its own."""
@@ -185,102 +186,18 @@ class TriedLibrary:
 
     def try_out(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
-        flaw = self._library.flaw(shape.head_dim, shape.dtype)
+        flaw = self._library.flaw(shape, self._block_size)
         if not flaw:
             try:
                 error = error_of(self._library, with_small_limits(shape), self._block_size, self._device)
             except Exception as raised:  # a library of others, which may compile and load what does not fit
                 flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
             else:
-                if not error <= _TOLERANCE:  # also if it is not a number
+                if not error <= TOLERANCE:  # also if it is not a number
                     flaw = f"results differ from PyTorch's by {error:.3f}"
             flaw = flaw and f"{flaw} ({_described(shape)})"
         self._flaws[shape] = flaw
         return flaw
-
-
-LIBRARIES: dict[str, tuple[str, Callable[[torch.device], PrefillLibrary]]] = {
-    "fa3": ("flash_attn_interface", FlashAttention3),
-    "flashinfer": ("flashinfer", FlashInfer),
-}
-"""By name, in the order in which ``auto`` tries them: the module that has to be installed, and how it is prepared."""
-
-
-def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
-    """Refuse what ``--attention`` asks for by name and these options do not allow.
-
-    Raises:
-        ModelError: they do not; the text says why.
-    """
-    flaw = ""
-    if config.attention == "auto":
-        return
-    if config.kernels not in ("auto", "triton") or (device.type == "cpu" and config.kernels == "auto"):
-        flaw = "it needs the Triton kernels, which run on a GPU"
-    elif config.attention in LIBRARIES:
-        flaw = _flaw_of_options(config, device)
-    if flaw:
-        raise ModelError(f"--attention {config.attention}: {flaw}")
-
-
-def choose_prefill_library(
-    config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape], kv_dtype: torch.dtype
-) -> tuple[TriedLibrary | None, bool]:
-    """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
-
-    ``shapes``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel.
-
-    Raises:
-        ModelError: a library is asked for by name, and cannot compute the model; the text says why.
-    """
-    named = config.attention in LIBRARIES
-    if config.attention == "triton" or _flaw_of_options(config, device):
-        return None, False
-    unfit: list[str] = []
-    for name in [config.attention] if named else LIBRARIES:
-        module, make = LIBRARIES[name]
-        if not named and importlib.util.find_spec(module) is None:
-            continue  # nobody has asked for what is not installed
-        library, flaw = _prepared(make, device, shapes, kv_dtype, config.block_size)
-        if flaw and (named or library is None):
-            unfit.append(f"{name}: {flaw}")
-        elif library is not None:
-            if flaw:
-                log.warning("attention of prompts: %s, and Triton's where it cannot: %s", name, flaw)
-            else:
-                log.info("attention of prompts: %s", name)
-            return library, bool(flaw)
-    if named:
-        raise ModelError(f"--attention {unfit[0]}")
-    if unfit:
-        log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
-    return None, bool(unfit)
-
-
-def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"it runs on a GPU, not on {device}"
-    if config.deterministic:
-        return "not with --deterministic, whose results come from one kernel"
-    return "it does not read float8 KV with a scale for each token" if config.kv_dtype == "fp8" else ""
-
-
-def _prepared(
-    make: Callable[[torch.device], PrefillLibrary],
-    device: torch.device,
-    shapes: Sequence[AttentionShape],
-    kv_dtype: torch.dtype,
-    block_size: int,
-) -> tuple[TriedLibrary | None, str]:
-    """Return a library that can compute some layers, if it can, and why it cannot compute the others."""
-    if kv_dtype != shapes[0].dtype:
-        return None, f"KV is {kv_dtype}, and the model {shapes[0].dtype}"
-    try:
-        library = TriedLibrary(make(device), block_size, device)
-    except Exception as error:
-        return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    flaws = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
-    return (library if "" in flaws else None), "; ".join(dict.fromkeys(filter(None, flaws)))
 
 
 def layer_shapes(

@@ -70,7 +70,7 @@ def candidates(
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")
         physical_memory(device)  # refuses what this machine cannot map
     if config.attention != "auto":
-        from pagewise_executor.attention.prefill_libraries import refuse_attention
+        from pagewise_executor.attention.prefill_choice import refuse_attention
 
         refuse_attention(config, device)
     found = Candidates([], [])

@@ -1,0 +1,198 @@
+"""Chooses what computes the attention of prefill chunks: what ``--attention`` names, or the fastest."""
+
+import importlib.util
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.attention.prefill_libraries import (
+    AttentionShape,
+    ChunkTables,
+    FlashAttention3,
+    FlashInfer,
+    PrefillLibrary,
+    TriedLibrary,
+)
+from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill
+from pagewise_executor.uploads import Uploads
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 4096
+"""Of the chunk that is measured."""
+_REPEATS = 5
+
+LIBRARIES: dict[str, tuple[str, Callable[[torch.device], PrefillLibrary]]] = {
+    "fa3": ("flash_attn_interface", FlashAttention3),
+    "flashinfer": ("flashinfer", FlashInfer),
+    "gluon": ("triton.experimental.gluon", SpecialisedPrefill),
+}
+"""By name: the module that has to be installed, and how it is prepared."""
+_OURS = "gluon"
+"""It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute something."""
+
+
+def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
+    """Refuse what ``--attention`` asks for by name and these options do not allow.
+
+    Raises:
+        ModelError: they do not; the text says why.
+    """
+    flaw = ""
+    if config.attention == "auto":
+        return
+    if config.kernels not in ("auto", "triton") or (device.type == "cpu" and config.kernels == "auto"):
+        flaw = "it needs the Triton kernels, which run on a GPU"
+    elif config.attention in LIBRARIES:
+        flaw = _flaw_of_options(config, device)
+    if flaw:
+        raise ModelError(f"--attention {config.attention}: {flaw}")
+
+
+def choose_prefill_library(
+    config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape], kv_dtype: torch.dtype
+) -> tuple[TriedLibrary | None, bool]:
+    """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
+
+    ``shapes``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel. ``auto``
+    takes what is fastest.
+
+    Raises:
+        ModelError: a library is asked for by name, and cannot compute the model; the text says why.
+    """
+    named = config.attention in LIBRARIES
+    if config.attention == "triton" or _flaw_of_options(config, device):
+        return None, False
+    unfit: list[str] = []
+    found: dict[TriedLibrary, str] = {}
+    for name in [config.attention] if named else LIBRARIES:
+        module, make = LIBRARIES[name]
+        if not named and importlib.util.find_spec(module) is None:
+            continue  # nobody has asked for what is not installed
+        library, flaw = _prepared(make, device, shapes, kv_dtype, config.block_size)
+        if named and flaw:
+            raise ModelError(f"--attention {name}: {flaw}")
+        if library is not None:
+            found[library] = flaw
+        elif name == _OURS:
+            log.info("attention of prompts: not gluon: %s", flaw)
+        else:
+            unfit.append(f"{name}: {flaw}")
+    if not found:
+        if unfit:
+            log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
+        return None, bool(unfit)
+    library = next(iter(found)) if named else _fastest(list(found), shapes, config.block_size, device)
+    if library is None:
+        return None, False
+    if flaw := found[library]:
+        log.warning("attention of prompts: %s, and Triton's where it cannot: %s", library.name, flaw)
+    else:
+        log.info("attention of prompts: %s", library.name)
+    return library, bool(flaw) and library.name != _OURS
+
+
+def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"it runs on a GPU, not on {device}"
+    if config.deterministic:
+        return "not with --deterministic, whose results come from one kernel"
+    return "it does not read float8 KV with a scale for each token" if config.kv_dtype == "fp8" else ""
+
+
+def _prepared(
+    make: Callable[[torch.device], PrefillLibrary],
+    device: torch.device,
+    shapes: Sequence[AttentionShape],
+    kv_dtype: torch.dtype,
+    block_size: int,
+) -> tuple[TriedLibrary | None, str]:
+    """Return a library that can compute some layers, if it can, and why it cannot compute the others."""
+    if kv_dtype != shapes[0].dtype:
+        return None, f"KV is {kv_dtype}, and the model {shapes[0].dtype}"
+    try:
+        library = TriedLibrary(make(device), block_size, device)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    flaws = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
+    return (library if "" in flaws else None), "; ".join(dict.fromkeys(filter(None, flaws)))
+
+
+def _fastest(
+    libraries: Sequence[TriedLibrary], shapes: Sequence[AttentionShape], block_size: int, device: torch.device
+) -> TriedLibrary | None:
+    """Return the library with which the layers of a model take the least time, None if that is without one.
+
+    Layers that a library cannot compute take the time of the Triton kernel. What cannot be measured is not taken.
+    """
+    kinds = Counter(shapes)
+    own: dict[AttentionShape, float] = {}
+    times: dict[TriedLibrary | None, float] = {}
+    try:
+        own = {shape: chunk_milliseconds(None, shape, block_size, device) for shape in kinds}
+        times[None] = sum(count * own[shape] for shape, count in kinds.items())
+        for library in libraries:
+            times[library] = sum(
+                count
+                * (chunk_milliseconds(library, shape, block_size, device) if library.computes(shape) else own[shape])
+                for shape, count in kinds.items()
+            )
+    except Exception as error:  # whatever torch, a library or the device raise
+        log.warning("attention of prompts: what is left could not be measured (%s)", error)
+    log.info(
+        "attention of prompts of %d tokens, all layers: %s",
+        _TOKENS, ", ".join(f"{_name(each)} {milliseconds:.2f} ms" for each, milliseconds in times.items()),
+    )  # fmt: skip
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the KV pool is sized by what is free
+    return min(times, key=lambda each: times[each]) if times else None
+
+
+def _name(library: TriedLibrary | None) -> str:
+    return "triton" if library is None else library.name
+
+
+@torch.inference_mode()
+def chunk_milliseconds(
+    library: TriedLibrary | None, shape: AttentionShape, block_size: int, device: torch.device
+) -> float:
+    """Return the median time of the attention of one layer for a prompt, by a library or by the Triton kernel."""
+    from pagewise_kernels.attention import Chunk, PrefillPlan, prefill_attention
+
+    blocks = -(-_TOKENS // block_size)
+    tables = np.random.default_rng(0).permutation(blocks).astype(np.int32)[None]
+    q = torch.randn(_TOKENS, shape.heads, shape.head_dim, device=device, dtype=shape.dtype)
+    keys, values = (
+        torch.randn(blocks, block_size, shape.kv_heads, shape.head_dim, device=device, dtype=shape.dtype)
+        for _ in range(2)
+    )
+    step = ChunkTables([Chunk(0, 0, _TOKENS, 0)], tables, block_size, Uploads(device))
+    if library is not None:
+        attend = library.plan(shape, step)
+    else:
+        plan = PrefillPlan(
+            step.chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=shape.dtype,
+            device=device, window=shape.window,
+        )  # fmt: skip
+        on_device = torch.from_numpy(tables).to(device)
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return prefill_attention(q, keys, values, on_device, plan, scale=shape.scale, softcap=shape.softcap)
+
+    attend(q, keys, values)  # compiles
+    torch.cuda.synchronize(device)
+    times = []
+    for _ in range(_REPEATS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        attend(q, keys, values)
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return float(statistics.median(times))

@@ -1,0 +1,131 @@
+"""Attention of prefill chunks by our kernel for Hopper with specialised warps, as one of the libraries to choose from.
+
+Nothing interprets the language of this kernel, so only a device can tell whether it works there. A kernel that waits
+for ever, or reads what is not there, takes the process along in which it runs. So it is tried in a process of its own
+before an executor launches it, once for each kind of layer, device and version; the verdict is kept beside the kernels
+that Triton has compiled.
+
+    python -m pagewise_executor.attention.specialised_prefill    (reads a trial as JSON, and prints the error)
+"""
+
+import hashlib
+import inspect
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pagewise_executor.attention.prefill_libraries import (
+    TOLERANCE,
+    Attend,
+    AttentionShape,
+    ChunkTables,
+    error_of,
+    with_small_limits,
+)
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 120.0
+"""For a trial: imports, the compilation of a kernel, and two small launches."""
+
+
+class SpecialisedPrefill:
+    """The kernel ``specialised_prefill_attention``. See ``PrefillLibrary``."""
+
+    name = "gluon"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+        """See ``PrefillLibrary``."""
+        from pagewise_kernels.attention.specialised import flaw_of_specialised
+
+        if shape.window is not None or shape.softcap is not None:
+            return "it has no windows and no caps"
+        flaw = flaw_of_specialised(shape.heads, shape.kv_heads, shape.head_dim, block_size, shape.dtype, self._device)
+        return flaw or _flaw_of_trial(shape, block_size, self._device)
+
+    def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
+        """See ``PrefillLibrary``."""
+        from pagewise_kernels.attention import Chunk, PrefillPlan
+        from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
+
+        _, _, blocks = tables.on_device()
+        first, chunks = 0, []
+        for row, chunk in enumerate(tables.chunks):
+            chunks.append(Chunk(first, chunk.start, chunk.size, row))
+            first += chunk.size
+        plan = PrefillPlan(
+            chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=shape.dtype,
+            device=blocks.device, config=SPECIALISED, upload=tables.upload,
+        )  # fmt: skip
+
+        def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return specialised_prefill_attention(q, keys, values, blocks, plan, scale=shape.scale)
+
+        return attend
+
+
+def _flaw_of_trial(shape: AttentionShape, block_size: int, device: torch.device) -> str:
+    """Return why the kernel does not work in a process of its own; empty if it gives PyTorch's results there."""
+    import triton
+    from pagewise_kernels.attention import specialised, specialised_kernel
+
+    trial = {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch."), "block_size": block_size}
+    source = inspect.getsource(specialised_kernel) + inspect.getsource(specialised)
+    known = [trial, source, torch.__version__, triton.__version__, torch.cuda.get_device_name(device)]
+    name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    kept = Path(triton.knobs.cache.dir) / f"pagewise-prefill-{name}.json"
+    try:
+        return str(json.loads(kept.read_text())["flaw"])
+    except (OSError, ValueError, KeyError):
+        log.info("attention of prompts: gluon is tried in a process of its own, for the first time on this device")
+    flaw = try_apart({**trial, "device": device.index or 0})
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"flaw": flaw}))
+    except OSError as error:
+        log.warning("each start tries the attention of prompts by gluon anew: its verdict cannot be kept: %s", error)
+    return flaw
+
+
+def try_apart(trial: dict[str, object]) -> str:
+    """Run the kernel on a small problem in a process of its own; return why it does not work, empty if it does.
+
+    ``trial``: the fields of an ``AttentionShape``, ``block_size`` in tokens, and the index of the ``device``.
+    """
+    command = [sys.executable, "-m", "pagewise_executor.attention.specialised_prefill"]
+    try:
+        ended = subprocess.run(  # noqa: S603  # nosec B603 # no shell, and our own module
+            command, input=json.dumps(trial), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {_SECONDS:.0f} s"
+    except OSError as error:
+        return f"it cannot be tried: {error}"
+    lines = ended.stdout.splitlines()
+    if ended.returncode or not lines:
+        reason = (ended.stderr.strip().splitlines() or [""])[-1]
+        return f"its process ended with {ended.returncode}: {reason}"
+    difference = float(lines[-1])
+    # It may be no number.
+    return "" if difference <= TOLERANCE else f"results differ from PyTorch's by {difference:.3f}"
+
+
+def main() -> None:
+    """Compute a trial, and print by how much its results differ from PyTorch's."""
+    trial = json.load(sys.stdin)
+    device, block_size = torch.device("cuda", trial.pop("device")), trial.pop("block_size")
+    torch.cuda.set_device(device)
+    shape = AttentionShape(**{**trial, "dtype": getattr(torch, trial["dtype"])})
+    print(error_of(SpecialisedPrefill(device), with_small_limits(shape), block_size, device))
+
+
+if __name__ == "__main__":
+    main()
