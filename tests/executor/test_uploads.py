@@ -1,10 +1,14 @@
 """Arrays travel together: many of them, of any type and shape, in one piece of memory."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_executor.uploads import join_bytes, pack, packed_size, split_bytes, unpack
+from pagewise_executor import uploads
+from pagewise_executor.uploads import Uploads, join_bytes, pack, packed_size, split_bytes, unpack
 
 ARRAYS = st.lists(
     st.tuples(
@@ -37,3 +41,49 @@ def test_tensors_that_come_back_together_are_what_they_were(arrays: list[np.ndar
     for one, other in zip(tensors, found, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_no_step_pins_memory_after_the_largest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin memory takes milliseconds in which the device waits for the host. Copies are slow here: each ends when it
+    is waited for, and reads its buffer then, so one that is written over too early would bring the wrong values."""
+    pinned: list[int] = []
+    waiting: list[Any] = []
+
+    class Event:
+        def record(self) -> None:
+            self.copy = copies.pop()
+            waiting.append(self)
+
+        def synchronize(self) -> None:
+            if self in waiting:
+                waiting.remove(self)
+                source, target = self.copy
+                target.copy_(source)
+
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def allocate(*shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        pinned.append(int(np.prod(shape)))
+        return torch.zeros(*shape, dtype=dtype)
+
+    def to(source: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        copies.append((source, target := torch.zeros_like(source)))
+        return target
+
+    monkeypatch.setattr(uploads.torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    upload = Uploads(torch.device("cuda"))
+    upload(np.zeros(10))  # a decode at the start
+    upload(np.zeros(10_000))  # the largest step
+    assert len(pinned) == 2
+    sizes = [9_000, 3, 10_000, 500] * 20
+    found = [upload(np.full(size, i)) for i, size in enumerate(sizes)]
+    assert len(pinned) == 2, "a step has pinned memory"
+    while waiting:
+        waiting[0].synchronize()
+    for i, (size, tensor) in enumerate(zip(sizes, found, strict=True)):
+        assert tensor.shape == (size,)
+        assert bool((tensor == i).all())

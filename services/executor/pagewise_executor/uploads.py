@@ -19,11 +19,15 @@ class Uploads:
     """Copies arrays to ``device`` through a ring of pinned buffers. When all are in use, it waits for the oldest.
 
     CUDA also copies from pageable memory, but larger arrays only after all work that was issued before.
+
+    To pin memory takes the host milliseconds, in which the device may have nothing to do. So all buffers grow at once,
+    to a power of two: once the largest step has been tried at the start, no step pins any.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: list[torch.Tensor | None] = [None] * _SLOTS
+        self._rings: list[torch.Tensor] = []
+        """The last one is used. Former ones, which are smaller, may still be copied from."""
         self._copied: list[torch.cuda.Event | None] = [None] * _SLOTS
         self._next = 0
 
@@ -36,15 +40,14 @@ class Uploads:
         if self.device.type != "cuda":
             return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays)
         size = packed_size(arrays)
+        if not self._rings or self._rings[-1].shape[1] < size:
+            room = max(_LEAST_BYTES, 1 << (size - 1).bit_length()) if size else _LEAST_BYTES
+            self._rings.append(torch.empty(_SLOTS, room, dtype=torch.uint8, pin_memory=True))
+            self._copied = [None] * _SLOTS
         slot, self._next = self._next, (self._next + 1) % _SLOTS
         if (copied := self._copied[slot]) is not None:
             copied.synchronize()
-        buffer = self._buffers[slot]
-        if buffer is None or len(buffer) < size:
-            # Of powers of two, so that steps that grow do not pin new memory each time, which waits for the device.
-            room = max(_LEAST_BYTES, 1 << (size - 1).bit_length()) if size else _LEAST_BYTES
-            buffer = self._buffers[slot] = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-        pinned = buffer[:size]
+        pinned = self._rings[-1][slot, :size]
         pack(arrays, pinned.numpy())
         on_device = pinned.to(self.device, non_blocking=True)
         self._copied[slot] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
