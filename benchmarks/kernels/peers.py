@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from pagewise_kernels.attention import Chunk, PrefillPlan
+from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 
 Make = Callable[[], Callable[[], Any]]
 
@@ -83,11 +85,20 @@ def prefill(
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda: compiled(queries, k, v, block_mask=mask, enable_gqa=True)
 
+    def specialised() -> Callable[[], Any]:
+        plan = PrefillPlan(
+            [Chunk(0, 0, size, 0)], heads=q.shape[1], kv_heads=keys.shape[2], head_dim=q.shape[2], kv_dtype=keys.dtype,
+            device=q.device, config=SPECIALISED,
+        )  # fmt: skip
+        return lambda: specialised_prefill_attention(q, keys, values, tables, plan)
+
     yield "torch sdpa", sdpa
     if q.device.type == "cuda":
         yield "flex", flex
     if _has_flashinfer(q):
         yield f"flashinfer {_FLASHINFER}", flashinfer
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device)[0] == 9:
+        yield "pagewise, gluon", specialised  # the last, because it has not run on a device yet
 
 
 def _has_flashinfer(q: torch.Tensor) -> bool:

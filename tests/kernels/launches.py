@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from pagewise_kernels import handles as handles_module
 from pagewise_kernels import launch as launching
+from pagewise_kernels.attention import Chunk, PrefillPlan
+from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 from pagewise_kernels.block_copy import copy_blocks
 from pagewise_kernels.handles import Handles
 from pagewise_kernels.launch import pretend_gpu
@@ -120,6 +122,23 @@ def _make_empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(len(x), len(weight))
 
 
+def check_specialised_warps(driver: FakeDriver) -> None:
+    """All partitions of warps are launched: two consumers and a producer. With fewer, barriers wait for ever."""
+    q, pool = torch.zeros(300, 32, 128, dtype=torch.bfloat16), torch.zeros(40, 16, 8, 128, dtype=torch.bfloat16)
+    plan = PrefillPlan(
+        [Chunk(0, 0, 300, 0)], heads=32, kv_heads=8, head_dim=128, kv_dtype=q.dtype, device=q.device, config=SPECIALISED
+    )
+    out, tables = torch.empty_like(q), torch.zeros(1, 40, dtype=torch.int32)
+    with driver.recorded() as recorded:
+        for _ in range(3):  # through Triton, and by handles
+            specialised_prefill_attention(q, pool, pool, tables, plan, out=out)
+    assert set(recorded) == {recorded[0]}
+    assert len(recorded) == 3
+    assert recorded[0].threads == 3 * 128
+    assert recorded[0].grid == (-(-300 // 32) * 8, 1, 1)
+    assert launching.num_unfrozen_launches() == 0
+
+
 def check_hooks(driver: FakeDriver) -> None:
     """Launch hooks are called as long as they are set."""
     told: list[object] = []
@@ -196,6 +215,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, fake_driver(Path(folder)) as driver:
         check_kinds(driver)
         check_dependent_launches(driver)
+        check_specialised_warps(driver)
         check_hooks(driver)
         check_unexpected(driver)
     print("checked")

@@ -149,6 +149,7 @@ def attend(
         at = (first_query + q_lines // GROUP).to(gl.int64) * stride_qn + (head * GROUP + q_lines % GROUP) * stride_qh
         there = gl.expand_dims(q_lines < num_queries * GROUP, 1)
         q_rows.store(gl.load(q + (gl.expand_dims(at, 1) + gl.expand_dims(q_dims, 0)), mask=there, other=0.0))
+        fence_async_shared()  # by those who write, before the barrier behind which the tensor cores read
         # The queries of a unit are neighbours, the last of which is the last token that the unit sees.
         positions = stop - num_queries + rows // GROUP
         unmasked = stop - num_queries + FIRST // GROUP + 1
