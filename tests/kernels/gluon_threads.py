@@ -1,8 +1,8 @@
 """Runs kernels in Gluon, which has no interpreter, on threads: one for each partition of warps of a program.
 
 The module of a kernel is imported anew, with this module in the place of Gluon's. What a device may do late or early
-is done at the worst moment: a copy destroys its target when it begins, and brings values only just before its arrival,
-some time later; a product reads shared memory only when it is waited for. So a buffer that is filled before all have
+is done at the worst moment: a copy destroys its target when it begins, and brings values only when somebody waits for
+them; a product reads shared memory only when it is waited for. So a buffer that is filled before all have
 read it, or read before it is filled, makes results NaN. A wait that never ends raises ``DeadlockError``.
 """
 
@@ -20,7 +20,7 @@ from unittest import mock
 import pagewise_kernels.attention  # noqa: F401  # its package is imported with the real Triton
 import torch
 
-_SECONDS = 5.0
+_SECONDS = 60.0
 _here = threading.local()
 _GLUON = "triton.experimental.gluon"
 
@@ -41,10 +41,11 @@ class Pointer:
 
 
 class Barrier:
-    """Flips its phase after ``count`` arrivals."""
+    """Flips its phase after ``count`` arrivals. Those of copies come when the barrier is waited for, and not before."""
 
     def __init__(self) -> None:
         self.count = self.missing = self.phase = 0
+        self.copying: list[Callable[[], None]] = []
         self.changed = threading.Condition()
 
     def arrive(self, count: int) -> None:
@@ -53,12 +54,22 @@ class Barrier:
             assert self.missing >= 0, "more arrivals than the barrier was made for"
             if self.missing == 0:
                 self.missing, self.phase = self.count, self.phase + 1
-                self.changed.notify_all()
+            self.changed.notify_all()
+
+    def arrive_with(self, copy: Callable[[], None]) -> None:
+        with self.changed:
+            self.copying.append(copy)
+            self.changed.notify_all()
 
     def wait(self, parity: int) -> None:
+        until = time.monotonic() + _SECONDS
         with self.changed:
-            if not self.changed.wait_for(lambda: self.phase % 2 != parity, _SECONDS):
-                raise DeadlockError("a barrier was waited for in vain")
+            while self.phase % 2 == parity:
+                if self.copying:
+                    self.copying.pop(0)()
+                    self.arrive(128)
+                elif not self.changed.wait(until - time.monotonic()):
+                    raise DeadlockError("a barrier was waited for in vain")
 
 
 class Shared:
@@ -120,19 +131,16 @@ def _copy(tile: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
 def _arrive_with_copies(barrier: Barrier, increment_count: bool) -> None:
     assert not increment_count
     copies, _here.copies = _here.copies, []
-    delay = random.random() * 0.002
 
     def bring() -> None:
-        time.sleep(delay)
         for tile, pointer, mask in copies:
             tile.memory.copy_(_load(pointer, mask, 0.0))
-        barrier.arrive(128)
 
-    threading.Thread(target=bring).start()
+    barrier.arrive_with(bring)
 
 
 def _wait(barrier: Barrier, phase: Any, pred: Any = True) -> None:
-    time.sleep(random.random() * 0.001)
+    time.sleep(random.random() * 0.001)  # in many orders
     if pred:
         barrier.wait(int(phase))
         _here.fenced = False

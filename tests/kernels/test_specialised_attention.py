@@ -16,7 +16,6 @@ from tests.kernels.gluon_threads import DeadlockError, launch, on_threads
 KERNEL = "pagewise_kernels.attention.specialised_kernel"
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @contextmanager
@@ -125,11 +124,14 @@ def test_threads_find_what_would_be_wrong_on_a_device(before: str, after: str, m
     """Races, reads of what is not there, and deadlocks: what the tests above can say nothing about otherwise."""
     monkeypatch.setattr("tests.kernels.gluon_threads._SECONDS", 0.5)
     change = (before, after.replace("time.sleep", "__import__('time').sleep"))
-    try:
-        found, expected = attended([Chunk(0, 500, 200, 0)], programs=1, change=change)
-    except (DeadlockError, AssertionError, IndexError):
-        return
-    assert not float((found - expected).abs().max()) < 0.02, "nothing was noticed"
+    for _ in range(5):  # a race needs an order in which it shows
+        try:
+            found, expected = attended([Chunk(0, 500, 200, 0)], programs=1, change=change)
+        except (DeadlockError, AssertionError, IndexError):
+            return
+        if not float((found - expected).abs().max()) < 0.02:
+            return
+    pytest.fail("nothing was noticed")
 
 
 def test_what_it_cannot_compute_is_refused() -> None:
