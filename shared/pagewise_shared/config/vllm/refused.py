@@ -60,7 +60,7 @@ REFUSED = (
     ),
     refused(
         "--attention-backend --attention-config -ac --kv-cache-dtype-skip-layers --sparse-indexer-topk-backend",
-        "--attention triton, fa3 or flashinfer says what computes attention of prompts",
+        "--attention triton, gluon, fa3 or flashinfer says what computes attention of prompts",
     ),
     refused(
         "--moe-backend --linear-backend --monokernel --enable-flashinfer-autotune --gdn-prefill-backend "
