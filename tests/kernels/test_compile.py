@@ -50,7 +50,7 @@ def compiled(target: int, *options: str) -> list[dict[str, Any]]:
         pytest.param(90, VARIANTS, id="90"),
         pytest.param(90, (), marks=pytest.mark.long, id="90, all variants"),
         # Compute capability 8.9 brought float8.
-        pytest.param(80, ("fp8", "specialised"), marks=pytest.mark.long, id="80, all variants"),
+        pytest.param(80, ("fp8", "rounded", "specialised"), marks=pytest.mark.long, id="80, all variants"),
     ],
 )
 def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) -> None:

@@ -255,6 +255,7 @@ def test_our_kernel_is_tried_apart_and_the_verdict_is_kept(
         found = specialised_prefill._flaw_of_trial(shape, 16, GPU)
         assert (flaw in found) if flaw else not found, found
     assert len(calls) == 1, "the verdict was not kept"
+    assert ("is tried again" in found) == bool(flaw), "the log says how"
     specialised_prefill._flaw_of_trial(shape, 32, GPU)
     assert len(calls) == 2, "another kind of layer was not tried"
 

@@ -83,7 +83,9 @@ def _flaw_of_trial(shape: AttentionShape, block_size: int, device: torch.device)
     name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
     kept = Path(triton.knobs.cache.dir) / f"pagewise-prefill-{name}.json"
     try:
-        return str(json.loads(kept.read_text())["flaw"])
+        flaw = str(json.loads(kept.read_text())["flaw"])
+        # It may have been the machine's: a device that was full, for instance.
+        return flaw and f"{flaw}, when it was tried before; without {kept} it is tried again"
     except (OSError, ValueError, KeyError):
         log.info("attention of prompts: gluon is tried in a process of its own, for the first time on this device")
     flaw = try_apart({**trial, "device": device.index or 0})
