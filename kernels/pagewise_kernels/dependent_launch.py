@@ -37,6 +37,8 @@ no read. ``prefetch_rows`` brings lines to the L2 cache, through which all write
 import triton
 import triton.language as tl
 
+from pagewise_kernels.launch import called_by_kernels
+
 _LINE_BITS = tl.constexpr(8 * 128)
 """Of a line of the L2 cache."""
 
@@ -49,7 +51,7 @@ def wait_for_predecessor(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@called_by_kernels
 def prefetch_rows(rows, size, FIRST: tl.constexpr):
     """Bring the ``FIRST`` elements of each row to the L2 cache; ``rows`` [n]: pointers to rows of ``size`` elements.
 

@@ -22,7 +22,7 @@ NOMINAL_SMS = 132
 
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _watcher: Watcher | None = None
-_watched_capability = 90
+_watched_capability, _watched_sms = 90, NOMINAL_SMS
 _pretends = False
 _depends = True
 _handles: Handles | None = Handles()
@@ -34,6 +34,19 @@ def interpreted() -> bool:
 
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def called_by_kernels(function: Callable[..., object]) -> Any:
+    """``triton.jit`` of a function with global constants, which kernels call.
+
+    Triton's key of a kernel has the constants of a function that it calls in it only if the function has its own key
+    already. So the key would depend on which kernel is launched first, and what another process has compiled would not
+    be found in the cache.
+    """
+    made: Any = triton.jit(function)
+    if not _INTERPRETED:
+        made.cache_key  # noqa: B018 # it is computed, and kept
+    return made
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: object) -> None:
@@ -61,10 +74,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: objec
         _handles.launch(kernel, grid, arguments, options)
 
 
-def watch_launches(watcher: Watcher | None, capability: int = 90) -> None:
-    """Hand every launch to ``watcher``, for a device of ``capability``, instead of running it; None ends that."""
-    global _watcher, _watched_capability
-    _watcher, _watched_capability = watcher, capability
+def watch_launches(watcher: Watcher | None, capability: int = 90, sms: int = NOMINAL_SMS) -> None:
+    """Hand every launch to ``watcher``, for a device of ``capability`` with ``sms`` multiprocessors, instead of running
+    it; None ends that."""
+    global _watcher, _watched_capability, _watched_sms
+    _watcher, _watched_capability, _watched_sms = watcher, capability, sms
 
 
 def use_handles(use: bool) -> None:
@@ -171,5 +185,5 @@ def _num_sms(index: int) -> int:
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of ``device``."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return NOMINAL_SMS
+        return _watched_sms
     return _num_sms(device.index if device.index is not None else torch.cuda.current_device())

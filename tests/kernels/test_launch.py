@@ -27,6 +27,14 @@ def test_handles_tell_the_driver_what_triton_would() -> None:
     assert output("-m", "tests.kernels.launches").splitlines()[-1] == "checked"
 
 
+def test_keys_in_tritons_cache_do_not_depend_on_which_kernel_is_launched_first() -> None:
+    forwards, backwards = (
+        json.loads(output("-m", "tests.kernels.cache_keys", way)) for way in ("forwards", "backwards")
+    )
+    assert len(forwards) > 15
+    assert forwards == backwards
+
+
 def steps_of_two_layers() -> list[dict[str, Any]]:
     cases = ["1 decode", "64 decodes, chunk of 64"]
     lines = output("-m", "benchmarks.launch.run", "--layers", "2", "--rounds", "3", "--cases", *cases).splitlines()

@@ -1,9 +1,8 @@
 """Pairs of float8 values that are converted in registers."""
 
-import triton
 import triton.language as tl
 
-from pagewise_kernels.launch import interpreted
+from pagewise_kernels.launch import called_by_kernels, interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())
 _SPLIT = tl.constexpr("""{
@@ -17,7 +16,7 @@ _SPLIT = tl.constexpr("""{
 """Pairs (a, b), (c, d), bytes a, b, c, d of a register from the lowest on, become (a, c) and (b, d) in float16."""
 
 
-@triton.jit
+@called_by_kernels
 def unpack_pairs(pairs, COMPUTE: tl.constexpr):
     """The first and the second values in ``COMPUTE`` of pairs of float8_e4m3fn, which are int16 of any shape.
 
