@@ -16,10 +16,12 @@ from pagewise_shared.cpu_threads import CpuTimes, choose_threads, openmp_threads
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import ModelError, PagewiseError
 from pagewise_shared.logs import configure_logging
+from pagewise_shared.model_files import local_model
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
 from pagewise_executor.pool_check import check_pool
 from pagewise_executor.process_end import End, end_process, end_with_threads
+from pagewise_executor.read_ahead import read_ahead
 from pagewise_executor.runner import Runner
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
@@ -164,6 +166,8 @@ def build_runner(
 
         return SimulatedRunner(config, config.simulate_step)
     log.info("starting torch")
+    if (folder := local_model(config.model)) is not None:
+        read_ahead(folder)
     began = CpuTimes.now()
     # Imports make hundreds of thousands of objects that stay: looking for garbage among them took an eighth of their
     # time, and would take longer whenever the collector looks again while requests run.

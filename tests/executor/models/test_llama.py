@@ -12,8 +12,10 @@ import safetensors.torch
 import torch
 import transformers
 from pagewise_executor.models import loader
+from pagewise_executor.models.checkpoint_choice import llama_checkpoint
 from pagewise_executor.models.llama import LlamaForCausalLM
 from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
+from pagewise_executor.models.weight_files import checked_headers, weight_files
 from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.runners import tokens_and_logprobs
@@ -132,6 +134,13 @@ def test_nothing_is_taken_for_granted(key: str, tmp_path: Path) -> None:
     edit(tmp_path, lambda settings: settings.pop(key))
     with pytest.raises(NotReadableError):
         read_llama_config(tmp_path)
+
+
+def test_the_device_does_not_matter(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    headers = checked_headers(weight_files("", tmp_path))
+    checkpoint = llama_checkpoint(ExecutorConfig(model=str(tmp_path)), tmp_path, headers, torch.device("meta"), None)
+    assert checkpoint is not None
 
 
 def test_an_adapter_is_left_to_transformers(tmp_path: Path) -> None:

@@ -25,17 +25,16 @@ Headers = dict[Path, dict[str, Any]]
 def llama_checkpoint(
     config: ExecutorConfig, path: Path, headers: Headers, device: torch.device, quantised: QuantisedCheckpoint | None
 ) -> LlamaCheckpoint | None:
-    """Return the checkpoint if it can be loaded without transformers, on the CPU; else say why in the log.
+    """Return the checkpoint if it can be loaded without transformers; else say why in the log.
 
-    On a GPU the imports are a small part of the start, and transformers loads large models in parallel. OpenVINO
-    converts models of transformers. Weights in eight bits are loaded here wherever they are computed: transformers
-    would make them large first.
+    OpenVINO converts models of transformers. Weights in eight bits are loaded here: transformers would make them large
+    first.
 
     Raises:
         ModelError: the checkpoint is quantised, and cannot be loaded here, or by ``family_checkpoint``.
     """
     eight_bits = quantised is not None or config.quantization == "fp8"
-    if not eight_bits and (device.type != "cpu" or tries_openvino(config, device)):
+    if not eight_bits and tries_openvino(config, device):
         return None
     try:
         return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
