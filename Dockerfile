@@ -121,6 +121,20 @@ HEALTHCHECK --interval=5s --timeout=3s --start-period=20s --retries=6 CMD ["pyth
 CMD ["pagewise", "gateways"]
 LABEL org.opencontainers.image.title="Pagewise gateway"
 
+# Triton's kernels of models of common shapes, compiled ahead. Each entry of the cache names its files by their full paths.
+FROM service AS executor-kernels
+# GPUs to compile for, as "90:132 80:108": compute capability, and number of multiprocessors.
+ARG COMPILE_FOR
+COPY --from=executor-packages /image/ /
+COPY --from=executor-ours /ours/ /
+COPY kernels/shapes /shapes
+RUN export TRITON_CACHE_DIR=/app/venv/share/pagewise/kernels && mkdir --parents $TRITON_CACHE_DIR \
+    && for gpu in $COMPILE_FOR; do for model in /shapes/*; do \
+      python -m pagewise_executor.compile_ahead "{\"config\": {\"model\": \"$model\"}, \"capability\": ${gpu%:*}, \
+        \"num_sms\": ${gpu#*:}}" || exit 1; \
+    done; done \
+    && find /app/venv/share/pagewise -exec touch --date @315532800 {} +
+
 # The executor: the KV pool and the model.
 FROM service AS executor
 RUN install -d -o pagewise /models /disk-cache && touch --date @315532800 /models /disk-cache /
@@ -132,6 +146,7 @@ RUN if [ -d /app/venv/lib/python3.11/site-packages/triton ]; then \
       && apt-get install --yes --no-install-recommends gcc libc6-dev \
       && rm -rf /var/lib/apt/lists/*; \
     fi
+COPY --from=executor-kernels /app/venv/share/pagewise/ /app/venv/share/pagewise/
 COPY --from=executor-ours /ours/ /
 USER pagewise
 ENV HF_HOME=/models PAGEWISE_SCHEDULER=tcp://scheduler:5757

@@ -28,7 +28,7 @@ WITHOUT_A_DEVICE = (
     "tests/versions", "tests/executor/attention", "tests/executor/cuda_graphs/test_captures.py",
     "tests/executor/cuda_graphs/test_model_body.py", "tests/executor/kv", "tests/executor/models/test_launches.py",
     "tests/executor/models/test_loader.py", "tests/kernels/test_compile.py", "tests/kernels/test_dependent_launch.py",
-    "tests/kernels/test_launch.py",
+    "tests/executor/test_compile_ahead.py", "tests/kernels/test_launch.py",
 )  # fmt: skip
 """Tests of torch's CUDA build that need no device: imports, names, compiled kernels, and fakes of the driver."""
 

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from typing import Any
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
 from pagewise_kernels.compile_cases import CASES
-from pagewise_kernels.launch import interpreted, watch_launches
+from pagewise_kernels.launch import NOMINAL_SMS, Watcher, interpreted, watch_launches
 from pagewise_kernels.machine_code import disassembled, hidden_exponentials, innermost_loops, too_early
 
 
@@ -86,19 +86,56 @@ def compiling(capability: int, case: str = "", *, loops: bool = False) -> Iterat
     Raises:
         RuntimeError: kernels are interpreted in this process.
     """
-    if interpreted():
-        raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1): they cannot be compiled")
     found: list[Compiled] = []
-    driver = triton.runtime.driver
-    driver.set_active(_Target(capability))
 
     def watch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        compiled = _compile(case, capability, kernel, arguments, options, loops=loops)
-        found.append(compiled)
+        found.append(_compile(case, capability, kernel, arguments, options, loops=loops))
 
-    watch_launches(watch, capability)
-    try:
+    with _watching(watch, capability, NOMINAL_SMS):
         yield found
+
+
+@contextmanager
+def filling_cache(capability: int, sms: int, threads: int) -> Iterator[None]:
+    """Within it, launches are compiled into Triton's cache instead of run, for a device of ``capability`` with ``sms``
+    multiprocessors.
+
+    They are compiled by ``threads``: Triton holds Python's lock for an eighth of the time only. At its end all are
+    compiled, but for kernels that cannot be: their launch says why.
+
+    Raises:
+        RuntimeError: kernels are interpreted in this process.
+    """
+    kernels: list[Any] = []
+
+    def watch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        kernels.append(kernel.warmup(*arguments, grid=(1,), **options))
+
+    with ThreadPoolExecutor(threads) as pool, _watching(watch, capability, sms):
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            yield
+        list(pool.map(_make_launcher, {id(kernel): kernel for kernel in kernels}.values()))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Build the launcher of a compiled kernel, which Triton 3.6 makes with the C compiler; later ones need none."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    with suppress(Exception):  # no CUDA driver is there to link to, or the kernel could not be compiled
+        compiled = kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+@contextmanager
+def _watching(watcher: Watcher, capability: int, sms: int) -> Iterator[None]:
+    """Within it, Triton compiles for ``capability``, and launches are handed to ``watcher``."""
+    if interpreted():
+        raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1): they cannot be compiled")
+    driver = triton.runtime.driver
+    driver.set_active(_Target(capability))
+    watch_launches(watcher, capability, sms)
+    try:
+        yield
     finally:
         watch_launches(None)
         driver.set_active(None)  # Triton looks for a device again when it needs one

@@ -18,6 +18,7 @@ from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, Trit
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 
 if TYPE_CHECKING:
+    from pagewise_executor.attention.prefill_libraries import TriedLibrary
     from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
 
@@ -67,24 +68,37 @@ def choose_engine(
 def _with_triton(
     config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
 ) -> EngineChoice:
-    from pagewise_kernels.logprobs import token_logprobs
-
     from pagewise_executor.attention.prefill_choice import choose_prefill_library
     from pagewise_executor.attention.prefill_libraries import layer_shapes
-    from pagewise_executor.attention.triton_attention import TritonBackend
-    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
-    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
-    from pagewise_executor.cuda_graphs.model_body import ModelBody
-    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
     from pagewise_executor.kernel_checks.run import check_kernels
-    from pagewise_executor.lora.triton_slots import TritonSlots
 
-    device, rows = loaded.device, config.max_num_seqs
+    device = loaded.device
     shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
     kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, device)
     check_kernels(config, loaded, kv_dtype)
     library, is_unfit = choose_prefill_library(config, device, shapes, kv_dtype)
     loaded.fallback |= is_unfit
+    return triton_engine(config, loaded, last_tokens, adapters, library)
+
+
+def triton_engine(
+    config: SizedConfig,
+    loaded: LoadedModel,
+    last_tokens: torch.Tensor,
+    adapters: Adapters | None,
+    library: "TriedLibrary | None" = None,
+) -> EngineChoice:
+    """Return what computes by the Triton kernels. ``library``: of attention, see ``TritonBackend``."""
+    from pagewise_kernels.logprobs import token_logprobs
+
+    from pagewise_executor.attention.triton_attention import TritonBackend
+    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+    from pagewise_executor.cuda_graphs.model_body import ModelBody
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+    from pagewise_executor.lora.triton_slots import TritonSlots
+
+    device, rows = loaded.device, config.max_num_seqs
     backend = TritonBackend(
         device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library
     )

@@ -15,7 +15,7 @@ from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 
 log = logging.getLogger(__name__)
 
-_CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)
+CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Chunk sizes in tokens. Prefill attention has at most one tile for each; larger chunks use the largest tile."""
 _MOST_SECONDS = 60
 """After this time the executor joins, and compiles the remaining kernels when they are needed."""
@@ -35,10 +35,10 @@ def warm_up(
     from pagewise_kernels.launch import num_unfrozen_launches
 
     began = time.perf_counter()
-    sizes = (*_CHUNKS, least_tokens) if least_tokens > _CHUNKS[-1] else _CHUNKS
+    sizes = (*CHUNKS, least_tokens) if least_tokens > CHUNKS[-1] else CHUNKS
     progress = Progress("compiling kernels", 1 + len(sizes), "sizes of steps", tell=log.info, bars=False)
     with torch.inference_mode():
-        _sampling(runner.info.vocab_size, dtype, pool.device)
+        launch_sampling(runner.info.vocab_size, dtype, pool.device)
     progress.update()
     longest = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
     for size in sizes:
@@ -61,7 +61,7 @@ def warm_up_copies(pool: KVPool) -> None:
             pool.copy_blocks(np.array([[0, 1]], np.int32))
 
 
-def _sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def launch_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Launch the kernels of sampling, penalties and log-probabilities for one row.
 
     Logits are float32 when they are sampled, and of the model's type when the log-probabilities of a prompt are taken.

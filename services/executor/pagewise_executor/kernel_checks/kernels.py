@@ -268,7 +268,8 @@ def _block_copies(use: KernelUse) -> Iterator[Compared]:
     before[:, [5, 3]] = before[:, [0, 2]]
     yield Compared(pool, before)
     # On the host, as the host tier has it, where there is one.
-    staged = torch.zeros(2, 2 * size, dtype=torch.uint8, pin_memory=use.device.type == "cuda")
+    pinned = use.device.type == "cuda"
+    staged = torch.zeros(2, 2 * size, dtype=torch.uint8, device=None if pinned else use.device, pin_memory=pinned)
     gather_blocks(pool, blocks, staged)
     _wait(use.device)
     yield Compared(staged.to(use.device), torch.cat([before[0, [4, 1]], before[1, [4, 1]]], 1))

@@ -25,10 +25,13 @@ from pagewise_executor.gpu_check import why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
+from pagewise_executor.models.compilation import begin_compilation
+from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
+from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
@@ -117,6 +120,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     able = candidates(config, text, device, dtype, quantised is not None)
     _tell_of_device(config, device, dtype, len(files))
     check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
+    compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     stored: Checkpoint | None = checkpoint
     with _errors_of_loading(config, device):
         if stored is None and quantised is not None:
@@ -137,25 +141,18 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
             read = (lambda part: stored.read(part, dtype)) if stored is not None else None
             fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
             connect(model, shards, vocab_size)
+        if compilation is not None:
+            compilation.wait()
+        if kernels == "triton" and device.type == "cuda" and not config.deterministic:
+            choose_few_rows(model, TritonOperations())
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
         fingerprint=fingerprint(path, files) + _variant(config, kernels, model, max_model_len if fixed else None),
-        weight_files=files,
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        device=device,
-        dtype=dtype,
-        attention=attention,
-        shapes=shapes,
-        kernels=kernels,
-        compiled=compiled,
-        fallback=fallback,
-        rotations=rotations,
-        no_segments=no_segments,
-        ranks=ranks,
-        shards=shards,
-    )
+        weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
+        attention=attention, shapes=shapes, kernels=kernels, compiled=compiled, fallback=fallback, rotations=rotations,
+        no_segments=no_segments, ranks=ranks, shards=shards,
+    )  # fmt: skip
 
 
 def _key_rotations(

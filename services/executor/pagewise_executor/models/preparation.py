@@ -17,7 +17,7 @@ from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
 from pagewise_executor.collectives import ALONE, Ranks
-from pagewise_executor.models.few_rows import choose_few_rows, make_skinny
+from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.kernel_choice import Kernels
@@ -71,8 +71,6 @@ def prepare(
         progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
-        if device.type == "cuda" and isinstance(operations, TritonOperations) and not config.deterministic:
-            choose_few_rows(model, operations)
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)

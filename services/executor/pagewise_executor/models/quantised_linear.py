@@ -216,7 +216,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return Int8Linear(module.values, module.bias, scales)
     if kernels != "triton":
         return module
-    from pagewise_kernels.launch import capability, device_type
+    from pagewise_kernels.launch import capability
     from pagewise_kernels.quantised import computable
 
     if weight.values.dtype == FP8 and capability(device) < 89:
@@ -225,7 +225,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return module
     kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
     fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16
-    hopper = device.type in ("cuda", device_type()) and capability(device) >= 90
+    hopper = capability(device) >= 90
     if hopper and weight.values.dtype == FP8 and whole and fits:
         kind = ScaledMMLinear if inputs.quantised else kind
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
