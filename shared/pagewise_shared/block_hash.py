@@ -32,8 +32,36 @@ def adapter_salt(content: bytes, cache_salt: str | None) -> str:
 
 
 def is_adapter_salt(cache_salt: str | None) -> bool:
-    """Whether it was made by ``adapter_salt``; no gateway may send such a one as a request's own."""
+    """Whether it was made by ``adapter_salt``."""
     return cache_salt is not None and cache_salt.startswith(_ADAPTER)
+
+
+_LONG_ROPE = "long-rope:"
+ONE_ROPE = 2**31
+"""The ``short_rope_len`` of models whose RoPE does not depend on the length of the sequence: no sequence is longer."""
+
+
+def rope_salt(cache_salt: str | None, num_tokens: int, short_rope_len: int) -> str | None:
+    """Return the salt under which the KV of a sequence is cached that now has ``num_tokens`` tokens.
+
+    LongRoPE rotates all keys of a sequence by its short factors up to ``short_rope_len`` tokens (prompt and output),
+    and all of them by its long factors beyond. So each text has KV of two kinds, which are never mixed.
+    """
+    if num_tokens <= short_rope_len:
+        return cache_salt
+    return _LONG_ROPE if cache_salt is None else f"{_LONG_ROPE}/{cache_salt}"
+
+
+def without_rope(salt: str | None) -> str | None:
+    """Return the cache salt from which ``rope_salt`` made this one."""
+    if salt is None or not salt.startswith(_LONG_ROPE):
+        return salt
+    return salt.removeprefix(f"{_LONG_ROPE}/") if salt != _LONG_ROPE else None
+
+
+def is_own_salt(cache_salt: str | None) -> bool:
+    """Whether Pagewise makes salts of this kind itself; no gateway may send such a one as a request's own."""
+    return is_adapter_salt(cache_salt) or without_rope(cache_salt) != cache_salt
 
 
 def is_private(cache_salt: str | None) -> bool:

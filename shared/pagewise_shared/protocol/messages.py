@@ -113,6 +113,9 @@ class Hello(Message, frozen=True):
         no_grammars: why outputs cannot be made to match a grammar; empty: they can.
         max_loras: slots for adapters on the device; 0: it serves none. max_lora_rank: the greatest that they may have.
         max_grammars: those that it keeps compiled; 0: it compiles none before their sequences join.
+        short_rope_len: most tokens of a sequence that it computes with the short factors of LongRoPE. All KV of a
+            longer one has the long factors, so a sequence that outgrows this leaves its row and joins anew without
+            KV. 0: the length of a sequence does not matter.
     """
 
     protocol_major: int
@@ -143,6 +146,7 @@ class Hello(Message, frozen=True):
     max_loras: int = 0
     max_lora_rank: int = 0
     max_grammars: int = 0
+    short_rope_len: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):

@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from pagewise_shared.block_hash import is_adapter_salt
+from pagewise_shared.block_hash import is_adapter_salt, rope_salt, without_rope
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
@@ -132,12 +132,14 @@ class Draining:
         }
         copies: list[LiveRequest] = []
         for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
-            if is_adapter_salt(prefix.cache_salt):
-                continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
             target = max(room, key=lambda other: room[other])
             live = _copy_request(prefix)
-            request = live.request
-            fits = target.scheduler.fits(len(request.prompt_token_ids), 0, request.segments)
+            request, num_tokens = live.request, len(live.request.prompt_token_ids)
+            if is_adapter_salt(request.cache_salt):
+                continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
+            if rope_salt(request.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
+                continue  # a prompt of this length has other KV
+            fits = target.scheduler.fits(num_tokens, 0, request.segments)
             if room[target] < prefix.num_blocks + 1 or not fits:
                 continue
             room[target] -= prefix.num_blocks
@@ -160,7 +162,7 @@ def _copy_request(prefix: HotPrefix) -> LiveRequest:
         max_tokens=0,
         sampling=SamplingParams(temperature=0.0),
         priority=_LEAST_PRIORITY,
-        cache_salt=prefix.cache_salt,
+        cache_salt=without_rope(prefix.cache_salt),
         arrival_time=now,
         segments=segments,
     )

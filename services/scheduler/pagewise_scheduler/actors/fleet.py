@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, SpeculativeConfig
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
@@ -263,6 +264,7 @@ class Fleet(Sessions[Executor]):
             virtual_tokens=self._virtual_tokens,
             storages=storages_of(hello.storages, salted=options.storage_salted),
             speculative=speculative,
+            short_rope_len=hello.short_rope_len or ONE_ROPE,
         )
 
     # ---- what executors say --------------------------------------------------------------------------

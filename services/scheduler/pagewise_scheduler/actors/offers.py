@@ -50,7 +50,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
         or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.max_loras) < 0
-        or hello.max_grammars < 0
+        or min(hello.max_grammars, hello.short_rope_len) < 0
     ):
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
     for name, most in (
@@ -64,6 +64,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
         ("max_loras", MAX_ADAPTERS),
         ("max_lora_rank", _MAX_BLOCK_SIZE),
         ("max_grammars", _MAX_INT32),
+        ("short_rope_len", _MAX_INT32),
     ):
         if getattr(hello, name) > most:
             return f"its {name} is {getattr(hello, name)}, the most is {most}"

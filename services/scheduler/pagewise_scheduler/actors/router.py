@@ -261,6 +261,7 @@ class Router:
         able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, request)]
         # Where loads of adapters do not return, a request would only fail: so it goes there last.
         able = [engine for engine in able if engine.scheduler.adapters.can_take(request.adapter)] or able
+        request.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=request.short_rope_len)
         if not able or self._expected_engines:
             live.engine = None
             self.unplaced.add(live, clock(), "restart" if self._expected_engines else "no executor")

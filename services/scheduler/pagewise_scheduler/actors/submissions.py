@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from pagewise_shared.block_hash import adapter_salt, is_adapter_salt
+from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import KeyLimits, PromptSegments, PromptToGenerate, Submit, unpack_int32s
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
@@ -80,8 +80,8 @@ def check(submit: Submit, vocab_size: int) -> None:
         )
     if submit.traceparent and not _TRACEPARENT.fullmatch(submit.traceparent):
         raise ImpossibleError("a traceparent that is none")
-    if is_adapter_salt(submit.cache_salt):
-        raise ImpossibleError("a cache salt of the kind that stands for adapters")
+    if is_own_salt(submit.cache_salt):
+        raise ImpossibleError("a cache salt of the kind that stands for adapters or for LongRoPE")
     if submit.adapter is not None and (flaw := flaw_of_adapter(submit.adapter)) is not None:
         raise ImpossibleError(flaw)
     _check_limits(submit.limits)

@@ -83,7 +83,7 @@ class Prefetches:
         """Other executors have, or will soon have, the first ``num_tokens`` tokens of a sequence computed."""
         prefetch = self._of.get(sequence.request)
         if prefetch is None:
-            table = self._kv.new_table(sequence.request.cache_salt, sequence.request.ref)
+            table = self._kv.new_table(sequence.cache_salt, sequence.request.ref)
             prefetch = self._of[sequence.request] = Prefetch(sequence.request, table)
         stop = num_tokens // self._kv.block_size * self._kv.block_size
         if 4 * stop > len(prefetch.tokens):  # it is less if they are being computed anew: what is on its way stays

@@ -114,13 +114,13 @@ class Recoveries:
             found = None
             if most > start and len(self.directory.peers) > 1:
                 tokens = sequence.token_bytes()[: 4 * most * size]
-                salt = sequence.request.cache_salt
-                found = self._at_peers(salt, tokens, start)
+                found = self._at_peers(sequence.cache_salt, tokens, start)
             if found is not None:
                 peer, nodes = found
                 theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
                 plans.append(RecoveryPlan("load", theirs, nodes[start:], start, start))
-        if sequence is not None and sequence.request.stored and sequence.sampling.prompt_logprobs is None:
+        use = sequence is not None and sequence.sampling.prompt_logprobs is None and not sequence.outgrown
+        if sequence is not None and use and sequence.request.stored:
             plans += self._stored(sequence, start)
         return plans
 
@@ -129,7 +129,7 @@ class Recoveries:
         size, request = self._kv.block_size, sequence.request
         for storage, end in self.in_storage(request.stored, sequence.num_tokens):
             if end > start:
-                root = self._kv.pool.tree.root_hash(request.cache_salt)
+                root = self._kv.pool.tree.root_hash(sequence.cache_salt)
                 source = StoredPrefix(storage, root, sequence.token_bytes()[: 4 * end * size], size, start)
                 yield RecoveryPlan("load", source, [_IN_STORAGE] * (end - start), start, start)
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Literal, Protocol
 
 import msgspec
+from pagewise_shared.block_hash import ONE_ROPE, rope_salt
 from pagewise_shared.protocol import Adapter, ReuseHints
 from pagewise_shared.sampling import BeamParams, SamplingParams
 from pagewise_shared.segments import Segment, num_computed
@@ -147,6 +148,22 @@ class Sequence:
         return len(self.request.prompt_token_ids) + self.request.max_tokens
 
     @property
+    def cache_salt(self) -> str | None:
+        """What it shares the cache of now: that of its request, and another one beyond ``short_rope_len``."""
+        return rope_salt(self.request.cache_salt, self.num_tokens, self.request.short_rope_len)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether its output has brought it beyond ``short_rope_len``."""
+        return self.num_prompt_tokens <= self.request.short_rope_len < self.num_tokens
+
+    @property
+    def run_until(self) -> int:
+        """Tokens at which it leaves its row: for its length, or because all its KV has to be computed anew."""
+        border, most = self.request.short_rope_len, self.max_num_tokens
+        return border + 1 if self.num_tokens <= border < most else most
+
+    @property
     def finished(self) -> bool:
         """Whether it takes no more tokens."""
         return self.status is SequenceStatus.FINISHED
@@ -201,7 +218,8 @@ class Request:
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
     which it was placed, and when, the last few. ``adapter``: with which it is computed; its content is in
     ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it. ``timeline``: what explains its
-    times; ``ref``: what is remembered of it where it leaves traces.
+    times; ``ref``: what is remembered of it where it leaves traces. ``short_rope_len``: see ``rope_salt``; of the model
+    that serves it.
     """
 
     request_id: str
@@ -237,6 +255,7 @@ class Request:
     adapter: Adapter | None = None
     adapter_slot: int = -1
     timeline: Timeline = field(default_factory=Timeline)
+    short_rope_len: int = ONE_ROPE
     ref: RequestRef = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from pagewise_shared.block_hash import rope_salt
 from pagewise_shared.segments import Segment, original_tokens
 
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
@@ -40,7 +41,7 @@ class PrefixQuery:
         sequence = next((one for one in request.sequences if not one.finished), None)
         self.tokens = sequence.token_bytes() if sequence is not None else request.prompt_token_ids.tobytes()
         self.num_tokens = len(self.tokens) // _BYTES_PER_TOKEN
-        self.cache_salt: str | None = request.cache_salt
+        self.cache_salt = rope_salt(request.cache_salt, self.num_tokens, request.short_rope_len)
         self.priority = request.priority
         self.adapter = request.adapter
         self.num_sequences = request.num_sequences

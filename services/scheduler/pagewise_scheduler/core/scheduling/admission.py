@@ -52,7 +52,7 @@ class Admission:
         start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            place = self._place(sequence.request.cache_salt, sequence.table.tip)
+            place = self._place(sequence.cache_salt, sequence.table.tip)
             self._busy[place, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
@@ -171,7 +171,7 @@ class Admission:
         del path[most:]
         tree.still_there(path)
         if len(path) < most:
-            last = path[-1] if path else tree.root_of(sequence.request.cache_salt)
+            last = path[-1] if path else tree.root_of(sequence.cache_salt)
             start = len(path) * size
             # Most prompts share nothing more: one look before all their tokens are put into one piece.
             if last is not None and sequence.tokens_between(start, start + size) in last.children:
@@ -183,7 +183,7 @@ class Admission:
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
             return False
-        place = self._place(sequence.request.cache_salt, found[-1] if found else None)
+        place = self._place(sequence.cache_salt, found[-1] if found else None)
         block = place, sequence.tokens_between(start, stop)
         if block not in self._busy:
             return False
@@ -211,15 +211,15 @@ class Admission:
             return self._kv.fork(sequence.request.sequences[0].table, sequence.num_tokens - 1)
         start = len(sequence.path) * self._kv.block_size
         stop = min(start + self._kv.block_size, sequence.num_tokens - 1)
-        return self._kv.begin_with(
-            sequence.request.cache_salt, list(sequence.path), sequence.tokens_between(start, stop)
-        )
+        return self._kv.begin_with(sequence.cache_salt, list(sequence.path), sequence.tokens_between(start, stop))
 
     @staticmethod
     def _shares_with_first(sequence: Sequence) -> bool:
         """Whether it begins with all of its prompt, which the first output of its request holds."""
         first = sequence.request.sequences[0]
-        return sequence is not first and first.row >= 0 and first.prefilled and not sequence.output_token_ids
+        if sequence is first or sequence.output_token_ids or first.table.cache_salt != sequence.cache_salt:
+            return False
+        return first.row >= 0 and first.prefilled
 
 
 def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:

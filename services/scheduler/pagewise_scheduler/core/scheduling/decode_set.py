@@ -89,7 +89,7 @@ class DecodeSet:
         """Put it into the calendars: it computes ``position`` in ``step``, and one more in each step after that."""
         sequence.block_due = step + sequence.table.num_slots - position
         # The step before has sampled token position + 1; each step from this one on samples one more.
-        sequence.length_due = max(step, step + sequence.max_num_tokens - position - 1)
+        sequence.length_due = max(step, step + sequence.run_until - position - 1)
         self._block_calendar[sequence.block_due][sequence] = None
         self._length_calendar[sequence.length_due][sequence] = None
 

@@ -3,7 +3,7 @@
 from itertools import islice
 from operator import eq
 
-from pagewise_shared.block_hash import is_adapter_salt
+from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.losses import LostRun, place_after, place_of, root_place
@@ -45,7 +45,7 @@ def _look_for_lost(
     kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None, missed: MissedPrefix, blocks: range
 ) -> None:
     size, lost = kv.block_size, kv.losses.lost
-    place = root_place(sequence.request.cache_salt) if tip is None else place_of(tip)
+    place = root_place(sequence.cache_salt) if tip is None else place_of(tip)
     runs: dict[LostRun, int] = {}
     for index in blocks:
         place = place_after(place, sequence.tokens_between(index * size, (index + 1) * size))
@@ -60,7 +60,7 @@ def _divergence(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None,
     """Where the prompt leaves the cached prompt that it has the most in common with."""
     tree, size = kv.pool.tree, kv.block_size
     start = found * size
-    node = tip or tree.root_of(sequence.request.cache_salt)
+    node = tip or tree.root_of(sequence.cache_salt)
     rest = sequence.tokens_between(start, min(start + size, sequence.num_tokens - 1))
     if node is None or not node.children or not rest:
         return None
@@ -87,8 +87,8 @@ def _other_salt(tree: PrefixTree, sequence: Sequence, found: int, most: int) -> 
     first = sequence.tokens_between(0, size)
     best: tuple[int, str | None, CachedBlock] | None = None
     keys: list[bytes] = []
-    for other in islice(tree.newest_salts(), _SALTS_TRIED):
-        root = tree.root_of(other)
+    for name in islice(tree.newest_salts(), _SALTS_TRIED):
+        root, other = tree.root_of(name), without_rope(name)
         if root is None or other == salt or first not in root.children:
             continue
         keys = keys or list(block_keys(sequence.tokens_between(0, most * size), size))

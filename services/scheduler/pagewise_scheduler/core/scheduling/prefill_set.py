@@ -106,7 +106,7 @@ class PrefillSet:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
-        if not self.shares.may_keep_row(sequence):
+        if sequence.table.cache_salt != sequence.cache_salt or not self.shares.may_keep_row(sequence):
             return False
         sequence.status = SequenceStatus.PREFILL
         self._take_row(sequence)
@@ -269,6 +269,7 @@ class PrefillSet:
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
         kv, table = self._kv, sequence.table
+        table.cache_salt = sequence.cache_salt
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
         plan = self._recoveries.choose(prefix, share, sequence)
@@ -297,7 +298,7 @@ class PrefillSet:
         return self._plan.joined_bytes >= MAX_JOINED_BYTES
 
     def _root(self, sequence: Sequence) -> BlockHash:
-        return self._kv.pool.tree.root_hash(sequence.request.cache_salt)
+        return self._kv.pool.tree.root_hash(sequence.table.cache_salt)
 
     def _size(self, sequence: Sequence, budget: int) -> int:
         start, whole = sequence.num_scheduled_tokens, sequence.num_tokens

@@ -100,7 +100,7 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
             finish(sequence, "stop", token)
             ended.append(sequence)
     for sequence in step.ending:
-        if not sequence.finished:
+        if not sequence.finished and sequence.num_tokens >= sequence.max_num_tokens:
             finish(sequence, "length", None)
             ended.append(sequence)
     return _told(ended, output)

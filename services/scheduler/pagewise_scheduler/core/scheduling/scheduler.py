@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnlyList
 
+from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
@@ -16,11 +17,12 @@ from pagewise_scheduler.core.recovery.memory import make_memory
 from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.recovery.transfers import Loads
-from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
+from pagewise_scheduler.core.scheduling.requeuing import requeue, requeue_outgrown
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.speculation import Speculation
 from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepOutput
@@ -40,7 +42,7 @@ class Scheduler:
     ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
     comparison. ``virtual_tokens``: what keys have been served, by other schedulers too. ``storages``: of the executor.
-    ``speculative``: how tokens are drafted; None: they are not.
+    ``speculative``: how tokens are drafted; None: they are not. ``short_rope_len``: see ``rope_salt``.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Scheduler:
         max_model_len: int = 2**31,
         storages: Iterable[Storage] = (),
         speculative: SpeculativeConfig | None = None,
+        short_rope_len: int = ONE_ROPE,
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         self.kv, self.recoveries = make_memory(
@@ -70,15 +73,14 @@ class Scheduler:
         )  # fmt: skip
         self.costs = self.recoveries.costs
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
-        self.num_preemptions, self.last_step, self._now = 0, 0, 0.0
-        self._plan = PlanBuilder()
+        self.num_preemptions, self.last_step = 0, 0
+        self._plan, self._writers, self.short_rope_len = PlanBuilder(), self.recoveries.writers, short_rope_len
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
         self.activity = self._prefilling.activity
         self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
-        self._writers = self.recoveries.writers
         self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
@@ -136,14 +138,15 @@ class Scheduler:
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is here already")
+        request.short_rope_len = self.short_rope_len
         request.create_sequences()
         self.waiting.arrive(request)
         self._shares.arrive(request)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
-                self.kv.restore(request.cache_salt, sequence.token_bytes)
-                sequence.table = self.kv.new_table(request.cache_salt, request.ref)
+                self.kv.restore(sequence.cache_salt, sequence.token_bytes)
+                sequence.table = self.kv.new_table(sequence.cache_salt, request.ref)
                 sequence.last_step = 0
                 sequence.path.clear()
                 self._prefilling.arrive(sequence)
@@ -205,7 +208,7 @@ class Scheduler:
 
         ``now``: seconds, noted on requests that run for the first time.
         """
-        self._now = self.kv.losses.now = self.recoveries.transfers.now = now
+        self.kv.losses.now = self.recoveries.transfers.now = now
         if self.speculation.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
@@ -320,6 +323,7 @@ class Scheduler:
         tokens = self.speculation.take(step, tokens)
         for request in take_tokens(step, tokens, output, self.finish):
             self._beam_groups.ended(request, output)
+        requeue_outgrown(self, step)
         for sequence in output.finished:
             if sequence.request.chooses:
                 self.forget(sequence.request)
@@ -389,11 +393,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, reason: str, *others: Sequence | None) -> None:
         """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
-        freed = sum(1 for block in sequence.table.blocks if self.kv.pool.references(block) == 1)
         by = next((one.request.ref for one in others if one is not None and one is not sequence), None)
-        sequence.note(Preempted(self._now, reason, len(sequence.table.blocks), freed, by))
-        self.vacate(sequence, ends=False)
+        requeue(self, sequence, reason, by)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1
-        self.waiting.push(sequence)

@@ -128,7 +128,7 @@ class Speculation:
                 continue
             self._count(sequence, len(draft), accepted)
             produced = len(sequence.output_token_ids) + accepted + 1
-            if produced == sequence.request.max_tokens:
+            if sequence.num_prompt_tokens + produced == sequence.run_until:
                 step.ending.append(sequence)
             if sequence.status is SequenceStatus.DECODE:
                 position = sequence.num_prompt_tokens + produced - 1
@@ -152,7 +152,7 @@ class Speculation:
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
-        return min(self._config.num_speculative_tokens, sequence.max_num_tokens - sequence.num_tokens - 1)
+        return min(self._config.num_speculative_tokens, sequence.run_until - sequence.num_tokens - 1)
 
     def _found(self, sequence: Sequence, most: int) -> "array[int]":
         """At most so many tokens that followed its last ones where those stood before; none that would end it."""
