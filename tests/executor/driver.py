@@ -12,6 +12,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
+from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import (
     AdapterLoaded,
@@ -52,6 +53,7 @@ def run_requests(
         tiers={tier.number: tier.num_blocks for tier in runner.info.tiers},
         recovery=recovery,
         speculative=speculative,
+        short_rope_len=runner.info.short_rope_len or ONE_ROPE,
     )
     if directory is not None:
         lend(scheduler, runner, directory)

@@ -58,7 +58,7 @@ def choose_engine(
     elif loaded.compiled is not None:
         from pagewise_executor.engines.openvino_engine import OpenVINOEngine
 
-        engine = OpenVINOEngine(loaded.compiled, last_tokens)
+        engine = OpenVINOEngine(loaded.compiled, last_tokens, loaded.rope.lengths)
     else:
         attention = TorchBackend(device) if memory is None else MappedBackend(memory, device)
         engine = TorchEngine(loaded, attention, last_tokens, adapters)

@@ -126,7 +126,8 @@ class InputBatch:
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
     number of blocks of each tier below the device, by the tier's number. ``storages``: the names of those there are.
-    ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots.
+    ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots. ``limits``
+    [num_rows]: the most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
 
     def __init__(
@@ -140,21 +141,20 @@ class InputBatch:
         vocab_size: int = ANY_TOKEN,
         storages: Container[str] = (),
         num_adapters: int = 0,
+        short_rope_len: int = 0,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.pool_blocks = pool_blocks
-        self._storages = storages
+        self.vocab_size, self._storages = vocab_size, storages
+        self.block_size, self.pool_blocks = block_size, pool_blocks
         self._num_blocks_of = {DEVICE: pool_blocks, **(tiers or {})}
-        self.max_model_len = max_model_len
+        self.max_model_len, self._short_rope_len = max_model_len, short_rope_len or max_model_len
         max_blocks = -(-max_model_len // block_size)
         self.sequences: dict[int, SequenceState] = {}
         self.num_computed: Int64s = np.zeros(num_rows, np.int64)
         self.num_blocks: Int64s = np.zeros(num_rows, np.int64)
         self.block_tables: Int32s = np.zeros((num_rows, max_blocks), np.int32)
         self.on_remove: Callable[[SequenceState, Int32s, int], None] = lambda sequence, blocks, num_computed: None
-        self._num_rows = num_rows
-        self._num_adapters = num_adapters
+        self._num_rows, self._num_adapters = num_rows, num_adapters
+        self.limits: Int64s = np.zeros(num_rows, np.int64)
         self.adapters: Int64s = np.full(num_rows, -1, np.int64)
         self._decoding: dict[int, None] = {}
         self._order: Int64s = np.zeros(0, np.int64)
@@ -288,6 +288,7 @@ class InputBatch:
         if not -1 <= new.adapter < self._num_adapters:
             raise InvalidPlanError(f"row {new.row} joins with adapter {new.adapter} of {self._num_adapters}")
         self.adapters[new.row] = new.adapter
+        self.limits[new.row] = self._short_rope_len if len(tokens) <= self._short_rope_len else self.max_model_len
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
         blocks = _int32s(new.blocks)
@@ -341,7 +342,7 @@ class InputBatch:
         if lost := [row for row, _ in drafts if row not in self._decoding]:
             raise InvalidPlanError(f"row {lost[0]} has a draft but does not decode")
         found = [Draft(row, int(self.num_computed[row]), _int32s(tokens)) for row, tokens in drafts]
-        slots = [min(int(self.num_blocks[one.row]) * self.block_size, self.max_model_len) for one in found]
+        slots = [int(min(self.num_blocks[one.row] * self.block_size, self.limits[one.row])) for one in found]
         return checked_drafts(found, self.sequences, slots, self.vocab_size)
 
     def _check_moves(self, plan: StepPlan) -> None:
@@ -372,7 +373,7 @@ class InputBatch:
             raise InvalidPlanError(f"row {move.row} gets a segment from outside the pool of {self.pool_blocks}")
 
     def _check_slots(self, order: Int64s) -> None:
-        short = self.num_computed[order] >= np.minimum(self.num_blocks[order] * self.block_size, self.max_model_len)
+        short = self.num_computed[order] >= np.minimum(self.num_blocks[order] * self.block_size, self.limits[order])
         if short.any():
             raise InvalidPlanError(f"row {int(order[short][0])} has no slot for its next token")
 

@@ -91,9 +91,8 @@ class ModelRunner:
         if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
             most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
-        self._longest = loaded.max_model_len
         self._threads, self._issuing = StepThreads(threads if self._device.type == "cpu" else 1), Issuing()
-        self._upload = Uploads(self._device)
+        self._longest, self._upload = loaded.max_model_len, Uploads(self._device)
         # The token that each row sampled last: written by sampling, read by the next step, without leaving the device.
         # The last entry belongs to the queries that pad a batch.
         self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=self._device)
@@ -282,6 +281,7 @@ class ModelRunner:
             num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.max_loras,
             tiers={number: tier.num_blocks for number, tier in self._tiers.items()}, storages=self._storages.links,
+            short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
         self._batch.on_remove = self._block_hashes.cache_full_blocks
         if not welcome.keeps_blocks:

@@ -38,6 +38,7 @@ def offer(config: SizedConfig, loaded: LoadedModel, pool: KVPool, no_grammars: s
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         max_grammars=max_grammars,
+        short_rope_len=loaded.rope.lengths.short_len if loaded.rope.lengths is not None else 0,
     )
 
 

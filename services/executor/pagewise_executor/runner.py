@@ -52,6 +52,7 @@ class RunnerInfo:
     max_loras: int = 0
     max_lora_rank: int = 0
     max_grammars: int = 0
+    short_rope_len: int = 0
 
 
 class PendingStep(Protocol):

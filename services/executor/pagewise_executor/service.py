@@ -111,6 +111,7 @@ class ExecutorService:
             max_loras=info.max_loras,
             max_lora_rank=info.max_lora_rank,
             max_grammars=info.max_grammars,
+            short_rope_len=info.short_rope_len,
         )
         self._worker = worker
         self._scheduler = SchedulerAddress(endpoint)

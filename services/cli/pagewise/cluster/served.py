@@ -12,8 +12,8 @@ from pagewise_shared.model_files import resolve_model
 _ALWAYS = ("model", "revision", "quantization", "simulate")
 _WHERE_QUANTISED = ("device", "kernels", "tensor_parallel")
 """These change how inputs of quantised layers are rounded (``docs/quantization.md``)."""
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-"""Types of RoPE whose frequencies follow from ``--max-model-len``; the last is an older name of longrope."""
+_LENGTH_DEPENDENT = ("dynamic",)
+"""Types of RoPE whose frequencies follow from ``--max-model-len``."""
 
 
 class Served(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from pagewise_executor.engines.model_engine import token_ids
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.rope_lengths import RopeLengths, rope_positions
 from pagewise_executor.uploads import Array
 
 
@@ -20,8 +21,10 @@ class OpenVINOEngine:
     Its paged attention reads and writes K and V where they lie in the pool, which keeps the heads before the tokens.
     """
 
-    def __init__(self, compiled: dict[int, ov.CompiledModel], last_tokens: torch.Tensor) -> None:
-        self._last_tokens = last_tokens
+    def __init__(
+        self, compiled: dict[int, ov.CompiledModel], last_tokens: torch.Tensor, rope_lengths: RopeLengths | None = None
+    ) -> None:
+        self._last_tokens, self._rope_lengths = last_tokens, rope_lengths
         self._requests = {threads: each.create_infer_request() for threads, each in compiled.items()}
         self._usual = self._requests[max(compiled)]
 
@@ -51,7 +54,7 @@ class OpenVINOEngine:
         """See ``ModelEngine``."""
         last = self._last_tokens[torch.from_numpy(work.decoding)]
         ids = token_ids(last, work, torch.from_numpy(self._batch.chunk_tokens(work)))
-        _, positions = self._batch.flat_batch(work)
+        positions = rope_positions(self._rope_lengths, self._batch, *self._batch.flat_batch(work))
         return self._compute(work, ids, positions, kept), tuple(torch.from_numpy(array) for array in also)
 
     def _compute(self, work: StepWork, ids: torch.Tensor, positions: Int64s, kept: Int64s) -> torch.Tensor:

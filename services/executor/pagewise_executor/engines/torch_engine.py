@@ -12,6 +12,7 @@ from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.rope_lengths import rope_positions
 from pagewise_executor.uploads import Array, Uploads
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TorchEngine:
         self.graphs: MixedGraphs | None = None
         self.model, self._layers, self._attention = loaded.model, loaded.attention, attention
         self.forward_context = ForwardContext()
-        self._upload = Uploads(loaded.device)
+        self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
 
     def attach(self, pool: KVPool, mover: SegmentMover) -> None:
         """See ``ModelEngine``."""
@@ -64,10 +65,11 @@ class TorchEngine:
         self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """See ``ModelEngine``."""
-        if self.graphs is not None and self.graphs.takes(work):
+        rows, flat = self._batch.flat_batch(work)
+        positions = rope_positions(self._rope_lengths, self._batch, rows, flat)
+        if self.graphs is not None and self.graphs.takes(work) and positions is flat:
             return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self._attention.prepare(work)
-        rows, positions = self._batch.flat_batch(work)
         if self._adapters is not None:
             self._adapters.begin(self._batch.adapters[rows])
         decoding, tokens, positions_there, wanted, *there = self._upload.together(

@@ -1,7 +1,7 @@
 """The weight files of a model, which are compared with it and read part by part."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import NotReadableError
+from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import Shards, vocabulary_names
 from pagewise_executor.models.stored_linear import place_stored, stored_tensors, take_stored
@@ -25,7 +26,7 @@ _FREQUENCIES = ".rotary_emb.inv_freq"
 class Checkpoint:
     """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
 
-    ``fixed``: which rope types were fixed to the longest sequence, see ``fix_rope``.
+    ``rope``: what ``fix_rope`` has made of the model.
 
     ``model``: a causal language model with a head ``lm_head``; its weights have no data before they are read.
     ``headers``: of each file, as safetensors has them: by the name of a tensor its ``dtype`` and ``shape``. ``device``:
@@ -39,7 +40,7 @@ class Checkpoint:
         ModelError: linear layers are not stored as ``quantised`` says, or weights are missing or have another shape.
     """
 
-    fixed: Sequence[str] = ()
+    rope = FixedRope()
 
     def __init__(
         self,

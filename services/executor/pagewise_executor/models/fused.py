@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.models.long_rope import LongRope
 from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations, Rotation
 from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
 
@@ -58,7 +59,9 @@ class FusedDecoder(nn.Module):
         self.operations = operations
         self.embed_tokens, self.layers, self.rotary_emb = source.embed_tokens, source.layers, source.rotary_emb
         self.norm = _NormWeight(source.norm)
-        self._rotation_at = operations.rotations(self._angles, max_model_len, self.norm.weight.device)
+        rope = self.rotary_emb
+        num_positions = rope.num_positions if isinstance(rope, LongRope) else max_model_len
+        self._rotation_at = operations.rotations(self._angles, num_positions, self.norm.weight.device)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary_emb(self.norm.weight, positions[None])  # type: ignore[operator]

@@ -12,6 +12,7 @@ import torch
 from pagewise_shared.errors import PagewiseError
 
 from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.models.long_rope import LongRope
 
 _POSITIONS = (1, 98)
 _TOKEN = 1
@@ -43,6 +44,8 @@ def find_key_rotations(
     Raises:
         UnknownRotationError: a layer's keys change with their position in another way, or the model cannot be tried.
     """
+    if any(isinstance(module, LongRope) for module in model.modules()):
+        raise UnknownRotationError("how its keys are rotated depends on the length of the sequence (LongRoPE)")
     recorders = [_Recorder() for _ in attention]
     for module, recorder in zip(attention, recorders, strict=True):
         module.paged_layer = recorder  # type: ignore[assignment]

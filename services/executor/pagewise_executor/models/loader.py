@@ -31,6 +31,7 @@ from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_k
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
+from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
@@ -67,6 +68,7 @@ class LoadedModel:
     ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
     layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part
     of the model each; the model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part.
+    ``rope``: see ``fix_rope``.
     """
 
     model: torch.nn.Module
@@ -85,6 +87,7 @@ class LoadedModel:
     no_segments: str = ""
     ranks: Ranks = field(default_factory=Ranks)
     shards: Shards | None = None
+    rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
 
     @property
     def heads_first(self) -> bool:
@@ -126,9 +129,9 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         if stored is None and quantised is not None:
             stored = family_checkpoint(config, model_config, headers, device, quantised, dtype, max_model_len, ranks)
         if stored is not None:
-            (model, shards), fixed = stored.shard(ranks), stored.fixed
+            (model, shards), rope = stored.shard(ranks), stored.rope
         else:
-            model, shards, fixed = _load_with_transformers(config, path, headers, whole, model_config, dtype, ranks)
+            model, shards, rope = _load_with_transformers(config, path, headers, whole, model_config, dtype, ranks)
     attention = attention_modules(config.model, model, text)
     shapes = [kv_shape(module, text) for module in attention]
     # A model without weights cannot be tried before they are read.
@@ -148,10 +151,10 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, kernels, model, max_model_len if fixed else None),
+        fingerprint=fingerprint(path, files) + _variant(config, kernels, model, rope.length),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, shapes=shapes, kernels=kernels, compiled=compiled, fallback=fallback, rotations=rotations,
-        no_segments=no_segments, ranks=ranks, shards=shards,
+        no_segments=no_segments, ranks=ranks, shards=shards, rope=rope,
     )  # fmt: skip
 
 
@@ -230,7 +233,7 @@ def _load_with_transformers(
     part: "PretrainedConfig",
     dtype: torch.dtype,
     ranks: Ranks,
-) -> tuple[torch.nn.Module, Shards | None, list[str]]:
+) -> tuple[torch.nn.Module, Shards | None, FixedRope]:
     """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``.
 
     ``whole``, ``part``: the configurations of the whole model, and of what this rank holds of it.
@@ -241,6 +244,7 @@ def _load_with_transformers(
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
+    from pagewise_executor.models.rope import fix_rope
     from pagewise_executor.models.sharded_loading import load_part
 
     for file in headers:
@@ -269,9 +273,10 @@ def _load_with_transformers(
                 whole, part, headers, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code
             )
     check_differences(config.model, headers, differences)
-    fixed = _complete(model, device, max_model_len)
+    model.eval().requires_grad_(False).to(device)
+    rope = fix_rope(model, max_model_len)
     check_module(config.model, model, headers)
-    return model, shards, fixed
+    return model, shards, rope
 
 
 @contextmanager
@@ -294,14 +299,6 @@ def _bars_in_the_log(model: str) -> Iterator[None]:
     finally:
         logger.removeFilter(is_no_table)
         set_tqdm_hook(previous)
-
-
-def _complete(model: torch.nn.Module, device: torch.device, max_model_len: int) -> list[str]:
-    """Move a model of transformers to its device; return which rope types were fixed to ``max_model_len``."""
-    from pagewise_executor.models.rope import fix_rope
-
-    model.eval().requires_grad_(False).to(device)
-    return fix_rope(model, max_model_len)
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:

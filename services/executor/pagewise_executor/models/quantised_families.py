@@ -76,7 +76,7 @@ class FamilyCheckpoint(Checkpoint):
             if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
                 model.set_submodule(name, Experts(module, family.experts))
         super().__init__(model, headers, device, quantised, tied=tied, named=family.named)
-        self.fixed = fix_rope(model, max_model_len)
+        self.rope = fix_rope(model, max_model_len)
 
 
 class Experts(nn.ModuleList):
