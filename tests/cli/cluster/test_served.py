@@ -34,7 +34,7 @@ def test_other_weights_are_another_model_whatever_they_are(options: dict[str, An
     assert found(PLAIN, **options) == said
 
 
-@pytest.mark.parametrize(("settings", "is_other"), [(PLAIN, False), (LONGROPE, True), (DYNAMIC, True)])
+@pytest.mark.parametrize(("settings", "is_other"), [(PLAIN, False), (LONGROPE, False), (DYNAMIC, True)])
 def test_another_length_is_another_model_if_its_rope_depends_on_it(settings: dict[str, Any], is_other: bool) -> None:
     said = found(settings, max_model_len=4096)
     assert ("--max-model-len None, and not 4096" in said) == is_other == bool(said)
@@ -50,7 +50,7 @@ def test_where_it_is_computed_matters_to_quantised_models(options: dict[str, Any
 
 @pytest.mark.parametrize("options", [{"num_blocks": 7}, {"max_num_seqs": 3}, {"dtype": "bfloat16"}])
 def test_other_options_change_while_it_runs(options: dict[str, Any]) -> None:
-    assert found(LONGROPE | QUANTISED, **options) == ""
+    assert found(DYNAMIC | QUANTISED, **options) == ""
 
 
 def test_a_difference_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -59,6 +59,6 @@ def test_a_difference_is_refused_with_what_to_do(tmp_path: Path) -> None:
         check_served("mine", old, new)
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     check_served("mine", old, new)
-    (tmp_path / "config.json").write_text(json.dumps(LONGROPE))
+    (tmp_path / "config.json").write_text(json.dumps(DYNAMIC))
     with pytest.raises(PlanError, match=r"--max-model-len None, and not 4096 .* down --name mine"):
         check_served("mine", old, new)

@@ -1,6 +1,7 @@
 """LongRoPE by the length of each sequence: the tokens are those that transformers generates for it alone."""
 
 import json
+from collections import deque
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.long_rope import LongRope
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
-from pagewise_shared.protocol import NewSequence, StepPlan, pack_int32s
+from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import BeamParams
+
 from tests.executor.driver import request, run_requests
 from tests.model_builders import build_model
 from tests.sampling import sampling_params
+from tests.scheduler.core.builders import create_scheduler
 
 SHORT_LEN, LONGEST = 32, 128
 FACTORS: dict[str, Any] = {"short_factor": [1.1] * 6, "long_factor": [4.0, *[3.0] * 5]}
 LENGTHS = [3, 20, 31, 32, 33, 60]
-"""Of prompts: below the border, at it, and beyond it. Outputs of 20 tokens cross it, or do not."""
+"""Of prompts: below the border, at it, and beyond it. Outputs of 40 tokens cross it."""
 
 
 @pytest.fixture(scope="module", params=["phi3", "llama"])
@@ -76,7 +79,7 @@ def tokens_of(requests: list[Any]) -> list[list[list[int]]]:
     return [[sequence.output_token_ids.tolist() for sequence in one.sequences] for one in requests]
 
 
-def check(path: Path, runner: ModelRunner, prompts: list[list[int]], count: int = 20, **options: Any) -> Any:
+def check(path: Path, runner: ModelRunner, prompts: list[list[int]], count: int = 40, **options: Any) -> Any:
     requests = [request(prompt, count, f"r{number}") for number, prompt in enumerate(prompts)]
     scheduler, _ = run_requests(runner, requests, **options)
     assert tokens_of(requests) == [[generated(path, prompt, count)] for prompt in prompts]
@@ -85,8 +88,8 @@ def check(path: Path, runner: ModelRunner, prompts: list[list[int]], count: int 
 
 def test_the_two_sets_of_factors_make_other_tokens(phi3_path: Path, tmp_path: Path) -> None:
     other = build("phi3", tmp_path, FACTORS | {"long_factor": FACTORS["short_factor"]})
-    assert generated(phi3_path, prompt_of(33), 20) != generated(other, prompt_of(33), 20)
-    assert generated(phi3_path, prompt_of(20), 20) != generated(other, prompt_of(20), 20)
+    for length in (20, 31, 32, 33):
+        assert generated(phi3_path, prompt_of(length, length), 40) != generated(other, prompt_of(length, length), 40)
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch", "openvino"])
@@ -108,8 +111,8 @@ def test_one_after_the_other_with_what_was_cached_of_both_kinds(phi3_path: Path)
 @pytest.mark.parametrize("recovery", ["swap", "recompute"])
 def test_preempted_around_the_border(phi3_path: Path, recovery: str) -> None:
     runner = runner_of(phi3_path, num_blocks=14, host_memory="1MiB")
-    prompts = [prompt_of(length, length) for length in (27, 28, 30, 31, 25)]
-    scheduler = check(phi3_path, runner, prompts, recovery=recovery, max_num_batched_tokens=24)
+    prompts = [prompt_of(12 + number, number) for number in range(6)]
+    scheduler = check(phi3_path, runner, prompts, count=40, recovery=recovery, max_num_batched_tokens=24)
     assert scheduler.num_preemptions > 0
 
 
@@ -141,10 +144,28 @@ def test_beams_cross_the_border(phi3_path: Path) -> None:
     assert tokens_of([searched])[0] == [out[0, 29:].tolist()]
 
 
+def test_abort_at_the_border_frees_all_blocks(phi3_path: Path) -> None:
+    """After each number of steps, so that once a token is in flight which brings the sequence over the border."""
+    runner = runner_of(phi3_path)
+    for most in range(1, 9):
+        scheduler = create_scheduler(num_blocks=64, block_size=8, short_rope_len=SHORT_LEN)
+        runner.reset(Welcome(1, 8, 32))
+        asked, in_flight = request(prompt_of(30), 20), deque[Any]()
+        scheduler.add(asked)
+        for _ in range(most):
+            while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(0.0)) is not None:
+                in_flight.append(runner.execute(plan))
+            scheduler.update(in_flight.popleft().result())
+        scheduler.abort("r")
+        while in_flight:
+            scheduler.update(in_flight.popleft().result())
+        assert (scheduler.kv.pool.num_in_use, scheduler.num_waiting, scheduler.num_running) == (0, 0, 0)
+
+
 def test_one_set_serves_where_no_sequence_comes_to_the_other(phi3_path: Path, tmp_path: Path) -> None:
     runner = runner_of(phi3_path, max_model_len=SHORT_LEN)
     assert runner.info.short_rope_len == 0
-    check(phi3_path, runner, [prompt_of(12)])
+    check(phi3_path, runner, [prompt_of(12)], count=20)
     path = build("phi3", tmp_path, FACTORS | {"long_factor": FACTORS["short_factor"]})
     runner = runner_of(path)
     assert (runner.info.short_rope_len, runner.info.no_segments) == (0, "")

@@ -13,6 +13,7 @@ from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import HOST, TIER_NAMES
 from pagewise_shared.sampling import SamplingParams
@@ -36,6 +37,7 @@ def create_scheduler(
     eviction: EvictionName = "lru",
     storages: Iterable[Storage] = (),
     speculative: SpeculativeConfig | None = None,
+    short_rope_len: int = ONE_ROPE,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -48,6 +50,7 @@ def create_scheduler(
         eviction=eviction,
         storages=storages,
         speculative=speculative,
+        short_rope_len=short_rope_len,
     )
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pagewise_shared.block_hash import BlockHash, block_hash, unpack_names
+from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
@@ -63,6 +63,7 @@ class Row:
     blocks: list[int]
     root: bytes
     logprobs: int | None = None
+    limit: int = ONE_ROPE
 
 
 class CheckingExecutor:
@@ -79,6 +80,8 @@ class CheckingExecutor:
         self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
+        self.short_rope_len = ONE_ROPE
+        self.kinds: dict[bytes, bool] = {}  # of roots: whether KV behind them has the long factors of LongRoPE
         self.elapsed_us = 100
         self.early_loads = False
         self.peers: dict[str, CheckingExecutor] = {}
@@ -139,6 +142,10 @@ class CheckingExecutor:
                 new.root,
                 new.sampling.logprobs,
             )
+            known = len(self.rows[new.row].tokens)
+            is_long = known > self.short_rope_len
+            self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len
+            assert self.kinds.setdefault(new.root, is_long) == is_long, "KV of two kinds has one root"
         changes = unpack_int32s(plan.tables).tolist()
         for row, index, block in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
             assert 0 <= block < self.num_blocks[DEVICE]
@@ -343,7 +350,7 @@ class CheckingExecutor:
             self.num_moved += 1
 
     def _compute(self, row: Row, size: int, append: bool = True) -> int:
-        assert row.computed + size <= len(row.tokens)
+        assert row.computed + size <= min(len(row.tokens), row.limit)
         arriving = self.arriving
         for position in range(row.computed, row.computed + size):
             if row.tokens[position] & MOVED:

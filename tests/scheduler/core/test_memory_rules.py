@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from pagewise_scheduler.core.memory.losses import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
@@ -45,6 +46,7 @@ class MemoryRules(RuleBasedStateMachine):
     """One scheduler and one executor, with everything in between left to chance."""
 
     speculative: SpeculativeConfig | None = None
+    short_rope_len = ONE_ROPE
 
     @initialize(
         block_size=st.integers(1, 5),
@@ -81,6 +83,7 @@ class MemoryRules(RuleBasedStateMachine):
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
             speculative=self.speculative,
+            short_rope_len=self.short_rope_len,
         )
         self.scheduler = self.create()
         for tier in self.scheduler.kv.pool.lower:
@@ -125,7 +128,7 @@ class MemoryRules(RuleBasedStateMachine):
         boundary: int,
     ) -> None:
         prompt, ranges = [*range(head)], []
-        for document in documents:
+        for document in documents if self.short_rope_len == ONE_ROPE else []:
             ranges.append((len(prompt), len(prompt) + len(document)))
             prompt += [*document, *[1] * gap]
         request = create_request(prompt=[*prompt, *tail], max_tokens=max_tokens, n=n, priority=priority)
@@ -274,6 +277,22 @@ class SpeculationRules(MemoryRules):
 def test_the_memory_rules_hold_with_drafts(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking_executor, "repeats_itself", True)
     check_rules(SpeculationRules, runs)
+
+
+class LongRopeRules(MemoryRules):
+    """The same with sequences that outgrow the short factors of LongRoPE; there are no segments then."""
+
+    short_rope_len = 12
+
+
+class LongRopeSpeculationRules(LongRopeRules):
+    speculative = SpeculationRules.speculative
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_memory_rules_hold_with_long_rope(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", drafts)
+    check_rules(LongRopeSpeculationRules if drafts else LongRopeRules, 40)
 
 
 @pytest.mark.long
