@@ -26,13 +26,7 @@ def test_salts_differ_if_clients_or_factors_do(
 
 def test_no_client_may_name_the_long_factors() -> None:
     salt = rope_salt(None, 2, 1)
-    submit = Submit(
-        epoch=1,
-        stream=0,
-        request_id="r",
-        prompts=(PromptToGenerate(pack_int32s([1]), 1),),
-        sampling=sampling_params(),
-        cache_salt=salt,
-    )
+    prompts = (PromptToGenerate(pack_int32s([1]), 1),)
+    submit = Submit(epoch=1, stream=0, request_id="r", prompts=prompts, sampling=sampling_params(), cache_salt=salt)
     with pytest.raises(ImpossibleError, match="LongRoPE"):
         check(submit, 100)

@@ -42,13 +42,13 @@ def fix_rope(model: nn.Module, max_model_len: int) -> FixedRope:
             log.info("dynamic rope fixed for sequences of up to %d tokens", max_model_len)
             done = FixedRope(max_model_len)
             continue
-        given = module.config.rope_parameters  # type: ignore[union-attr]
-        lengths = RopeLengths(int(given["original_max_position_embeddings"]), max_model_len)  # type: ignore[index,arg-type]
+        given = module.config.rope_parameters
+        lengths = RopeLengths(int(given["original_max_position_embeddings"]), max_model_len)
         long = copy.deepcopy(module)
         _fix(module, kind, lengths.short_len)
         _fix(long, kind, lengths.short_len + 1)
-        scales_differ = given.get("short_mscale") != given.get("long_mscale")  # type: ignore[union-attr,operator]
-        same = torch.equal(module.inv_freq, long.inv_freq) and not scales_differ  # type: ignore[arg-type]
+        scales_differ = given.get("short_mscale") != given.get("long_mscale")
+        same = torch.equal(module.inv_freq, long.inv_freq) and not scales_differ
         if max_model_len > lengths.short_len and not same:
             model.set_submodule(name, LongRope(module, long, lengths))
             log.info("sequences of more than %d tokens have the long factors of LongRoPE", lengths.short_len)
