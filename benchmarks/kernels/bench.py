@@ -1,11 +1,11 @@
 """How kernels are measured: medians of CUDA-graph replays, beside ceilings that are measured in the same run."""
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from pagewise_executor.models.few_rows import graph_milliseconds
 
 from benchmarks.ceilings import copy_bandwidth
 from benchmarks.kernels import peers
@@ -41,27 +41,17 @@ class Bench:
     def wants(self, name: str) -> bool:
         return self.only in name
 
-    def time(self, call: Callable[[], object], repeats: int = 7) -> float:
-        """Median microseconds of a call."""
+    def time(self, call: Callable[[], object]) -> float:
+        """Return the median microseconds of a call."""
         if self.smoke or self.device.type != "cuda":
             call()
             return float("nan")
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # many calls, so that launching the graph weighs nothing
+
+        def calls() -> None:  # many, so that launching the graph weighs nothing
             for _ in range(_CALLS):
                 call()
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
-        return float(statistics.median(times))
+
+        return graph_milliseconds(calls) * 1e3 / _CALLS
 
     def bytes(self, name: str, who: str, call: Callable[[], object], moved: float, bar: str = "") -> None:
         taken = self.time(call)

@@ -19,6 +19,7 @@ from pagewise_kernels.attention.tiles import (
     block_ids,
     finish,
     prepared_queries,
+    row_offsets,
     scales_of_tile,
     token_offsets,
     weigh,
@@ -176,7 +177,7 @@ def decode_attention_kernel(
         if HAS_ORDER and num_queries > 1:
             queries = tl.load(order + queries, mask=valid, other=0)
         in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
-        q_at = queries.to(tl.int64) * stride_qn + (head * GROUP + rows % GROUP) * stride_qh
+        q_at = row_offsets(queries, rows, head, stride_qn, stride_qh, GROUP)
         tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=in_head, other=0.0)
         tile_q, factor = prepared_queries(tile_q, scale, HAS_SCALES, COMPUTE)
         acc, high, total = attend_context(
@@ -204,7 +205,7 @@ def decode_attention_kernel(
                     KV_HEADS, GROUP, ROWS, HEAD_DIM, DIM, PARTS,
                 )  # fmt: skip
         else:
-            o_at = queries.to(tl.int64) * stride_on + (head * GROUP + rows % GROUP) * stride_oh
+            o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
             tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
         unit = next_unit
         if unit >= 0:

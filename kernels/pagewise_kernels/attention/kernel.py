@@ -7,7 +7,7 @@ context they see. What is done with a tile of it is in ``tiles``, as for decodes
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.tiles import attend_stretch, finish, merge, prepared_queries
+from pagewise_kernels.attention.tiles import attend_stretch, finish, merge, prepared_queries, row_offsets
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 
 UNIT_FIELDS = 5
@@ -94,7 +94,7 @@ def attention_kernel(
         queries = first_query + rows // GROUP
         valid = rows < num_queries * GROUP
         row_positions = tl.load(positions + queries, mask=valid, other=-1)
-        q_at = queries.to(tl.int64) * stride_qn + (head * GROUP + rows % GROUP) * stride_qh
+        q_at = row_offsets(queries, rows, head, stride_qn, stride_qh, GROUP)
         if HEAD_DIM == DIM:
             tile_q = tl.load(q + q_at[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
         else:
@@ -129,5 +129,5 @@ def attention_kernel(
                 BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
             )  # fmt: skip
         in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
-        o_at = queries.to(tl.int64) * stride_on + (head * GROUP + rows % GROUP) * stride_oh
+        o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
         tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)

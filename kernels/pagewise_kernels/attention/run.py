@@ -78,9 +78,8 @@ def run_prefill(
         *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *_scale_strides(scales), *out.stride()[:2],
         tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0), int(window or 0),
-        SPLIT=split, HAS_WINDOW=window is not None, HAS_SOFTCAP=bool(softcap), HAS_SCALES=scales is not None,
-        **_constants(q, shape, config, scales),
-        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=not strict,
+        SPLIT=split, HAS_WINDOW=window is not None,
+        **_options(q, shape, config, softcap, scales, strict),
     )  # fmt: skip
 
 
@@ -126,10 +125,9 @@ def run_decode(
         parts.first, parts.number, parts.arrivals, units if order is None else order,
         *q.stride()[:2], *keys.stride()[:3], *_scale_strides(scales), *out.stride()[:2], tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0),
-        ROWS=rows, HAS_WINDOW=has_window, HAS_SOFTCAP=bool(softcap), HAS_SCALES=scales is not None, PAIRS=pairs,
-        PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps), HAS_ORDER=order is not None,
-        **_constants(q, shape, config, scales),
-        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=not strict,
+        ROWS=rows, HAS_WINDOW=has_window, PAIRS=pairs, HAS_ORDER=order is not None,
+        PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps),
+        **_options(q, shape, config, softcap, scales, strict),
         maxnreg=_registers(config),
     )  # fmt: skip
 
@@ -145,9 +143,13 @@ def _scale_strides(scales: Scales | None) -> tuple[int, ...]:
     return (0, 0, 0) if scales is None else scales.keys.stride()
 
 
-def _constants(q: torch.Tensor, shape: Shape, config: TileConfig, scales: Scales | None) -> dict[str, object]:
-    """What both kernels are compiled for. Float8 KV becomes float16, which holds all of its values, in one instruction
-    for two of them."""
+def _options(
+    q: torch.Tensor, shape: Shape, config: TileConfig, softcap: float | None, scales: Scales | None, strict: bool
+) -> dict[str, object]:
+    """Return the constants and options that both kernels are compiled with.
+
+    Float8 KV becomes float16, which holds all of its values, in one instruction for two of them.
+    """
     if scales is not None and q.dtype != torch.float32:
         compute = tl.float16
     else:  # the interpreter computes with numpy, which has no bfloat16
@@ -160,6 +162,11 @@ def _constants(q: torch.Tensor, shape: Shape, config: TileConfig, scales: Scales
         "DIM": shape.dim,
         "M": config.rows,
         "TILE": config.tile,
+        "HAS_SOFTCAP": bool(softcap),
+        "HAS_SCALES": scales is not None,
         "COMPUTE": compute,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": not strict,
     }

@@ -43,6 +43,12 @@ def token_offsets(blocks, tile, stride_block, stride_token, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def row_offsets(queries, rows, head, stride_query, stride_head, GROUP: tl.constexpr):
+    """Where the rows (query, query head of KV head ``head``) of a tile lie in queries or results."""
+    return queries.to(tl.int64) * stride_query + (head * GROUP + rows % GROUP) * stride_head
+
+
+@triton.jit
 def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
     """Queries [M, DIM] as they are multiplied, and the factor that makes logarithms (log2) of weights of the products.
 

@@ -119,7 +119,7 @@ def _inputs(product: Product, rows: int, *, rounded: bool) -> Rows:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def graph_milliseconds(call: Callable[[], None]) -> float:
+def graph_milliseconds(call: Callable[[], object]) -> float:
     """Return the median time of a call as a CUDA graph."""
     call()  # compiles
     torch.cuda.synchronize()
