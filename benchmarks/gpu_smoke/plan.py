@@ -68,7 +68,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
         _engine("qwen3-30b-a3b-6-layers", 45, "--works", *_DECODES),
     ),
     3: (_kernels("prefill", 75), _engine("qwen3-0.6b", 90, "--also-apart"), _kernels("layer", 55)),
-    4: (_kernels("elementwise", 75), _kernels("sampling", 75), _kernels("linear", 75)),
+    4: (_kernels("experts", 45), _kernels("elementwise", 60), _kernels("sampling", 60), _kernels("linear", 60)),
     5: (_kernels("shared", 75), _kernels("sweep", 90), _kernels("inputs", 60)),
 }
 """The steps of each part, those first that tell the most in a minute: what works, whole models, then single kernels."""

@@ -107,7 +107,8 @@ def test_images_install_from_locks_only() -> None:
     assert installs["source"] == [f"{locked_install} build.lock"]
     for image in IMAGES:
         copied = re.findall(r"COPY --from=(\S+)", stages[image])
-        assert copied == [f"{image}-packages", "executor-ours" if image == "executor" else "ours"]
+        ours = ["executor-kernels", "executor-ours"] if image == "executor" else ["ours"]
+        assert copied == [f"{image}-packages", *ours]
         assert installs[image] == []
         first, *rest = installs[f"{image}-packages"]
         assert first == f"{locked_install} {image}.lock"
@@ -119,6 +120,9 @@ def test_images_install_from_locks_only() -> None:
             assert rest == []
         for name in ADDITIONS:
             assert (f"requirements/{name}.lock" in stages[f"{image}-packages"]) == (image == "executor")
+    # It compiles kernels by what the executor's image has.
+    assert re.findall(r"COPY --from=(\S+)", stages["executor-kernels"]) == ["executor-packages", "executor-ours"]
+    assert installs["executor-kernels"] == []
     for name in ("ours", "executor-ours"):
         (ours,) = installs[name]
         assert "--no-deps /wheels/*.whl" in ours

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """From Triton 3.9 on it has the former name, and the latter one raises."""
 _ROWS = gl.constexpr(64)
 """Rows of a consumer: those of a product of four warps."""

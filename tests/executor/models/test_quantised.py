@@ -275,7 +275,7 @@ def test_a_gate_of_one_output_is_not_quantised(quantization: str, tmp_path: Path
     assert not isinstance(layer.mlp.shared_expert_gate, QuantisedLinear | Int8Linear)
     kind = QuantisedLinear if quantization == "fp8" else Int8Linear
     assert isinstance(layer.mlp.shared_expert.gate_proj, kind)
-    assert isinstance(layer.self_attn.o_proj, kind)
+    assert isinstance(layer.out, kind)
 
 
 def test_fingerprints_tell_quantised_weights_apart(tmp_path: Path) -> None:
