@@ -17,7 +17,7 @@ _DRAWS = 8
 
 
 def experts(bench: Bench) -> None:
-    """Times; bytes are those of the experts that were chosen."""
+    """Measure times. Only the weights of the chosen experts count as bytes."""
     hidden, inner, count, top_k = (48, 32, 8, 2) if bench.smoke else (2048, 768, 128, 8)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=hidden, moe_intermediate_size=inner, num_hidden_layers=1, num_experts=count,
