@@ -42,12 +42,19 @@ async def fetch(config: ServeConfig) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagewise.fetch", *argv, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with_parent
     )
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    # The kernel may hand Ctrl-C to the thread that waits for the child's end. asyncio.run()'s own handler would then
+    # not run before something else wakes the event loop. The loop's handlers wake it.
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
         said, _ = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
         raise
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
     if process.returncode:
         last = said.decode(errors="replace").strip() or f"{gateway.model} cannot be downloaded"
         raise StartError(last)

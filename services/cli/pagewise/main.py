@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"pagewise {arguments[0]}: {warning}", file=sys.stderr)
     try:
         return command(arguments[1:])
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):  # the second: Ctrl-C while a model is downloaded
         return 130
 
 
