@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pagewise.cluster.reconcile import KINDS, PATIENCE, Kind, Member, Start, State, Stop, reconcile
 
@@ -91,10 +91,11 @@ entries = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["new", "ol
 
 
 @given(entries, st.integers(1, 4), st.integers(1, 4), st.booleans())
+@example([("gateway", "new", "starting", 0), ("gateway", "old", "ready", 0)], 1, 1, False)
 def test_whatever_is_there_becomes_what_is_wanted_without_an_interruption(
     found: list[tuple[Kind, str, State, int]], gateways: int, executors: int, room: bool
 ) -> None:
-    """Each round does what it is told; what is started is ready one round later, or once there is room."""
+    """Each round does what it is told. A process starts once there is room, and is ready once a scheduler is."""
     wanted: dict[Kind, int] = {"scheduler": 1, "gateway": gateways, "executor": executors}
     members = {
         f"{kind}-{number}": Member(f"{kind}-{number}", kind, digest, state, load)
@@ -117,9 +118,8 @@ def test_whatever_is_there_becomes_what_is_wanted_without_an_interruption(
             assert not lost or room is False or _ready(members, kind) >= min(wanted[kind], ready_before[kind]) - 1
         if not actions and not any(one.state != "ready" for one in members.values()):
             break
-        members = {
-            name: _aged(one, room or len(members) <= bound) for name, one in members.items() if one.state != "stopping"
-        }
+        enough, scheduled = room or len(members) <= bound, _ready(members, "scheduler") > 0
+        members = {name: _aged(one, enough, scheduled) for name, one in members.items() if one.state != "stopping"}
     for kind in KINDS:
         there = [one for one in members.values() if one.kind == kind]
         assert len(there) == wanted[kind]
@@ -131,7 +131,10 @@ def _ready(members: dict[str, Member], kind: Kind) -> int:
     return sum(one.kind == kind and one.state == "ready" for one in members.values())
 
 
-def _aged(one: Member, placed: bool) -> Member:
-    if one.state in ("pending", "starting"):
-        return replace(one, state="ready") if placed else replace(one, waited=one.waited + PATIENCE)
+def _aged(one: Member, room: bool, scheduled: bool) -> Member:
+    """``scheduled``: a scheduler is ready. Without one nothing else becomes ready."""
+    if one.state == "pending":
+        return replace(one, state="starting") if room else replace(one, waited=one.waited + PATIENCE)
+    if one.state == "starting" and (scheduled or one.kind == "scheduler"):
+        return replace(one, state="ready")
     return one

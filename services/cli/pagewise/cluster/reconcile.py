@@ -52,19 +52,21 @@ def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: 
     ``wanted``: how many processes of each kind there should be; ``digests``: with which options. What was started with
     others is replaced one at a time: first a new one is started and ready, then an old one goes. Where Ray has no room
     for one more, an old one goes first. The scheduler, of which there can be one only, always goes first. No others are
-    replaced until the next one is ready: they could take its room, and would not become ready without it.
+    replaced until the next one is ready: they could take its room, and would not become ready without it. So a
+    replacement that has begun gives way: if Ray has no room for the scheduler, the old process goes first.
     """
     current = [one for one in members if one.kind == "scheduler" and one.digest == digests["scheduler"]]
     may_replace = sum(one.state == "ready" for one in current) >= wanted["scheduler"]
+    no_room = any(_finds_no_room(one) for one in current)
     actions: list[Start | Stop] = []
     for kind in KINDS:
         some = [one for one in members if one.kind == kind]
-        actions += _reconcile_kind(kind, wanted[kind], digests[kind], some, may_replace)
+        actions += _reconcile_kind(kind, wanted[kind], digests[kind], some, may_replace, no_room)
     return actions
 
 
 def _reconcile_kind(
-    kind: Kind, wanted: int, digest: str, all_members: list[Member], may_replace: bool
+    kind: Kind, wanted: int, digest: str, all_members: list[Member], may_replace: bool, no_room: bool
 ) -> list[Start | Stop]:
     staying = [one for one in all_members if one.state not in ("stopping", "stopped")]
     leaving = len(all_members) - len(staying)
@@ -97,11 +99,15 @@ def _reconcile_kind(
         return [Start(kind, _free_name(kind, names), f"it replaces {_leavable(old)[0].name}")]
     new = [one for one in staying if one.digest == digest]
     settled = all(one.state == "ready" for one in new)
-    no_room = any(one.state == "pending" and one.waited > PATIENCE for one in new)
+    no_room = no_room or any(_finds_no_room(one) for one in new)
     if settled or no_room or any(one.state != "ready" for one in old):
         why = "its options or its version have changed"
         return [Stop(_leavable(old)[0].name, f"{why}, and there is no room for one more" if no_room else why)]
     return []
+
+
+def _finds_no_room(member: Member) -> bool:
+    return member.state == "pending" and member.waited > PATIENCE
 
 
 def _leavable(members: Sequence[Member]) -> list[Member]:
