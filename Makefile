@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging test-lowest test-newest test-cuda-build dist images lint audit sbom lock format types bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging test-lowest test-newest test-cuda-build dist images lint audit sbom lock format types size bench bench-gpu experiments docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -150,6 +150,9 @@ types: setup ## mypy, strict
 	$(VENV)/bin/mypy -p pagewise_shared -p pagewise_kernels -p pagewise_gateway -p pagewise_scheduler -p pagewise_executor -p pagewise -p benchmarks
 	@# Scripts one by one: several have the same name.
 	for script in examples/*/*.py benchmarks/*/run.py docs/tables.py docs/site/hooks.py; do $(VENV)/bin/mypy $$script || exit 1; done
+
+size: setup ## How large the product is, and how much of it a request runs through; ARGS="--commit COMMIT" beside a commit
+	$(PY) -m benchmarks.size.run $(ARGS)
 
 bench: setup ## Measure: the start, the control plane, serving over HTTP
 	$(PY) -m benchmarks.start.run
