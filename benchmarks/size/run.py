@@ -206,9 +206,9 @@ def _spread(numbers: list[int]) -> str:
 
 def _show(trees: dict[str, dict[str, Any]]) -> None:
     captions = list(dict.fromkeys(caption for rows in trees.values() for caption in rows))
-    print(f"{'':<44}" + "".join(f"{name:>16}" for name in trees))
+    print(f"{'':<44}" + "".join(f"{name:>18}" for name in trees))
     for caption in captions:
-        print(f"{caption:<44}" + "".join(f"{rows.get(caption, '')!s:>16}" for rows in trees.values()))
+        print(f"{caption:<44}" + "".join(f"{rows.get(caption, '')!s:>18}" for rows in trees.values()))
 
 
 def _git(*arguments: str) -> str:
