@@ -148,7 +148,7 @@ LIMITS = (
     ("structures of a `structural_tag`", "each request", "pagewise_gateway.http.schema:MAX_STRUCTURES"),
     ("characters of an error", "each response", "pagewise_gateway.http.errors:MAX_MESSAGE_CHARACTERS"),
     ("prompts", "each request", "pagewise_gateway.http.schema:MAX_PROMPTS"),
-    ("outputs (`n`, `best_of`)", "each prompt", "max_n"),
+    ("outputs (`n`)", "each prompt", "max_n"),
     ("sequences", "each request", "pagewise_gateway.http.params:MAX_SEQUENCES"),
     (
         "beams, times the number of `stop_token_ids` plus 2",

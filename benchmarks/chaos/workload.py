@@ -103,7 +103,7 @@ def _close(mine: list[float | None], theirs: list[float | None]) -> bool:
 
 
 def make_cases(count: int, max_tokens: int) -> list[Case]:
-    """``count`` requests, ten kinds in turn."""
+    """``count`` requests, nine kinds in turn."""
     makers: list[Callable[[int, int], Case]] = [
         lambda i, n: _completion("greedy", i, n, temperature=0),
         lambda i, n: _completion("sampled", i, n, temperature=0.9, top_p=0.9, seed=i),
@@ -112,12 +112,9 @@ def make_cases(count: int, max_tokens: int) -> list[Case]:
             repetition_penalty=1.1, top_k=50,
         ),
         lambda i, n: _completion("three outputs", i, n // 2, temperature=1.0, seed=i, n=3),
-        lambda i, n: _completion(
-            "beam search", i, n // 4, temperature=0, n=2, best_of=3, use_beam_search=True, at_end=True
-        ),
+        lambda i, n: _completion("beam search", i, n // 4, temperature=0, n=3, use_beam_search=True, at_end=True),
         lambda i, n: _completion("shared prefix", i, n, prefix=PREFIX, temperature=0),
         lambda i, n: _completion("log-probabilities", i, n, temperature=0.7, seed=i, logprobs=3, echo=i % 20 > 9),
-        lambda i, n: _completion("best of three", i, n // 4, temperature=1.0, seed=i, n=1, best_of=3, at_end=True),
         lambda i, n: _completion("stop strings", i, 2 * n, temperature=1.0, seed=i, stop=["return", "\n\n\n"]),
         _conversation,
     ]  # fmt: skip
@@ -132,7 +129,6 @@ def _completion(kind: str, number: int, max_tokens: int, prefix: str = "", at_en
         "presence_penalty",
         "frequency_penalty",
         "n",
-        "best_of",
         "logprobs",
         "stop",
         "echo",

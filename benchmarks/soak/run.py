@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak.run [--minutes 60] [--json FILE] [--logs FOLDER]
 
-Twenty streams of ten kinds run through two gateways with one API key, and every output is compared with its reference.
+Twenty streams of nine kinds run through two gateways with one API key, and every output is compared with its reference.
 A stranger with two other keys sends what does harm elsewhere. Executors are killed, frozen and drained all the time,
 the scheduler and the second gateway a few times. One executor and the first gateway are only frozen, so that they live
 from the beginning to the end. What has to hold:

@@ -24,7 +24,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.fuzz.effort import examples
 from tests.fuzz.messages import frames, of
@@ -117,7 +117,7 @@ def test_a_gateway_outlives_what_a_scheduler_sends(received: list[bytes]) -> Non
         requests = [
             gateway.submit(n=2, prompts=2),
             gateway.submit(whole=True),
-            gateway.submit(best_of=3),
+            gateway.submit(beam=BeamParams(3)),
             gateway.submit(stop=("z",)),
             gateway.submit(prompts=0),
         ]

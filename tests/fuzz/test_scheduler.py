@@ -203,7 +203,7 @@ GOOD_SUBMIT: dict[str, Any] = {
     "sampling": SamplingParams(temperature=0),
 }
 SUBMITS = st.one_of(
-    messages.of(Submit, stream=st.integers(0, 40), prompts=PROMPTS, n=SMALL, best_of=SMALL),
+    messages.of(Submit, stream=st.integers(0, 40), prompts=PROMPTS, n=SMALL),
     # One field is wrong: the others would let it in.
     st.sampled_from(Submit.__struct_fields__).flatmap(
         lambda name: messages.of(Submit).map(lambda any_: Submit(**(GOOD_SUBMIT | {name: getattr(any_, name)})))

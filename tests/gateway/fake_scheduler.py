@@ -372,14 +372,13 @@ class Frame:
     def add(self, run: Run) -> None:
         """The next tokens of a request; all of them at once if its outputs are chosen at the end."""
         submit, scheduler = run.submit, self.scheduler
-        chooses = submit.beam is not None or submit.best_of > 0
         first, run.told = not run.told, True
         for index, prompt in enumerate(submit.prompts):
             streams = run.streams[index * submit.n : (index + 1) * submit.n]
             if first and any(not stream.finished for stream in streams):
                 self._start(submit, streams[0].number, streams[0].prompt)
             for stream in streams:
-                for _ in range(prompt.max_tokens if chooses else scheduler.tokens_per_round):
+                for _ in range(prompt.max_tokens if submit.beam is not None else scheduler.tokens_per_round):
                     if stream.position == scheduler.fail_after:
                         if stream is streams[0]:
                             self.failed.append(

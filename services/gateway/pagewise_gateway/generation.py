@@ -69,9 +69,7 @@ class GenerationRequest:
         whole: whether all deltas arrive together, once all sequences have ended.
         priority: a request with a lower one runs earlier.
         cache_salt: only requests with the same salt share cached KV.
-        beam: if given, beam search finds the n likeliest sequences, instead of sampling.
-        best_of: how many sequences to sample, of which the n likeliest become the outputs; 0: n. With ``beam`` or
-            ``best_of`` all output arrives at the end.
+        beam: if given, beam search finds the n likeliest sequences, instead of sampling; all output arrives at the end.
         arrival_time: seconds of the monotonic clock.
         client_request_id: the X-Request-Id that the client sent; it need not be unique.
         key, limits: name of the API key that the request came with, and the limits of that key.
@@ -94,7 +92,6 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     beam: BeamParams | None = None
-    best_of: int = 0
     arrival_time: float = 0.0
     client_request_id: str = ""
     key: str = ""
@@ -103,11 +100,6 @@ class GenerationRequest:
     retention: int = 0
     adapter: Adapter | None = None
     traceparent: str = ""
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the outputs are chosen from more sequences at the end (beam search, or ``best_of``)."""
-        return self.beam is not None or self.best_of > 0
 
     @property
     def token_bytes(self) -> int:

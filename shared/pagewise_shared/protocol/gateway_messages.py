@@ -134,7 +134,7 @@ class Submit(Message, frozen=True):
         stream: the first stream number; also names the request in ``Abort``.
         request_id: for people, logs and ``/debug``; unique among live requests.
         sampling: of output 0; the seed of output i is derived from its seed and i.
-        n: outputs of each prompt. best_of: samples of which the n likeliest are the outputs, 0: no more than n.
+        n: outputs of each prompt.
         beam: search for the n likeliest outputs instead of sampling.
         priority: lower runs earlier. cache_salt: only requests with the same one share cached KV.
         key, limits: name of the API key it came with, "" without one, and what that key may do.
@@ -155,7 +155,6 @@ class Submit(Message, frozen=True):
     prompts: Annotated[tuple[PromptToGenerate, ...], Meta(max_length=MAX_PROMPTS)]
     sampling: SamplingParams
     n: int = 1
-    best_of: int = 0
     beam: BeamParams | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -340,8 +339,7 @@ class StreamPromptLogprobs(Piece, frozen=True):
 class Outputs(Message, frozen=True):
     """Everything that is new for one gateway since the last frame: one frame per gateway and round.
 
-    Applied in the order of the fields. Outputs that are chosen at the end (beams, ``best_of``) come whole, in the frame
-    that finishes them.
+    Applied in the order of the fields. Outputs of beam searches come whole, in the frame that finishes them.
 
     Fields:
         refused: requests that were not taken.

@@ -77,13 +77,3 @@ def test_outputs_that_a_grammar_does_not_have_are_empty(runner: ModelRunner) -> 
     run_requests(runner, [asked])
     found = [(sequence.output_token_ids.tolist()[-1:], sequence.finish_reason) for sequence in asked.sequences]
     assert found == [([EOS], "stop"), ([], "abort"), ([], "abort")]
-
-
-def test_the_likeliest_of_several_samples(runner: ModelRunner, model_path: Path) -> None:
-    params = SamplingParams(temperature=1.0, seed=4, grammar=GRAMMARS["regex"], stop_token_ids=(EOS,))
-    asked = Request("r", array("i", [5, 9, 20]), 30, params, n=2, best_of=4)
-    run_requests(runner, [asked])
-    reference = Reference(model_path, GRAMMARS["regex"])
-    for sequence in asked.sequences:
-        assert sequence.finish_reason == "stop"
-        assert reference.holds(sequence.output_token_ids.tolist())

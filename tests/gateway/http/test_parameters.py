@@ -29,16 +29,14 @@ async def complete(server: Server, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-async def test_beam_search_and_best_of_arrive() -> None:
+async def test_beam_search_arrives() -> None:
     async with serving() as server:
-        await complete(server, use_beam_search=True, best_of=4, n=2, length_penalty=0.5, early_stopping="never")
+        await complete(server, use_beam_search=True, n=4, length_penalty=0.5, early_stopping="never")
         assert server.scheduler.last.beam == BeamParams(4, 0.5, "never")
         await complete(server, use_beam_search=True, n=3, temperature=0)
         assert server.scheduler.last.beam == BeamParams(3)
-        await complete(server, best_of=4, n=2)
-        assert (server.scheduler.last.beam, server.scheduler.last.best_of, server.scheduler.last.n) == (None, 4, 2)
         await complete(server, best_of=2, n=2, stop="x")
-        assert server.scheduler.last.best_of == 0
+        assert (server.scheduler.last.beam, server.scheduler.last.n) == (None, 2)
 
 
 async def test_the_wish_to_keep_a_prefix_arrives() -> None:

@@ -117,5 +117,3 @@ async def test_a_request_has_a_bounded_number_of_sequences() -> None:
         status, body = await server.post("/v1/completions", {"prompt": [[5]] * 1025, "n": 4})
         assert (status, body["error"]["param"]) == (400, "n")  # type: ignore[index]
         assert "the most that one request may have is 4096" in str(body)
-        status, body = await server.post("/v1/completions", {"prompt": [[5]] * 2048, "best_of": 3})
-        assert (status, body["error"]["param"]) == (400, "best_of")  # type: ignore[index]

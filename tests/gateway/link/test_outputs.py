@@ -32,7 +32,7 @@ from pagewise_shared.protocol import (
     TokenLogprobs,
     pack_int32s,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.gateway.server import TOKENIZER
 
@@ -88,26 +88,26 @@ async def outcome(
     stop_token: int = -1,
     *,
     stop: tuple[str, ...] = (),
-    best_of: int = 0,
+    beam: BeamParams | None = None,
     **fields: Any,
 ) -> tuple[str, str | None, str | int | None]:
     """Text, finish and stop reason of an output of which all tokens come in the frame that finishes it."""
     table = Table()
-    live = table.add(stop=stop, best_of=best_of, **fields)
+    live = table.add(stop=stop, beam=beam, **fields)
     table.take([(0, token) for token in tokens], finished=(StreamFinished(0, reason, stop_token),))
     deltas = await told(live)
     assert table.ended == [live]
     return "".join(delta.text for delta in deltas), deltas[-1].finish_reason, deltas[-1].stop_reason
 
 
-@pytest.mark.parametrize("best_of", [0, 2])
-async def test_only_the_stop_token_itself_is_hidden(best_of: int) -> None:
-    assert await outcome([*TOKENS, END], "stop", END, best_of=best_of) == (TEXT, "stop", None)
-    assert await outcome(TOKENS, "length", best_of=best_of) == (TEXT, "length", None)
+@pytest.mark.parametrize("beam", [None, BeamParams(2)])
+async def test_only_the_stop_token_itself_is_hidden(beam: BeamParams | None) -> None:
+    assert await outcome([*TOKENS, END], "stop", END, beam=beam) == (TEXT, "stop", None)
+    assert await outcome(TOKENS, "length", beam=beam) == (TEXT, "length", None)
     last = TOKENIZER.token_text(TOKENS[-1])
     hidden = TEXT.removesuffix(last)
-    assert await outcome(TOKENS, "stop", TOKENS[-1], best_of=best_of) == (hidden, "stop", TOKENS[-1])
-    shown = await outcome(TOKENS, "stop", TOKENS[-1], best_of=best_of, include_stop_str_in_output=True)
+    assert await outcome(TOKENS, "stop", TOKENS[-1], beam=beam) == (hidden, "stop", TOKENS[-1])
+    shown = await outcome(TOKENS, "stop", TOKENS[-1], beam=beam, include_stop_str_in_output=True)
     assert shown == (TEXT, "stop", TOKENS[-1])
 
 
@@ -276,7 +276,7 @@ async def test_one_that_is_cut_off_by_a_frame_that_also_ends_it_counts_once(monk
     assert ended == [2, 0, 0]
 
 
-@pytest.mark.parametrize("fields", [{"whole": True}, {"best_of": 3}])
+@pytest.mark.parametrize("fields", [{"whole": True}, {"beam": BeamParams(3)}])
 async def test_what_nobody_could_have_read_yet_is_no_reason_to_cut_off(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +354,7 @@ def live_time() -> float:
 
 async def test_what_is_chosen_has_no_latency_between_tokens() -> None:
     table = Table()
-    table.add(best_of=2)
+    table.add(beam=BeamParams(2))
     table.take([(0, token) for token in TOKENS], finished=(StreamFinished(0, "length"),))
     assert table.value("inter_token_latency_seconds_count") == 0
     assert table.value("time_to_first_token_seconds_count") == 1

@@ -103,10 +103,10 @@ class Stack:
         await until(lambda: self.router.capacity.ready_executors == count)
 
     async def generate(
-        self, prompt: Sequence[int], max_tokens: int = 8, *, beam: BeamParams | None = None, best_of: int = 0
+        self, prompt: Sequence[int], max_tokens: int = 8, *, beam: BeamParams | None = None
     ) -> list[int]:
         """The tokens of one greedy output."""
-        request = await self.gateway.submit(prompt, max_tokens=max_tokens, beam=beam, best_of=best_of)
+        request = await self.gateway.submit(prompt, max_tokens=max_tokens, beam=beam)
         return (await request.result())[0]
 
     async def all_free(self) -> None:

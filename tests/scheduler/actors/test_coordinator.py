@@ -166,7 +166,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
             aborted = [
                 await gateway.submit([4], max_tokens=200),
                 await gateway.submit([4], max_tokens=200, beam=BeamParams(3)),
-                await gateway.submit([4], max_tokens=200, n=2, best_of=3, sampling=sampling),
+                await gateway.submit([4], max_tokens=200, n=2, sampling=sampling),
             ]
             await aborted[0].until_tokens(1)
             for request in aborted:
@@ -174,7 +174,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
             for request in (
                 await gateway.submit([1, 2], [3], n=2, sampling=sampling),
                 await gateway.submit([5, 2], beam=BeamParams(3)),
-                await gateway.submit([6, 2], n=2, best_of=3, sampling=sampling),
+                await gateway.submit([6, 2], n=2, sampling=sampling),
             ):
                 await request.result()
             await stack.all_free()

@@ -192,11 +192,11 @@ async def test_simulated_executors_search_beams_too(tmp_path: Path) -> None:
         assert len(await stack.generate([1, 2, 3], beam=BeamParams(2))) == 8
 
 
-async def test_sequences_that_only_one_will_be_chosen_of_count_too(tmp_path: Path) -> None:
+async def test_every_hypothesis_of_a_beam_search_counts(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
         with pytest.raises(RefusedRequestError, match="at most 8 sequences may wait"):
-            await stack.generate([1, 2, 3], best_of=9)
+            await stack.generate([1, 2, 3], beam=BeamParams(9))
 
 
 async def test_an_executor_that_falls_silent_is_given_up(tmp_path: Path) -> None:

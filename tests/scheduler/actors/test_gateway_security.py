@@ -73,8 +73,6 @@ IMPOSSIBLE = [
             PromptSegments(int32s(1, 2), boundary=-1),
         )
     ),
-    changed(best_of=-1),
-    changed(best_of=2**40),
     changed(beam=BeamParams(0)),
     changed(beam=BeamParams(2**40)),
     changed(beam=BeamParams(2, float("nan"))),

@@ -98,17 +98,11 @@ async def test_a_prompt_alone_is_computed_and_told(tmp_path: Path) -> None:
         assert len(request.started) == 1
 
 
-@pytest.mark.parametrize(("best_of", "beam"), [(3, None), (0, BeamParams(3))])
-async def test_what_is_chosen_comes_whole_in_the_frame_that_finishes_it(
-    tmp_path: Path, best_of: int, beam: BeamParams | None
-) -> None:
+async def test_a_beam_search_comes_whole_in_the_frame_that_finishes_it(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.005):
         await stack.ready(1)
-        sampling = GREEDY if beam else SEEDED
         limits = KeyLimits(tokens_per_minute=1000)
-        request = await stack.gateway.submit(
-            [1, 2, 3], sampling=sampling, best_of=best_of, beam=beam, n=2, key="k", limits=limits
-        )
+        request = await stack.gateway.submit([1, 2, 3], beam=BeamParams(3), n=2, key="k", limits=limits)
         outputs = await request.result()
         assert [len(tokens) for tokens in outputs] == [8, 8]
         (frame,) = (frame for frame in stack.gateway.frames if frame.finished)
@@ -408,16 +402,13 @@ async def test_an_output_that_ended_with_the_scheduler_is_told_so(tmp_path: Path
         assert request.finished[0].stop_token == (77 if ending == "stop" else -1)
 
 
-@pytest.mark.parametrize(("best_of", "beam"), [(3, None), (0, BeamParams(3))])
-async def test_what_is_chosen_at_the_end_starts_over(tmp_path: Path, best_of: int, beam: BeamParams | None) -> None:
-    sampling = GREEDY if beam else SEEDED
+async def test_beam_searches_start_over(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner()):
         await stack.ready(1)
-        fields = {"sampling": sampling, "best_of": best_of, "beam": beam}
-        first = await stack.gateway.submit([1, 2, 3], **fields)  # type: ignore[arg-type]
+        first = await stack.gateway.submit([1, 2, 3], beam=BeamParams(3))
         await first.result()
         prompts = (PromptToGenerate(int32s(1, 2, 3), 8, (StreamProgress(b""),)),)
-        again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, sampling, best_of=best_of, beam=beam))
+        again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, GREEDY, beam=BeamParams(3)))
         assert await again.result() == first.tokens
 
 

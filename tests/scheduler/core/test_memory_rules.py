@@ -103,7 +103,7 @@ class MemoryRules(RuleBasedStateMachine):
         n=st.integers(1, 3),
         priority=st.sampled_from([0, 0, 0, 1]),
         salt=st.sampled_from([None, None, "tenant"]),
-        kind=st.sampled_from(["plain", "plain", "beam", "best_of"]),
+        kind=st.sampled_from(["plain", "plain", "beam"]),
         wider=st.integers(0, 2),
         ends=st.booleans(),
         documents=st.lists(st.sampled_from(DOCUMENTS), max_size=3),
@@ -140,8 +140,6 @@ class MemoryRules(RuleBasedStateMachine):
             request.beam = BeamParams(n + wider, float(wider % 2))
             stops = [token for token, _ in next_candidates(tuple(request.prompt_token_ids), 2)] if ends else []
             request.sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(stops))
-        elif kind == "best_of" and max_tokens:
-            request.best_of = n + 1
         if self.scheduler.fits(len(request.prompt_token_ids), max_tokens, request.segments):
             self.scheduler.add(request)
             self.requests.append(request)

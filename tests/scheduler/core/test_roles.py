@@ -211,15 +211,12 @@ def test_all_outputs_of_a_request_move_together_before_the_others_begin() -> Non
     assert served.nodes[1].executor.num_computed < 3 * 16
 
 
-@pytest.mark.parametrize("kind", ["beam", "best_of", "prompt_logprobs"])
-def test_what_is_chosen_among_several_and_logprobs_of_prompts_stay(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["beam", "prompt_logprobs"])
+def test_beam_searches_and_logprobs_of_prompts_stay(kind: str) -> None:
     served = Fleet(["prefill", "decode"])
     request = create_request(prompt=list(range(30)), max_tokens=6)
     if kind == "beam":
         request.beam = BeamParams(width=2)
-    elif kind == "best_of":
-        request.best_of = 2
-        request.sampling = msgspec.structs.replace(request.sampling, logprobs=0)
     else:
         request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
     served.add(request)

@@ -17,7 +17,6 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     """
 
     n: int = 1
-    best_of: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0

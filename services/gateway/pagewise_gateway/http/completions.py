@@ -47,7 +47,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     n = check_common(body, service.limits)
     check_priority(body, request[CLIENT])
     given = check_prompts(body)
-    check_num_sequences(len(given), body, n)
+    check_num_sequences(len(given), n)
     check_segments(body, given)
     capacity = await service.link.wait_for_capacity()
     check_output_length(body.max_tokens, capacity, "max_tokens")

@@ -60,7 +60,6 @@ class Generation:
             priority=body.priority or 0,
             cache_salt=client.cache_salt(body.cache_salt),
             beam=beam_params(body, n),
-            best_of=body.best_of if body.best_of is not None and body.best_of > n else 0,
             arrival_time=monotonic(),
             key=client.name,
             limits=client.limits,

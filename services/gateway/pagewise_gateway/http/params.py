@@ -67,9 +67,13 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
     n = body.n or 1
     if n > limits.max_n:
         raise InvalidRequestError(f"n is {n}, the most this server allows is {limits.max_n}", "n")
-    if body.best_of is not None and not n <= body.best_of <= limits.max_n:
-        raise InvalidRequestError(f"best_of is {body.best_of}; it may be from n, {n}, to {limits.max_n}", "best_of")
-    _check_choosing(body, n)
+    if body.best_of not in (None, n):
+        raise InvalidRequestError(
+            f"best_of is not supported: it may only equal n, {n}. Ask for more outputs and choose among them; "
+            "with use_beam_search n is the number of beams",
+            "best_of",
+        )
+    _check_beam_search(body, n)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", "stream_options")
     return n
@@ -89,18 +93,17 @@ def check_priority(body: GenerationFields, client: Client) -> None:
         )
 
 
-def check_num_sequences(num_prompts: int, body: GenerationFields, n: int) -> None:
+def check_num_sequences(num_prompts: int, n: int) -> None:
     """Check how many sequences a request would run, over all its prompts.
 
     Raises:
         InvalidRequestError: they are too many.
     """
-    each = max(n, body.best_of or 0)
-    if num_prompts * each > MAX_SEQUENCES:
+    if num_prompts * n > MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"{num_prompts} prompts with {each} sequences each are {num_prompts * each} sequences, "
+            f"{num_prompts} prompts with {n} sequences each are {num_prompts * n} sequences, "
             f"the most that one request may have is {MAX_SEQUENCES}",
-            "best_of" if body.best_of else "n",
+            "n",
         )
 
 
@@ -109,46 +112,45 @@ def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
     if not body.use_beam_search:
         return None
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
-    return BeamParams(body.best_of or n, penalty, body.early_stopping or False)
+    return BeamParams(n, penalty, body.early_stopping or False)
 
 
-def _check_choosing(body: GenerationFields, n: int) -> None:
-    """Refuse fields that beam search or best_of does not support, and fields that only beam search has."""
+def _check_beam_search(body: GenerationFields, n: int) -> None:
+    """Refuse fields that beam search does not support, and fields that only beam search has."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise InvalidRequestError("length_penalty is only allowed with use_beam_search", "length_penalty")
         if body.early_stopping:
             raise InvalidRequestError("early_stopping is only allowed with use_beam_search", "early_stopping")
-    if not body.use_beam_search and body.best_of in (None, n):
         return
-    what = "use_beam_search" if body.use_beam_search else "best_of"
-    refused = {"stop": body.stop, "logprobs": getattr(body, "logprobs", None), "echo": getattr(body, "echo", None)}
-    if body.use_beam_search:
-        refused |= {
-            "temperature": body.temperature,
-            "top_p": body.top_p not in (None, 1.0),
-            "top_k": (body.top_k or 0) > 0,
-            "min_p": body.min_p,
-            "min_tokens": body.min_tokens,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-            "logit_bias": body.logit_bias,
-            "bad_words": body.bad_words,
-            "allowed_token_ids": body.allowed_token_ids,
-        }
-        width, ends = body.best_of or n, len(body.stop_token_ids or ())
-        if width * (2 + ends) > MAX_CANDIDATES:
-            raise InvalidRequestError(
-                f"{width} beams with {ends} stop_token_ids have too many continuations to rank for every token: "
-                f"beams * (stop_token_ids + 2) may be at most {MAX_CANDIDATES}",
-                "stop_token_ids" if ends else "n",
-            )
+    refused = {
+        "stop": body.stop,
+        "logprobs": getattr(body, "logprobs", None),
+        "echo": getattr(body, "echo", None),
+        "temperature": body.temperature,
+        "top_p": body.top_p not in (None, 1.0),
+        "top_k": (body.top_k or 0) > 0,
+        "min_p": body.min_p,
+        "min_tokens": body.min_tokens,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
+        "logit_bias": body.logit_bias,
+        "bad_words": body.bad_words,
+        "allowed_token_ids": body.allowed_token_ids,
+    }
+    ends = len(body.stop_token_ids or ())
+    if n * (2 + ends) > MAX_CANDIDATES:
+        raise InvalidRequestError(
+            f"{n} beams with {ends} stop_token_ids have too many continuations to rank for every token: "
+            f"beams * (stop_token_ids + 2) may be at most {MAX_CANDIDATES}",
+            "stop_token_ids" if ends else "n",
+        )
     for name, value in refused.items():
         if value or (name == "logprobs" and value is not None and value is not False):
-            raise InvalidRequestError(f"{name} cannot be used with {what}", name)
+            raise InvalidRequestError(f"{name} cannot be used with use_beam_search", name)
     if body.max_tokens == 0:
-        raise InvalidRequestError(f"max_tokens must be at least 1 with {what}", "max_tokens")
+        raise InvalidRequestError("max_tokens must be at least 1 with use_beam_search", "max_tokens")
 
 
 def sampling_params(

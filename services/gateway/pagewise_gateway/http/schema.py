@@ -201,9 +201,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
-    best_of: Annotated[int, Meta(ge=1, description="Sequences to try, or beams; the n likeliest come back.")] | None = (
-        None
-    )
+    best_of: Annotated[int, Meta(ge=1, description="If it is given, it is n.")] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search; more favours length.")] | None = (
         None

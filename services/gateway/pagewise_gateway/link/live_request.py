@@ -86,7 +86,7 @@ class LiveRequest:
         self._token_bytes = request.token_bytes
         reserved = held.size - request.prompt_bytes if held is not None else 0
         self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self._token_bytes  # tokens, before more memory is taken
-        self._bounded = not request.chooses and not request.whole
+        self._bounded = request.beam is None and not request.whole
         self._admitted = False
         self._error: Exception | None = None
         self._follower: Callable[[], bool] | None = None

@@ -144,7 +144,7 @@ class Output:
     def progress(self) -> StreamProgress:
         """Return what the next scheduler has to know to continue this output.
 
-        Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
+        Outputs of beam search have no tokens before they end, and so they start over.
         """
         if not self.prompt.given.max_tokens:
             return StreamProgress(b"", self.finished)
@@ -167,7 +167,7 @@ class Output:
     def _first(self, now: float) -> None:
         self._detokenizer()
         self.prompt.first_token(now)
-        if not self._live.request.chooses:  # their tokens all arrive at the end, without a latency between them
+        if self._live.request.beam is None:  # their tokens all arrive at the end, without a latency between them
             self._last_time = now
 
 

@@ -23,7 +23,6 @@ def submission(live: LiveRequest, epoch: int, now: float, tool_call_ids: tuple[i
         prompts=tuple(_prompt(live, prompt, again) for prompt in live.prompts),
         sampling=request.sampling,
         n=request.n,
-        best_of=request.best_of if request.beam is None else 0,
         beam=request.beam,
         priority=request.priority,
         cache_salt=request.cache_salt,

@@ -144,7 +144,7 @@ class Backlog:
         if new.sequences > self._most.sequences:
             raise AdmissionError(
                 "invalid",
-                f"the request asks for {new.sequences} outputs (its prompts times n or best_of), and at most "
+                f"the request asks for {new.sequences} outputs (its prompts times n), and at most "
                 f"{self._most.sequences} sequences may wait (--max-waiting): divide it",
             )
         self._keys.add(key)

@@ -98,7 +98,7 @@ class Engine:
         request.placed(self.executor_id, clock())
         self._live[request.request_id] = live
         self.touch()
-        if request.max_tokens and not request.chooses:
+        if request.max_tokens and request.beam is None:
             request.send_tokens_to(live.outputs, live.stream)
         try:
             self.scheduler.add(request)
@@ -121,7 +121,7 @@ class Engine:
     def finish(self, live: LiveRequest, index: int) -> None:
         """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
         request = live.request
-        if not self.serves(live) or request.chooses or index >= len(request.sequences):
+        if not self.serves(live) or request.beam is not None or index >= len(request.sequences):
             return
         sequence = request.sequences[index]
         if not sequence.finished:
@@ -178,12 +178,12 @@ class Engine:
                 live.take_prompt_logprobs(entries)
         for sequence in output.begun:
             sequence.request.timeline.goes_on(now)
-            if not sequence.request.chooses:
+            if sequence.request.beam is None:
                 self._answered(self._live[sequence.request.request_id], now)
         if output.logprobs:
             self._tell_logprobs(output.logprobs)
         for sequence in output.finished:
-            if sequence.request.chooses:
+            if sequence.request.beam is not None:
                 self._tell_chosen(sequence, now)
             self._finish(sequence, now)
         return output

@@ -108,7 +108,7 @@ class LiveRequest:
         """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
         self.started(now)
         request = self.request
-        ended = set[int]() if request.chooses else {one.index for one in request.sequences if one.finished}
+        ended = set[int]() if request.beam is not None else {one.index for one in request.sequences if one.finished}
         self.outputs.finished += [
             StreamFinished(self.stream + index, "abort") for index in range(request.n) if index not in ended
         ]

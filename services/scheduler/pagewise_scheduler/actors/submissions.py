@@ -62,7 +62,7 @@ def check(submit: Submit, vocab_size: int) -> None:
     Raises:
         ImpossibleError: something in it cannot be; the text says what.
     """
-    if not (submit.n >= 1 and submit.best_of >= 0 and _width(submit) * len(submit.prompts) <= MAX_STREAMS):
+    if not (submit.n >= 1 and _width(submit) * len(submit.prompts) <= MAX_STREAMS):
         raise ImpossibleError(f"{submit.n} outputs of {len(submit.prompts)} prompts, out of {_width(submit)} each")
     if (beam := submit.beam) is not None and not (
         1 <= beam.width <= _MAX_BEAMS and submit.n <= beam.width and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
@@ -129,7 +129,7 @@ def _segments_of(num_tokens: int, given: PromptSegments) -> tuple[Segment, ...]:
 
 
 def _width(submit: Submit) -> int:
-    return max(submit.n, submit.best_of, submit.beam.width if submit.beam is not None else 0)
+    return max(submit.n, submit.beam.width if submit.beam is not None else 0)
 
 
 def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
@@ -154,13 +154,12 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             cache_salt=salt,
             adapter=submit.adapter,
             beam=submit.beam,
-            best_of=0 if submit.beam is not None else submit.best_of,
             arrival_time=arrival,
             key=submit.key,
             client_request_id=submit.client_request_id,
             reuse=submit.reuse,
         )
-        if prompt.progress and not request.chooses:  # what is chosen at the end starts over: nobody has seen it yet
+        if prompt.progress and request.beam is None:  # a beam search starts over: no client has seen any of its tokens
             request.create_sequences(every=True)
             for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
                 sequence.output_token_ids = unpack_int32s(progress.tokens)
@@ -174,9 +173,9 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
 
 
 def num_unfinished(prompt: PromptToGenerate, request: Request) -> int:
-    """How many outputs of a prompt are still to come. Those that are chosen at the end come all together."""
+    """How many outputs of a prompt are still to come. Those of a beam search come all together."""
     left = request.n - sum(progress.finished for progress in prompt.progress)
-    return request.n if left and request.chooses else left
+    return request.n if left and request.beam is not None else left
 
 
 def end_of(sequence: Sequence) -> tuple[FinishReason, int | None] | None:

@@ -77,7 +77,6 @@ class Sequence:
         block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
         last_step: last step planned that runs it.
         path: cached blocks it was last seen to begin with, while it waits.
-        logprob: of its output tokens together, if its request chooses the likeliest.
         num_tokens_preempted: output tokens that it had when it was preempted last.
         history: what happened to its memory, the newest last, see ``note``.
         num_passed: times others were started before it while it was the first to wait.
@@ -106,7 +105,6 @@ class Sequence:
     num_tokens_preempted: int = 0
     path: list[CachedBlock] = field(default_factory=list)
     num_passed: int = 0
-    logprob: float = 0.0
     history: tuple[object, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -174,7 +172,7 @@ class Sequence:
         that: the outputs of one request are one use of its prompt."""
         request = self.request
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
-        return request.ending(self.output_token_ids) if last and not request.chooses else None
+        return request.ending(self.output_token_ids) if last and request.beam is None else None
 
     def num_to_compute(self, size: int) -> int:
         """Of the last ``size`` scheduled tokens, how many are computed and not moved."""
@@ -204,9 +202,8 @@ class Request:
     Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
     with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
     ``loaded_tokens``: those of them that were not on the device, by where they lay (one of ``SOURCES``).
-    ``beam``: search instead of sampling, ``search`` is how far it has come. ``best_of``: sequences to sample, if more
-    than n, of which the n likeliest are the outputs; else 0. ``num_sampled_tokens``: of all that were tried, where
-    outputs are chosen among them. ``key``: name of the API key that it came with, whose ``account`` its scheduler
+    ``beam``: search instead of sampling, ``search`` is how far it has come. ``num_sampled_tokens``: of all
+    hypotheses of a beam search. ``key``: name of the API key that it came with, whose ``account`` its scheduler
     charges. ``queue_number``: by which those that arrived at the same time keep their order.
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
@@ -235,7 +232,6 @@ class Request:
     sink: TokenSink | None = None
     stream: int = 0
     beam: BeamParams | None = None
-    best_of: int = 0
     search: BeamSearch | None = None
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
@@ -272,7 +268,7 @@ class Request:
         which few run at a time. ``every``: create all of them now.
         """
         if not self.sequences:
-            self.num_pending = 1 if self.beam is not None else max(self.n, self.best_of)
+            self.num_pending = 1 if self.beam is not None else self.n
             self.create_next()
         while every and self.num_pending:
             self.create_next()
@@ -285,8 +281,6 @@ class Request:
         if self.beam is not None:
             wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
-        elif self.best_of:
-            sampling = msgspec.structs.replace(sampling, logprobs=0)
         stop_ids = _stop_set(sampling.stop_token_ids)
         made = Sequence(self, index, sampling, BlockTable(block_size, self.cache_salt, self.ref), stop_ids=stop_ids)
         made.sink, made.stream = self.sink, self.stream + index
@@ -347,12 +341,7 @@ class Request:
     @property
     def num_sequences(self) -> int:
         """The most sequences that may run for it at a time."""
-        return max(self.n, self.best_of, self.beam.width if self.beam is not None else 0)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether its outputs are chosen among several at the end; nothing is told before."""
-        return self.beam is not None or self.best_of > self.n
+        return max(self.n, self.beam.width if self.beam is not None else 0)
 
     @property
     def order(self) -> tuple[int, float]:

@@ -121,4 +121,4 @@ def may_move(request: Request) -> bool:
     it, and outputs that share blocks stay together once they have begun.
     """
     begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
-    return request.max_tokens > 1 and not request.chooses and request.sampling.prompt_logprobs is None and not begun
+    return request.max_tokens > 1 and request.beam is None and request.sampling.prompt_logprobs is None and not begun

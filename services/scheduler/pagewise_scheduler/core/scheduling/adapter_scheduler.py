@@ -97,7 +97,7 @@ class AdapterScheduler(Scheduler):
         for sequence in ended:
             sequence.end("abort")
         self.forget(request)
-        if request.chooses:
+        if request.beam is not None:
             request.replace_sequences(ended := [request.aborted(index) for index in range(request.n)])
         return ended
 

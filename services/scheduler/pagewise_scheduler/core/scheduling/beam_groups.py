@@ -1,7 +1,7 @@
-"""Requests whose outputs are chosen among several at the end: beam search, and the best of n samples.
+"""Beam searches: their outputs are chosen among several hypotheses at the end, and no token is sent before.
 
-Nothing of them is told before the end. Hypotheses of a beam search run one token at a time: when all of a request's
-have come back, those that go on take over or fork the blocks of those they came from, and the others let go of theirs.
+Hypotheses run one token at a time: when all of a request's have come back, those that go on take over or fork the
+blocks of those they came from, and the others let go of theirs.
 """
 
 from array import array
@@ -31,7 +31,7 @@ class _Group:
 
 
 class BeamGroups:
-    """The beam searches of one scheduler, and the samples to choose from."""
+    """The beam searches of one scheduler."""
 
     def __init__(
         self,
@@ -62,10 +62,7 @@ class BeamGroups:
     def take(self, sequence: Sequence, entry: TokenLogprobs, output: StepOutput) -> None:
         """The logprobs of a token that a sequence of such a request has sampled."""
         sequence.request.num_sampled_tokens += 1
-        group = self._groups.get(sequence.request)
-        if group is None:
-            sequence.logprob += entry.logprob
-            return
+        group = self._groups[sequence.request]
         group.candidates[sequence] = entry
         if len(group.candidates) < len(group.members):
             return
@@ -83,16 +80,6 @@ class BeamGroups:
             self._conclude(sequence.request, [one.tokens for one in results], ends, output)
         else:
             self._go_on(group, continuations)
-
-    def ended(self, request: Request, output: StepOutput) -> None:
-        """All samples of a request have ended: choose those with the highest log-probability per token."""
-
-        def mean(sequence: Sequence) -> float:
-            return sequence.logprob / max(1, len(sequence.output_token_ids))
-
-        ranked = sorted(request.sequences, key=mean, reverse=True)[: request.n]
-        tokens = [sequence.output_token_ids for sequence in ranked]
-        self._conclude(request, tokens, frozenset(request.sampling.stop_token_ids), output)
 
     def make_room(self) -> bool:
         """Let hypotheses that have come back, and wait for others, give up their blocks; whether there were any."""

@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 def begin_leaving(scheduler: Scheduler, request: Request) -> None:
     """Plan nothing more for a request. Tokens of it that are in flight still come."""
-    assert not request.chooses, "what it goes on with is decided where all its sequences are"
+    assert request.beam is None, "what it goes on with is decided where all its sequences are"
     scheduler.waiting.withdraw(request)
     for sequence in request.sequences:
         scheduler.segments.release(sequence, scheduler.last_step if scheduler.steps_in_flight else None)

@@ -5,7 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.protocol import RowFailure, StepResult, TokenLogprobs, unpack_int32s
 
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.request import FinishReason, Sequence
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
@@ -57,13 +57,13 @@ def _check_candidates(step: StepInFlight, result: StepResult) -> None:
 
 
 def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput, take_candidates: TakeCandidates) -> None:
-    """Hand out log-probabilities: to whoever asked for them, or to those whose outputs are chosen at the end."""
+    """Hand out log-probabilities: to whoever asked for them, or to beam searches."""
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
             sequence = step.sampled[entry.index]
             if sequence.finished:
                 continue
-            if sequence.request.chooses:
+            if sequence.request.beam is not None:
                 take_candidates(sequence, entry, output)
             else:
                 output.logprobs[sequence] = entry
@@ -72,11 +72,8 @@ def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput, ta
             output.prompt_logprobs.append((owner.request, prompt.entries))
 
 
-def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> list[Request]:
-    """Append each token to its sequence, tell it, and ``finish`` those that stop or reach their length.
-
-    Returns the requests whose samples have all ended, to choose from: of those nothing is told yet.
-    """
+def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> None:
+    """Append each token to its sequence, tell it, and ``finish`` those that stop or reach their length."""
     stopped: list[tuple[Sequence, int]] = []
     num_untold = 0
     for sequence, token in zip(step.sampled, tokens, strict=True):  # runs for every token
@@ -103,12 +100,4 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
         if not sequence.finished and sequence.num_tokens >= sequence.max_num_tokens:
             finish(sequence, "length", None)
             ended.append(sequence)
-    return _told(ended, output)
-
-
-def _told(ended: list[Sequence], output: StepOutput) -> list[Request]:
-    """Tell who has ended; returns the requests that have outputs to choose instead, all of whose samples are there."""
-    told = (sequence for sequence in ended if sequence.request.computes_for is None)
-    output.finished += [sequence for sequence in told if not sequence.request.chooses]
-    # Of samples that end together, the last one speaks for its request.
-    return list({one.request: None for one in ended if one.request.chooses and one.request.finished})
+    output.finished += [sequence for sequence in ended if sequence.request.computes_for is None]

@@ -160,7 +160,7 @@ class Scheduler:
         request.num_pending = 0
         for sequence in ended:
             self.finish(sequence, "abort")
-        if request.chooses:  # what was tried is not shown; the outputs that were asked for end with it
+        if request.beam is not None:  # what was tried is not shown; the outputs that were asked for end with it
             request.replace_sequences(ended := [request.aborted(index) for index in range(request.n)])
         return ended
 
@@ -321,11 +321,10 @@ class Scheduler:
                 self._cache_full_blocks(sequence, num_computed)
         take_logprobs(step, result, output, self._beam_groups.take)
         tokens = self.speculation.take(step, tokens)
-        for request in take_tokens(step, tokens, output, self.finish):
-            self._beam_groups.ended(request, output)
+        take_tokens(step, tokens, output, self.finish)
         requeue_outgrown(self, step)
         for sequence in output.finished:
-            if sequence.request.chooses:
+            if sequence.request.beam is not None:
                 self.forget(sequence.request)
         return output
 

@@ -198,7 +198,7 @@ def is_draftable(sequence: Sequence) -> bool:
 
     Not where the draw depends on the tokens drawn before it, other than through the model: with penalties, bad words of
     several tokens, a grammar, or ends that are still held back (``min_tokens``). And not where what is told of each
-    step is more than its tokens: with log-probabilities, in beam searches, and for samples to choose from.
+    step is more than its tokens: with log-probabilities and in beam searches.
     """
     sampling, request = sequence.sampling, sequence.request
     return not (
@@ -209,7 +209,7 @@ def is_draftable(sequence: Sequence) -> bool:
         or sampling.repetition_penalty != 1.0
         or (sampling.constraints is not None and sampling.constraints.bad_words)
         or len(sequence.output_token_ids) < sampling.min_tokens
-        or request.chooses
+        or request.beam is not None
         or request.computes_for is not None
     )
 
