@@ -83,7 +83,7 @@ class Bench:
             tiers={tier.number: tier.num_blocks for tier in info.tiers},
             costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
-            storages=storages_of(info.storages),
+            storages=storages_of(info.tiers),
         )
         self.tiers = self.scheduler.kv.pool.lower
         for tier in self.tiers:
@@ -122,7 +122,7 @@ class Bench:
     def _look_up(self, request: Request) -> None:
         root = self.scheduler.kv.pool.tree.root_hash(None)
         for storage in self.scheduler.recoveries.storages.values():
-            self.runner.look_up(LookUp(1, 0, storage.name, root, request.prompt_token_ids.tobytes()))
+            self.runner.look_up(LookUp(1, 0, storage.number, root, request.prompt_token_ids.tobytes()))
             request.stored[storage.identity] = self.found.get(timeout=60).num_blocks
 
     def write_all(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.metrics import MEMORY_EVENTS
 from pagewise_shared.config import VARIABLE_PREFIX, options_of
-from pagewise_shared.protocol import TIER_NAMES, Blocks, FromExecutor, FromScheduler, ReadBlocks
+from pagewise_shared.protocol import POOL_TIERS, Blocks, FromExecutor, FromScheduler, ReadBlocks
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 
 from docs import tables, wire_tables
@@ -107,7 +107,7 @@ def test_fields_are_told_by_their_part_of_the_docstring() -> None:
 
 def test_every_counter_of_the_memory_is_a_metric() -> None:
     fields = set(MemoryCounters.__slots__) - {"lower_evicted"}
-    assert set(MEMORY_EVENTS) == fields | {f"{name}_evicted" for name in TIER_NAMES[1:]}
+    assert set(MEMORY_EVENTS) == fields | {f"{name}_evicted" for name in POOL_TIERS[1:]}
 
 
 def test_compose_passes_on_nothing_but_options() -> None:

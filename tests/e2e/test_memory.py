@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pagewise_shared.protocol import TIER_NAMES
+from pagewise_shared.protocol import POOL_TIERS
 
 from benchmarks.processes import Served, serving
 
@@ -137,7 +137,7 @@ def test_vmstat_prints_lines_and_says_when_nobody_answers(server: Served) -> Non
     assert shown.returncode == 0
     assert len(lines) == 5
     assert lines[1].split()[:4] == ["run", "wait", "free", "cached"]
-    assert all(len(line.split()) == 13 + 2 * len(TIER_NAMES[1:]) for line in lines[2:])
+    assert all(len(line.split()) == 13 + 2 * len(POOL_TIERS[1:]) for line in lines[2:])
     absent = [sys.executable, "-m", "pagewise.main", "vmstat", "--url", "http://127.0.0.1:1"]
     done = subprocess.run(absent, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1

@@ -32,7 +32,7 @@ from pagewise_executor.process_end import end_with_threads
 from pagewise_executor.storage.link import StorageLink
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.protocol import DEVICE, HOST, STORAGE, Adapter, LoadAdapter, LookUp, RemoteTier
+from pagewise_shared.protocol import DEVICE, DISK, HOST, Adapter, LoadAdapter, LookUp, RemoteTier
 
 _SECONDS = 30
 """After which a process ends that waits for its broken thread."""
@@ -83,9 +83,9 @@ def _before_the_first_job() -> None:
 def _storage(what: str) -> None:
     parts = _Parts()
     if what == "look up":
-        parts.link.look_up(LookUp(1, 1, "disk", bytes(32), np.zeros(4, np.int32).tobytes()))
+        parts.link.look_up(LookUp(1, 1, DISK, bytes(32), np.zeros(4, np.int32).tobytes()))
     else:
-        parts.copy(parts.link, *((DEVICE, STORAGE) if what == "store" else (STORAGE, DEVICE)))
+        parts.copy(parts.link, *((DEVICE, DISK) if what == "store" else (DISK, DEVICE)))
     _wait()
 
 

@@ -13,11 +13,11 @@ from pagewise_shared.protocol import (
     Heartbeat,
     Hello,
     Inventory,
-    LowerTier,
     NamedBlocks,
     NewSequence,
     StepPlan,
     StepResult,
+    TierInfo,
     TokenLogprobs,
     Welcome,
     decode_from_executor,
@@ -133,7 +133,7 @@ def test_an_inventory_names_the_blocks_of_each_tier() -> None:
     held = NamedBlocks(HOST, pack_int32s([7, 3]), one + other)
     inventory = Inventory((NamedBlocks(DEVICE, pack_int32s([5]), other), held))
     assert named_blocks(inventory) == {DEVICE: {other: 5}, HOST: {one: 7, other: 3}}
-    hello = Hello(2, 0, "e", "f", 1, 1, 1, 1, tiers=(LowerTier(HOST, 8, 1.5),), inventory=inventory)
+    hello = Hello(2, 0, "e", "f", 1, 1, 1, 1, tiers=(TierInfo(HOST, 8, 1.5),), inventory=inventory)
     assert decode_from_executor(encode(hello)) == hello
     for bad in (
         (held, held),

@@ -13,9 +13,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pagewise_shared.protocol import TIER_NAMES
+from pagewise_shared.protocol import POOL_TIERS
 
-_LOWER_TIERS = TIER_NAMES[1:]
+_LOWER_TIERS = POOL_TIERS[1:]
 _HEADER_EVERY = 20
 _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
 
@@ -173,7 +173,7 @@ def _event(event: dict[str, Any]) -> str:
         by = f"for request {event['by']}, " if event.get("by") else ""
         return f"{ago} {by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
-    if (source := event["source"]) != TIER_NAMES[0]:
+    if (source := event["source"]) != POOL_TIERS[0]:
         place = event.get("peer") or "another executor" if source == "peer" else f"the {source}"
         text += f", {event['loaded_tokens']} from {place}"
     if predicted := event.get("predicted_seconds"):

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import BlockHash, BlockName
-from pagewise_shared.protocol import DEVICE, STORAGE, CancelCopies, Copied, RemoteTier, StepError, pack_int32s
+from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, RemoteTier, StepError, pack_int32s
 
 Pairs = npt.NDArray[np.int32]
 """Source block and target block of each copy [n, 2]."""
@@ -140,8 +140,9 @@ class LocalCopies(Protocol):
 class BlockCopier:
     """Passes each list of copies to the tier or the peer copier that carries it out, in the order of the plan.
 
-    ``tiers``: the tiers below the device, by number. ``storages``: by name. ``peers``: copies from other executors;
-    None if this executor exchanges no blocks. ``names_of``: returns the block hashes of blocks of the device.
+    ``tiers``: the tiers below the device, by number. ``storages``: those without ids, by number. ``peers``: copies from
+    other executors; None if this executor exchanges no blocks. ``names_of``: returns the block hashes of blocks of the
+    device.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class BlockCopier:
         names_of: Callable[[Iterable[int]], list[BlockHash | None]],
     ) -> None:
         self.peers: PeerCopier | None = None
-        self.storages: Mapping[str, StorageCopier] = {}
+        self.storages: Mapping[int, StorageCopier] = {}
         self._device = device
         self._tiers = tiers
         self._names_of = names_of
@@ -160,13 +161,13 @@ class BlockCopier:
     def begin(self, epoch: int, step: int, jobs: Iterable[CopyJob]) -> None:
         """Begin a step's copies. When this returns, the step may be issued: see ``Copier.begin``."""
         for job in jobs:
-            if STORAGE in (job.source, job.target) and job.peer is not None:
-                self.storages[job.peer.endpoint].begin(job)
-            elif job.peer is not None:
+            if job.peer is not None:
                 if self.peers is not None:
                     self.peers.begin(job)
                 else:  # no blocks are exchanged with peers: the copies have failed
                     self._report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
+            elif (storage := self.storages.get(max(job.source, job.target))) is not None:
+                storage.begin(job)
             elif job.source == job.target:
                 self._device.copy_blocks(job.pairs)
             else:
@@ -178,9 +179,10 @@ class BlockCopier:
             self.peers.begun(epoch, step)
 
     def cancel(self, cancelled: CancelCopies) -> None:
-        """Stop the copies of a step from a peer. May be called on any thread."""
-        if (storage := self.storages.get(cancelled.peer)) is not None:
-            storage.cancel(cancelled.epoch, cancelled.step)
+        """Stop copies of a step. May be called on any thread."""
+        if not cancelled.peer:
+            if (storage := self.storages.get(cancelled.tier)) is not None:
+                storage.cancel(cancelled.epoch, cancelled.step)
         elif self.peers is not None:
             self.peers.cancel(cancelled.epoch, cancelled.step, cancelled.peer)
 

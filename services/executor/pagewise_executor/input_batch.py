@@ -125,7 +125,7 @@ class InputBatch:
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
-    number of blocks of each tier below the device, by the tier's number. ``storages``: the names of those there are.
+    number of blocks of each tier below the device, by the tier's number. ``storages``: those without ids.
     ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots. ``limits``
     [num_rows]: the most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
@@ -139,7 +139,7 @@ class InputBatch:
         pool_blocks: int,
         tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
-        storages: Container[str] = (),
+        storages: Container[int] = (),
         num_adapters: int = 0,
         short_rope_len: int = 0,
     ) -> None:

@@ -12,8 +12,8 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
-    LowerTier,
     StepPlan,
+    TierInfo,
     Welcome,
 )
 
@@ -40,7 +40,7 @@ class LeadingRunner(ModelRunner):
             device=self._devices,
         )
 
-    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
+    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[TierInfo]) -> list[TierInfo]:
         """See ``ModelRunner``. From here on the others follow: so far all have done the same by themselves."""
         self._others = self._leader.ready()
         self._devices = common_device(self.info, self._others)

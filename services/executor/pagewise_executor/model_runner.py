@@ -16,8 +16,8 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
-    LowerTier,
     StepPlan,
+    TierInfo,
     Welcome,
 )
 
@@ -115,7 +115,7 @@ class ModelRunner:
         content = f"{loaded.fingerprint} {block_format} {config.block_size}"
         weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
         self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks, self._issuing)
-        lower = [LowerTier(number, tier.num_blocks) for number, tier in self._tiers.items()]
+        lower = [TierInfo(number, tier.num_blocks) for number, tier in self._tiers.items()]
         store = BlockStore(self._pool, self._tiers)
         self._storages = make_storages(
             config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size, ranks
@@ -125,7 +125,7 @@ class ModelRunner:
             self._capture(self._graphs, config)
         if ranks.first:
             lower = self._rehearse(config, loaded.dtype, lower)
-        self.info = dataclasses.replace(self.info, tiers=tuple(lower), storages=self._storages.described)
+        self.info = dataclasses.replace(self.info, tiers=(*lower, *self._storages.described))
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = exchange(store)
@@ -194,7 +194,7 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.slots.warm_up()
 
-    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[LowerTier]) -> list[LowerTier]:
+    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[TierInfo]) -> list[TierInfo]:
         """Compile the kernels that serving needs, and measure what steps and copies cost; return the measured tiers.
 
         How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.

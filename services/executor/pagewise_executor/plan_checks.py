@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import unpack_names
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, NewSequence, StepPlan
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
 from pagewise_executor.block_copies import CopyJob, Pairs
@@ -90,11 +90,11 @@ def _largest(packed: bytes) -> int:
     return int(np.frombuffer(packed, np.uint32).max(initial=0))
 
 
-def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Container[str] = ()) -> list[CopyJob]:
+def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Container[int] = ()) -> list[CopyJob]:
     """Return the copies of a plan, checked, as jobs.
 
-    ``num_blocks``: the number of blocks of each tier of this executor, including the device. ``storages``: the names of
-    those it has. Blocks of a peer are not checked here but by the peer.
+    ``num_blocks``: the number of blocks of each tier of this executor, including the device. ``storages``: the
+    numbers of its tiers without ids. Blocks of a peer are not checked here but by the peer.
 
     Raises:
         InvalidPlanError: a tier or a block does not exist, or a list does not consist of pairs.
@@ -102,8 +102,8 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Cont
     jobs = []
     for copies in plan.copies:
         pairs = _pairs(copies)
-        if STORAGE in (copies.source, copies.target):
-            jobs.append(_storage_job(plan, copies, pairs, num_blocks[DEVICE], storages))
+        if copies.peer is None and (copies.source in HASH_TIERS or copies.target in HASH_TIERS):
+            jobs.append(_storage_job(plan, copies, pairs, num_blocks, storages))
             continue
         if copies.peer is not None:
             if copies.target != DEVICE or not 0 <= copies.source < _MOST_TIERS:
@@ -121,11 +121,10 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Cont
 
 
 def _storage_job(
-    plan: StepPlan, copies: BlockCopies, pairs: Pairs, num_blocks: int, storages: Container[str]
+    plan: StepPlan, copies: BlockCopies, pairs: Pairs, num_blocks: Mapping[int, int], storages: Container[int]
 ) -> CopyJob:
-    if copies.peer is None or copies.peer.endpoint not in storages:
-        raise InvalidPlanError(f"there is no storage {copies.peer.endpoint if copies.peer is not None else None!r}")
-    if sorted((copies.source, copies.target)) != [DEVICE, STORAGE]:
+    tier, other = (copies.source, copies.target) if copies.target == DEVICE else (copies.target, copies.source)
+    if tier not in storages or other not in num_blocks:
         raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
     try:
         names = unpack_names(copies.names)
@@ -133,8 +132,12 @@ def _storage_job(
         raise InvalidPlanError(str(error)) from error
     if len(names) != len(pairs):
         raise InvalidPlanError(f"{len(names)} names are given to {len(pairs)} blocks")
-    _check_blocks(pairs[:, 0 if copies.source == DEVICE else 1], DEVICE, num_blocks)
-    return CopyJob(plan.epoch, plan.step, copies.source, copies.target, pairs, copies.peer, stored_as=names)
+    blocks, indices = (pairs[:, 1], pairs[:, 0]) if copies.target == DEVICE else (pairs[:, 0], pairs[:, 1])
+    _check_blocks(blocks, other, num_blocks[other])
+    _check_blocks(indices, tier, len(names))
+    return CopyJob(
+        plan.epoch, plan.step, copies.source, copies.target, pairs, stored_as=[names[at] for at in indices.tolist()]
+    )
 
 
 def _pairs(copies: BlockCopies) -> Pairs:

@@ -16,10 +16,10 @@ from pagewise_shared.progress import Progress
 from pagewise_shared.protocol import (
     DEVICE,
     Copied,
-    LowerTier,
     MeasuredCosts,
     NewSequence,
     StepPlan,
+    TierInfo,
     Welcome,
     pack_int32s,
     tier_name,
@@ -117,7 +117,7 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     return MeasuredCosts(*steps)
 
 
-def measure_tier(runner: Runner, number: int, tier: Tier, *, beside: bool = False) -> LowerTier:
+def measure_tier(runner: Runner, number: int, tier: Tier, *, beside: bool = False) -> TierInfo:
     """Time copies between a tier and the device. The runner must be reset afterwards.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
@@ -134,7 +134,7 @@ def measure_tier(runner: Runner, number: int, tier: Tier, *, beside: bool = Fals
     # What was just stored can be loaded, and what another process has left.
     load, _ = _measure_copies(tier, number, DEVICE, runner, [*unnamed[:stored], *named], step)
     # If no block may be written over, a store is taken to cost what a load costs.
-    measured = LowerTier(number, tier.num_blocks, *load, *(store or load))
+    measured = TierInfo(number, tier.num_blocks, *load, *(store or load))
     log.info(
         "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs",
         time.perf_counter() - began,

@@ -14,11 +14,10 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
-    LowerTier,
     MeasuredCosts,
-    SharedStorage,
     StepPlan,
     StepResult,
+    TierInfo,
     Welcome,
 )
 
@@ -40,13 +39,12 @@ class RunnerInfo:
     dtype: str
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    tiers: tuple[LowerTier, ...] = ()
+    tiers: tuple[TierInfo, ...] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
     kernels: str = ""
     fallback: bool = False
-    storages: tuple[SharedStorage, ...] = ()
     no_segments: str = ""
     no_grammars: str = ""
     max_loras: int = 0

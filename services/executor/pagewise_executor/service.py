@@ -106,7 +106,6 @@ class ExecutorService:
             fallback=info.fallback,
             no_segments=info.no_segments,
             no_grammars=info.no_grammars,
-            storages=info.storages,
             role=role,
             max_loras=info.max_loras,
             max_lora_rank=info.max_lora_rank,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal, get_args
 
-from pagewise_shared.protocol import SOURCES, TIER_NAMES
+from pagewise_shared.protocol import POOL_TIERS, SOURCES
 from pagewise_shared.tracing import TRACE_SPANS, Outcome
 from pagewise_shared.version import package_version
 from prometheus_client import (
@@ -32,7 +32,7 @@ from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
 MEMORY_EVENTS = tuple(MemoryCounters().by_name())
 """The names of the core's ``MemoryCounters``."""
 
-LOWER_TIERS = TIER_NAMES[1:]
+LOWER_TIERS = POOL_TIERS[1:]
 """What the tiers below the device are called."""
 
 REFUSALS = (

@@ -13,23 +13,20 @@ from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-PROTOCOL_MAJOR = 4
-PROTOCOL_MINOR = 1
-DRAFTS_MINOR = 1
-"""From which minor version on executors verify drafts."""
+PROTOCOL_MAJOR = 5
+PROTOCOL_MINOR = 0
 
-DEVICE, HOST = 0, 1
-"""The tiers of KV memory by their numbers, the nearest to the computing first."""
+DEVICE, HOST, DISK, REDIS = 0, 1, 2, 3
+"""The tiers of KV memory by their numbers, the nearest to the computing first: blocks are demoted in this order."""
+HASH_TIERS = (DISK, REDIS)
+"""The tiers whose blocks have no ids, and are found by their block hashes."""
 
-TIER_NAMES = ("device", "host")
-"""What the tiers are called, by number."""
-
-STORAGE_NAMES = ("disk", "redis")
-"""What storages are called."""
-SOURCES = (*TIER_NAMES, "peer", *STORAGE_NAMES)
-"""Where KV may come from: tiers, another executor, storage."""
-STORAGE = 127
-"""Stands for storage where copies name a tier: it lies below all tiers, and blocks have names there instead of ids."""
+TIER_NAMES = ("device", "host", "disk", "redis")
+"""The names of the tiers, by number."""
+POOL_TIERS = tuple(name for number, name in enumerate(TIER_NAMES) if number not in HASH_TIERS)
+"""The names of the tiers whose blocks have ids."""
+SOURCES = (*TIER_NAMES, "peer")
+"""The places that KV may come from: the own tiers, and those of other executors."""
 
 Role = Literal["prefill", "decode", "both"]
 """What an executor is for: computing prompts, which go on elsewhere; decoding what was computed elsewhere; or both."""
@@ -53,14 +50,15 @@ class MeasuredCosts(Piece, frozen=True):
     context: float = 0.0
 
 
-class LowerTier(Piece, frozen=True):
+class TierInfo(Piece, frozen=True):
     """A tier below the device that an executor has.
 
     Fields:
-        number: see ``TIER_NAMES``. num_blocks: at least 1.
+        number: see ``TIER_NAMES``. num_blocks: at least 1; 0 for ``HASH_TIERS``.
         load_setup, load_block: what a list of copies from it to the device took when the executor started, and each
             block in the list, in microseconds; store_setup, store_block: the same from the device to it. All of them
             are 0 if nothing was measured.
+        identity: executors with the same one share the content of the tier; empty: the executor has it alone.
     """
 
     number: int
@@ -69,22 +67,7 @@ class LowerTier(Piece, frozen=True):
     load_block: float = 0.0
     store_setup: float = 0.0
     store_block: float = 0.0
-
-
-class SharedStorage(Piece, frozen=True):
-    """Storage that an executor reads and writes, which outlives it, and which others may share.
-
-    Fields:
-        name: one of ``STORAGE_NAMES``; an executor has at most one storage of each. identity: executors with the same
-            one share what is stored. load_setup, load_block, store_setup, store_block: as in ``LowerTier``.
-    """
-
-    name: str
-    identity: str
-    load_setup: float = 0.0
-    load_block: float = 0.0
-    store_setup: float = 0.0
-    store_block: float = 0.0
+    identity: str = ""
 
 
 class Hello(Message, frozen=True):
@@ -104,7 +87,6 @@ class Hello(Message, frozen=True):
             them; empty: it lends none. block_format: those with the same one can use each other's blocks. inventory:
             blocks it holds from before; None: nothing.
         number: of the inventory; one that is offered again has the same.
-        storages: that it reads and writes.
         kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
             but cannot compute this model, or have not been built for this processor; or CUDA graphs were to be used,
             but could not be captured.
@@ -131,7 +113,7 @@ class Hello(Message, frozen=True):
     max_num_batched_tokens: int = 0
     device: str = ""
     dtype: str = ""
-    tiers: Annotated[tuple[LowerTier, ...], Meta(max_length=MAX_TIERS)] = ()
+    tiers: Annotated[tuple[TierInfo, ...], Meta(max_length=MAX_TIERS)] = ()
     costs: MeasuredCosts | None = None
     block_endpoint: str = ""
     block_format: str = ""
@@ -139,7 +121,6 @@ class Hello(Message, frozen=True):
     number: int = 0
     kernels: str = ""
     fallback: bool = False
-    storages: Annotated[tuple[SharedStorage, ...], Meta(max_length=MAX_TIERS)] = ()
     no_segments: str = ""
     role: str = "both"
     no_grammars: str = ""
@@ -174,10 +155,10 @@ class Copied(Message, frozen=True):
     If a step has several such lists, their confirmations come in the order of the plan.
 
     Fields:
-        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from, or the name of the storage;
-            empty: it was an own tier.
+        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: it was an own tier.
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
-        bad: target blocks that do not hold what they should (int32 bytes): the source was spoiled, or did not arrive.
+        bad: the targets in ``BlockCopies.pairs`` that do not hold what they should (int32 bytes): the source was
+            spoiled, or did not arrive, or could not be written.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 
@@ -192,7 +173,7 @@ class Copied(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answers ``LookUp``: of the prefix's full blocks, the first ``num_blocks`` are stored, as far as can be told."""
+    """Answers ``LookUp``: of the prefix's full blocks, the first ``num_blocks`` are there, as far as can be told."""
 
     epoch: int
     number: int
@@ -276,23 +257,27 @@ class Rejoin(Message, frozen=True):
 
 
 class CancelCopies(Message, frozen=True):
-    """What a step copies from ``peer`` (a block endpoint) is not wanted any more, or will not come: confirm it now, and
-    what is missing as bad."""
+    """Copies of a step are not wanted any more, or take too long: confirm them now, and what is missing as bad.
+
+    They are those from ``peer`` (a block endpoint), or, if that is empty, those to and from the own tier ``tier``, one
+    of ``HASH_TIERS``.
+    """
 
     epoch: int
     step: int
-    peer: str
+    peer: str = ""
+    tier: int = DEVICE
 
 
 class LookUp(Message, frozen=True):
-    """How much of a prefix is stored? Answered by ``Found`` with the same ``number``.
+    """How much of a prefix is in one of ``HASH_TIERS``? Answered by ``Found`` with the same ``number``.
 
-    ``storage``: its name. ``root``: where the prefix's block hashes begin. ``tokens``: of the prefix (int32 bytes).
+    ``tier``: its number. ``root``: where the prefix's block hashes begin. ``tokens``: of the prefix (int32 bytes).
     """
 
     epoch: int
     number: int
-    storage: str
+    tier: int
     root: bytes
     tokens: bytes
 

@@ -56,10 +56,10 @@ class BlockCopies(Piece, frozen=True):
 
     Fields:
         source, target: numbers of tiers. pairs: source block and target block (int32 bytes). If a target below the
-            device is named more than once, the last of its sources counts.
-        peer: whose tier the source is; None: it is the executor's own. Of copies from and to storage its endpoint is
-            the name of the storage, and what ``pairs`` have there is of no interest.
-        names: of copies from and to storage, what the blocks are called there (see ``pack_names``).
+            device is named more than once, the last of its sources counts. Blocks of a tier without ids are indices in
+            ``names``.
+        peer: the other executor whose tier the source is; None: it is the executor's own.
+        names: of copies from and to a tier without ids, the names of the blocks there (see ``pack_names``).
     """
 
     source: int
@@ -115,7 +115,7 @@ class StepPlan(Message, frozen=True):
         drafts: (row, tokens as int32 bytes), at most once for a row: a row of the decode set computes these tokens too,
             behind the one that was sampled for it, and samples one token behind each. It keeps them up to the first
             that differs from the draft: what it has computed behind that one does not count. The results of all
-            earlier steps are back. Before protocol 4.1 executors know no drafts.
+            earlier steps are back.
     """
 
     epoch: int

@@ -17,10 +17,10 @@ from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, pack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, TIER_NAMES, BlockCopies, Copied, StepPlan, pack_int32s
 
 NUM_BLOCKS = 300
-FURTHER = HOST + 1
+FURTHER = len(TIER_NAMES)
 ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -20,14 +20,13 @@ from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     DEVICE,
-    STORAGE,
+    DISK,
     BlockCopies,
     Copied,
     Found,
     Inventory,
     LookUp,
     NewSequence,
-    RemoteTier,
     StepPlan,
     Welcome,
     pack_int32s,
@@ -166,10 +165,10 @@ def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, d
     parents = [root, *(names[block] for block in range(3))]
     called = [BlockName(names[block], parents[block]) for block in range(4)]  # type: ignore[arg-type]
     pairs = array("i", [block for place in range(4) for block in (place, place)]).tobytes()
-    copies = BlockCopies(DEVICE, STORAGE, pairs, RemoteTier("disk", 0), b"".join(h + p for h, p in called))
+    copies = BlockCopies(DEVICE, DISK, pairs, names=b"".join(h + p for h, p in called))
     group.execute(StepPlan(8, 1, copies=(copies,))).result()
     assert not _wait_for(said, Copied).bad
-    group.look_up(LookUp(8, 1, "disk", root, pack_int32s(range(5, 38))))
+    group.look_up(LookUp(8, 1, DISK, root, pack_int32s(range(5, 38))))
     assert _wait_for(said, Found).num_blocks == 4
     files = [file for file in disk.rglob("*") if file.is_file() and file.stat().st_size >= 512]
     assert len(files) >= 8, "each rank has its own part of each block"
@@ -180,7 +179,7 @@ def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, d
     )
     victim.unlink()
     said.clear()
-    back = BlockCopies(STORAGE, DEVICE, array("i", [0, 20, 1, 21, 2, 22, 3, 23]).tobytes(), copies.peer, copies.names)
+    back = BlockCopies(DISK, DEVICE, array("i", [0, 20, 1, 21, 2, 22, 3, 23]).tobytes(), names=copies.names)
     group.execute(StepPlan(8, 2, copies=(back,))).result()
     assert list(unpack_int32s(_wait_for(said, Copied).bad)) == [21], "one rank lacks its part of that block"
 

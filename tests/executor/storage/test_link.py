@@ -21,14 +21,14 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
     DEVICE,
+    DISK,
     HOST,
-    STORAGE,
+    REDIS,
     BlockCopies,
     CancelCopies,
     Copied,
     Found,
     LookUp,
-    RemoteTier,
     StepPlan,
     pack_int32s,
     unpack_int32s,
@@ -37,7 +37,6 @@ from pagewise_shared.protocol import (
 from tests.executor.storage.names import prefix
 
 NUM_BLOCKS = 40
-DISK = RemoteTier("disk", 0)
 
 
 class Executor:
@@ -54,7 +53,7 @@ class Executor:
         self.storage = Slow(self.gate, folder, "x", store.bytes_per_block, 2**30)
         self.link = StorageLink(self.storage, store, 4)
         self.copier = BlockCopier(self.pool, {}, lambda blocks: [None for _ in blocks])
-        self.copier.storages = {"disk": self.link}
+        self.copier.storages = {DISK: self.link}
         self.told: queue.SimpleQueue[Copied] = queue.SimpleQueue()
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self.copier.report_to(self.told.put)
@@ -62,15 +61,15 @@ class Executor:
 
     def begin(self, step: int, copies: BlockCopies) -> None:
         plan = StepPlan(epoch=1, step=step, copies=(copies,))
-        self.copier.begin(1, step, checked_copies(plan, {DEVICE: NUM_BLOCKS}, ("disk",)))
+        self.copier.begin(1, step, checked_copies(plan, {DEVICE: NUM_BLOCKS}, (DISK,)))
 
     def write(self, step: int, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
         pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (block, index)])
-        self.begin(step, BlockCopies(DEVICE, STORAGE, pairs, DISK, pack_names(names)))
+        self.begin(step, BlockCopies(DEVICE, DISK, pairs, names=pack_names(names)))
 
     def load(self, step: int, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
         pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (index, block)])
-        self.begin(step, BlockCopies(STORAGE, DEVICE, pairs, DISK, pack_names(names)))
+        self.begin(step, BlockCopies(DISK, DEVICE, pairs, names=pack_names(names)))
 
     def bad(self) -> list[int]:
         return unpack_int32s(self.told.get(timeout=10).bad).tolist()
@@ -137,7 +136,7 @@ def test_a_load_that_is_cancelled_is_confirmed_at_once_and_writes_nothing_any_mo
     one.gate.clear()
     one.load(2, [0, 1], names)
     one.load(3, [2], names[:1])
-    one.copier.cancel(CancelCopies(1, 2, "disk"))
+    one.copier.cancel(CancelCopies(1, 2, tier=DISK))
     assert one.bad() == [0, 1], "although the disk does not return"
     one.gate.set()
     assert one.bad() == []
@@ -169,9 +168,9 @@ def test_how_much_of_a_prefix_is_there(executors: list[Executor]) -> None:
     one.gate.clear()
     one.load(2, [0], names[:1])
     for number, (length, there) in enumerate([(50, 9), (20, 5), (3, 0), (0, 0)]):
-        one.link.look_up(LookUp(1, number, "disk", root, tokens[: 4 * length]))
+        one.link.look_up(LookUp(1, number, DISK, root, tokens[: 4 * length]))
         assert one.found.get(timeout=10) == Found(1, number, there), "also while a load is slow"
-    other.link.look_up(LookUp(1, 9, "disk", root_hash("another"), tokens))
+    other.link.look_up(LookUp(1, 9, DISK, root_hash("another"), tokens))
     assert other.found.get(timeout=10) == Found(1, 9, 0)
 
 
@@ -190,7 +189,7 @@ def test_storage_that_fails_in_a_way_that_nobody_thought_of(
     assert one.bad() == [0, 1]
     one.load(2, [5, 6], names)
     assert one.bad() == [5, 6]
-    one.link.look_up(LookUp(1, 1, "disk", root_hash("model"), pack_int32s(range(8))))
+    one.link.look_up(LookUp(1, 1, DISK, root_hash("model"), pack_int32s(range(8))))
     assert one.found.get(timeout=10) == Found(1, 1, 0)
     monkeypatch.undo()
     one.write(3, [0, 1], names)
@@ -200,19 +199,20 @@ def test_storage_that_fails_in_a_way_that_nobody_thought_of(
 @pytest.mark.parametrize(
     ("copies", "flaw"),
     [
-        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), RemoteTier("redis", 0), bytes(64)), "no storage 'redis'"),
-        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), None, bytes(64)), "no storage None"),
-        (BlockCopies(HOST, STORAGE, pack_int32s([1, 0]), DISK, bytes(64)), "from tier 1 to tier 127"),
-        (BlockCopies(STORAGE, STORAGE, pack_int32s([1, 0]), DISK, bytes(64)), "from tier 127 to tier 127"),
-        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), DISK, bytes(63)), "63 bytes are not names of 64 bytes"),
-        (BlockCopies(DEVICE, STORAGE, pack_int32s([1, 0]), DISK, bytes(128)), "2 names are given to 1 blocks"),
-        (BlockCopies(DEVICE, STORAGE, pack_int32s([NUM_BLOCKS, 0]), DISK, bytes(64)), "outside tier 0"),
-        (BlockCopies(STORAGE, DEVICE, pack_int32s([0, -1]), DISK, bytes(64)), "outside tier 0"),
+        (BlockCopies(DEVICE, REDIS, pack_int32s([1, 0]), None, bytes(64)), "from tier 0 to tier 3"),
+        (BlockCopies(DISK, HOST, pack_int32s([0, 1]), None, bytes(64)), "from tier 2 to tier 1"),
+        (BlockCopies(DISK, DISK, pack_int32s([1, 0]), None, bytes(64)), "from tier 2 to tier 2"),
+        (BlockCopies(DEVICE, DISK, pack_int32s([1, 0]), None, bytes(63)), "63 bytes are not names of 64 bytes"),
+        (BlockCopies(DEVICE, DISK, pack_int32s([1, 0]), None, bytes(128)), "2 names are given to 1 blocks"),
+        (BlockCopies(DEVICE, DISK, pack_int32s([NUM_BLOCKS, 0]), None, bytes(64)), "outside tier 0"),
+        (BlockCopies(HOST, DISK, pack_int32s([4, 0]), None, bytes(64)), "outside tier 1"),
+        (BlockCopies(DEVICE, DISK, pack_int32s([1, 1]), None, bytes(64)), "outside tier 2"),
+        (BlockCopies(DISK, DEVICE, pack_int32s([0, -1]), None, bytes(64)), "outside tier 0"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused(copies: BlockCopies, flaw: str) -> None:
     with pytest.raises(InvalidPlanError, match=flaw):
-        checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), {DEVICE: NUM_BLOCKS, HOST: 4}, ("disk",))
+        checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), {DEVICE: NUM_BLOCKS, HOST: 4}, (DISK,))
 
 
 def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
         storages = make_storages(config, "model", "content", [weights], store, 4)
         (described,) = storages.described
         identities.append(described.identity)
-        assert described.name == "disk"
+        assert (described.number, described.num_blocks) == (DISK, 0)
         assert min(described.load_block, described.store_block) > 0, "what copies cost was measured"
         storages.close()
     assert identities[0] == identities[1] != identities[2]

@@ -13,7 +13,7 @@ from pagewise_executor.kv.host_memory import AnonymousMemory
 from pagewise_executor.kv.host_tier import HostTier
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.runner import RunnerInfo
-from pagewise_shared.protocol import HOST, LowerTier, StepPlan, Welcome
+from pagewise_shared.protocol import HOST, StepPlan, TierInfo, Welcome
 
 from tests.executor.streams.device import Device, Operation, Rows
 
@@ -135,7 +135,7 @@ class StreamedRunner:
             dtype="none",
             max_num_seqs=8,
             max_num_batched_tokens=budget,
-            tiers=(LowerTier(HOST, num_host_blocks),),
+            tiers=(TierInfo(HOST, num_host_blocks),),
         )
         self.wrong: list[str] = []
         self._known: dict[int, Any] = {}

@@ -15,12 +15,12 @@ from pagewise_shared.protocol import (
     HOST,
     TIER_NAMES,
     Copied,
-    LowerTier,
     MeasuredCosts,
     PromptLogprobs,
     Refused,
     StepPlan,
     StepResult,
+    TierInfo,
     TokenLogprobs,
     Welcome,
     pack_float32s,
@@ -34,16 +34,16 @@ OFFERS = [
     {"num_blocks": 0},
     {"num_blocks": MAX_FLEET_BLOCKS + 1},
     {"num_blocks": 2**62},
-    {"tiers": (LowerTier(HOST, -1),)},
-    {"tiers": (LowerTier(HOST, 0),)},
-    {"tiers": (LowerTier(HOST, 2**62),)},
-    {"tiers": (LowerTier(DEVICE, 1),)},
-    {"tiers": (LowerTier(-1, 1),)},
-    {"tiers": (LowerTier(len(TIER_NAMES), 1),)},
-    {"tiers": (LowerTier(HOST, 1), LowerTier(HOST, 1))},
-    {"tiers": (LowerTier(HOST, 1, float("nan")),)},
-    {"tiers": (LowerTier(HOST, 1, 0.0, -1.0),)},
-    {"tiers": (LowerTier(HOST, 1, 0.0, 0.0, 0.0, float("inf")),)},
+    {"tiers": (TierInfo(HOST, -1),)},
+    {"tiers": (TierInfo(HOST, 0),)},
+    {"tiers": (TierInfo(HOST, 2**62),)},
+    {"tiers": (TierInfo(DEVICE, 1),)},
+    {"tiers": (TierInfo(-1, 1),)},
+    {"tiers": (TierInfo(len(TIER_NAMES), 1),)},
+    {"tiers": (TierInfo(HOST, 1), TierInfo(HOST, 1))},
+    {"tiers": (TierInfo(HOST, 1, float("nan")),)},
+    {"tiers": (TierInfo(HOST, 1, 0.0, -1.0),)},
+    {"tiers": (TierInfo(HOST, 1, 0.0, 0.0, 0.0, float("inf")),)},
     {"block_size": 2**62},
     {"max_model_len": 2**62},
     {"vocab_size": 2**62},
@@ -65,17 +65,17 @@ OFFERS = [
 @pytest.mark.parametrize("fields", OFFERS, ids=repr)
 def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
     assert flaw_of_offer(hello()) is None
-    good = hello(costs=MeasuredCosts(1.0, 0.0, 0.0), tiers=(LowerTier(HOST, 1, 2.0, 3.0, 4.0, 5.0),))
+    good = hello(costs=MeasuredCosts(1.0, 0.0, 0.0), tiers=(TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0),))
     assert flaw_of_offer(good) is None
     assert flaw_of_offer(hello(**fields)) is not None
 
 
 def test_what_was_measured_of_a_tier_is_where_the_scheduler_begins() -> None:
-    measured = LowerTier(HOST, 1, 2.0, 3.0, 4.0, 5.0)
+    measured = TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0)
     costs = costs_of(hello(tiers=(measured,)))
     assert astuple(costs.of_tier(HOST)) == pytest.approx((2e-6, 3e-6, 4e-6, 5e-6))
     assert (costs.token, costs.fetch_block) == (Costs().token, Costs().fetch_block), "nothing was measured of the rest"
-    costs = costs_of(hello(costs=MeasuredCosts(1.0, 2.0, 3.0), bytes_per_block=10**6, tiers=(LowerTier(HOST, 1),)))
+    costs = costs_of(hello(costs=MeasuredCosts(1.0, 2.0, 3.0), bytes_per_block=10**6, tiers=(TierInfo(HOST, 1),)))
     assert (costs.step, costs.token, costs.fetch_block) == pytest.approx((1e-6, 2e-6, 1e-3))
     assert costs.of_tier(HOST) == CopyCosts()
 
@@ -130,7 +130,7 @@ def test_copies_that_cannot_be() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_num_seqs": -1}, {"tiers": (LowerTier(HOST, 2**62),)}, {"vocab_size": 99}],
+    [{"max_num_seqs": -1}, {"tiers": (TierInfo(HOST, 2**62),)}, {"vocab_size": 99}],
     ids=["seqs", "host", "vocabulary"],
 )
 async def test_a_fleet_refuses_an_impossible_offer_and_goes_on(tmp_path: Path, fields: dict[str, object]) -> None:

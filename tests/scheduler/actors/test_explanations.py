@@ -13,15 +13,16 @@ from pagewise_scheduler.actors.engine import Life
 from pagewise_scheduler.actors.explanations import Explanations
 from pagewise_shared.protocol import (
     DEVICE,
+    DISK,
     HOST,
     Copied,
     Goodbye,
     Heartbeat,
     Message,
-    SharedStorage,
     StepError,
     StepPlan,
     StepResult,
+    TierInfo,
     Welcome,
     encode,
 )
@@ -373,10 +374,10 @@ async def test_why_it_left_its_executor(
 
 
 async def test_an_answer_from_storage(tmp_path: Path) -> None:
-    disk = SharedStorage("disk", "the disk of all", 10.0, 10.0, 10.0, 10.0)
+    disk = TierInfo(DISK, 0, 10.0, 10.0, 10.0, 10.0, "the disk of all")
     patient = {"executor_timeout": 20.0, "step_timeout": 20.0, "gateway_timeout": 20.0}
     async with running(tmp_path, recovery="swap", **patient) as stack:
-        raw, _ = await joined(tmp_path, executor_id="raw", storages=(disk,))
+        raw, _ = await joined(tmp_path, executor_id="raw", tiers=(disk,))
         await stack.ready(1)
         await stack.gateway.submit(list(range(30)), request_id="asks")
         while not isinstance(await raw.receive(), StepPlan):  # the question is not answered: it is given up

@@ -24,13 +24,13 @@ from pagewise_shared.protocol import (
     Copied,
     Goodbye,
     Heartbeat,
-    LowerTier,
     Refused,
     Rejoin,
     RemoteTier,
     StepError,
     StepPlan,
     StepResult,
+    TierInfo,
     Welcome,
     decode_from_scheduler,
     encode,
@@ -109,7 +109,7 @@ async def test_copies_that_fail_start_over_and_fail_nobody(tmp_path: Path) -> No
 
 async def test_a_copy_that_is_never_confirmed_is_not_waited_for(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        raw, welcome = await joined(tmp_path, tiers=(LowerTier(HOST, 8),))
+        raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 8),))
         await stack.ready(1)
         (engine,) = stack.engines
         load = BlockCopies(HOST, DEVICE, b"12345678")

@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 from pagewise_shared.block_hash import root_hash, unpack_names
 from pagewise_shared.protocol import (
-    STORAGE,
+    DISK,
     Found,
     FromScheduler,
     Heartbeat,
     LookUp,
-    SharedStorage,
     StepPlan,
+    TierInfo,
     Welcome,
     unpack_int32s,
 )
 
 from tests.scheduler.actors.stack import RawExecutor, Stack, executor, hello, joined, running, until
 
-DISK = SharedStorage("disk", "the disk of all", 10.0, 10.0, 10.0, 10.0)
+THE_DISK = TierInfo(DISK, 0, 10.0, 10.0, 10.0, 10.0, "the disk of all")
 PROMPT = list(range(30))
 PATIENT = {"executor_timeout": 20.0, "step_timeout": 20.0, "gateway_timeout": 20.0}
 
@@ -39,11 +39,11 @@ async def asked(raw: RawExecutor) -> LookUp:
 def loads(plan: FromScheduler) -> list[int]:
     """How many blocks a plan loads from storage, list by list."""
     assert isinstance(plan, StepPlan)
-    return [len(unpack_names(copies.names)) for copies in plan.copies if copies.source == STORAGE]
+    return [len(unpack_names(copies.names)) for copies in plan.copies if copies.source == DISK]
 
 
 async def with_disk(path: Path, stack: Stack, name: str = "raw", number: int = 1) -> tuple[RawExecutor, Welcome]:
-    raw, welcome = await joined(path, executor_id=name, storages=(DISK,))
+    raw, welcome = await joined(path, executor_id=name, tiers=(THE_DISK,))
     await stack.ready(number)
     return raw, welcome
 
@@ -54,7 +54,7 @@ async def test_what_is_found_is_loaded(tmp_path: Path) -> None:
         running_on = asyncio.create_task(stack.generate(PROMPT))
         question = await asked(raw)
         root = root_hash("simulated", None)
-        assert (question.storage, question.root, question.epoch) == ("disk", root, welcome.epoch)
+        assert (question.tier, question.root, question.epoch) == (DISK, root, welcome.epoch)
         assert unpack_int32s(question.tokens).tolist() == PROMPT[:28]
         await raw.send(Found(welcome.epoch, question.number, 5))
         plan = await next_message(raw)
@@ -152,9 +152,14 @@ async def test_errors_of_storage_are_counted(tmp_path: Path) -> None:
 
 async def test_offers_of_storage_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        for storages in ((DISK, DISK), (SharedStorage("tape", "x"),), (SharedStorage("disk", "x", float("nan")),)):
+        for tiers in (
+            (THE_DISK, THE_DISK),
+            (TierInfo(DISK, 1),),
+            (TierInfo(DISK, 0, float("nan")),),
+            (TierInfo(DISK, 0, identity="a\nb"),),
+        ):
             raw = RawExecutor(tmp_path)
-            await raw.send(hello(vocab_size=4096, storages=storages))
-            assert "storage" in str(await raw.receive())
+            await raw.send(hello(vocab_size=4096, tiers=tiers))
+            assert "disk" in str(await raw.receive())
             raw.close()
         assert stack.engines == []

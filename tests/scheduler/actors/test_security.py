@@ -18,12 +18,12 @@ from pagewise_shared.protocol import (
     Goodbye,
     Heartbeat,
     HeartbeatAck,
-    LowerTier,
     MeasuredCosts,
     Refused,
     Rejoin,
     StepPlan,
     StepResult,
+    TierInfo,
     Welcome,
     encode,
 )
@@ -298,10 +298,10 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
     ("fields", "reason"),
     [
         ({"num_blocks": 10**12}, "num_blocks is 1000000000000"),
-        ({"tiers": (LowerTier(HOST, 10**12),)}, "its tier host has 1000000000000 blocks"),
-        ({"tiers": (LowerTier(99, 1),)}, "nobody knows a tier 99 below the device, only host"),
-        ({"tiers": (LowerTier(HOST, 1),) * 2}, "its tiers are not one below the other: host comes after host"),
-        ({"tiers": (LowerTier(HOST, MAX_FLEET_BLOCKS),)}, "the fleet would have"),
+        ({"tiers": (TierInfo(HOST, 10**12),)}, "its tier host has 1000000000000 blocks"),
+        ({"tiers": (TierInfo(99, 1),)}, "nobody knows a tier 99 below the device, only host"),
+        ({"tiers": (TierInfo(HOST, 1),) * 2}, "its tiers are not one below the other: host comes after host"),
+        ({"tiers": (TierInfo(HOST, MAX_FLEET_BLOCKS),)}, "the fleet would have"),
         ({"num_blocks": MAX_DEVICE_BLOCKS + 1}, f"num_blocks is {MAX_DEVICE_BLOCKS + 1}, the most is"),
         ({"max_num_seqs": MAX_ROWS + 1}, f"max_num_seqs is {MAX_ROWS + 1}, the most is"),
         ({"block_size": 1 << 40}, "block_size"),
@@ -316,7 +316,7 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
         ({"costs": MeasuredCosts(float("nan"), 0.0, 0.0)}, "measured costs"),
         ({"costs": MeasuredCosts(-1.0, 0.0, 0.0)}, "measured costs"),
         ({"costs": MeasuredCosts(1.0, float("inf"), 0.0)}, "measured costs"),
-        ({"tiers": (LowerTier(HOST, 1, -1.0),)}, "measured costs of copies to and from its tier host"),
+        ({"tiers": (TierInfo(HOST, 1, -1.0),)}, "measured costs of copies to and from its tier host"),
     ],
 )
 async def test_a_hello_with_absurd_values_is_refused(tmp_path: Path, fields: dict[str, object], reason: str) -> None:

@@ -1,6 +1,5 @@
 """Drafts over real sockets: executors verify them, metrics count them, and clients get what they would have got."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -66,7 +65,7 @@ async def test_requests_that_drafts_break_go_on_without(tmp_path: Path) -> None:
 
 async def test_after_an_executor_has_died_in_a_draft_there_are_no_more_of_them(tmp_path: Path) -> None:
     async with running(tmp_path, speculative_config="ngram:4", executor_timeout=1.0) as stack:
-        raw, welcome = await joined(tmp_path, protocol_minor=1)
+        raw, welcome = await joined(tmp_path)
         request = await stack.gateway.submit(WORDS * 2, max_tokens=40)
         given = 0
         while isinstance(plan := await raw.receive(), StepPlan) and not plan.drafts:
@@ -106,20 +105,3 @@ async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, di
                 assert engine.executor_id == "second"
                 assert engine.scheduler.speculation.num_accepted_tokens > before
                 await stack.all_free()
-
-
-async def test_an_executor_of_an_earlier_version_gets_no_drafts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(tmp_path, speculative_config="ngram:4") as stack:
-        with caplog.at_level(logging.WARNING):
-            raw, welcome = await joined(tmp_path, protocol_minor=0)
-        assert "raw is of a version that verifies no drafts" in caplog.text
-        request = await stack.gateway.submit(WORDS * 2, max_tokens=6)
-        for step in range(1, 7):
-            plan = await raw.receive()
-            assert isinstance(plan, StepPlan)
-            assert not plan.drafts
-            await raw.send(StepResult(welcome.epoch, step, int32s(WORDS[(step - 1) % 5])))
-        assert await request.result() == [[*WORDS, 10]]
-        raw.close()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,
+    HASH_TIERS,
     HOST,
-    STORAGE,
     BlockCopies,
     Copied,
     SegmentMove,
@@ -194,12 +194,12 @@ class CheckingExecutor:
         messages = []
         for plan, copies in done:
             bad: list[int] = []
-            if copies.target == STORAGE:
+            if copies.target in HASH_TIERS:
                 bad = [target for _, target in pairs(copies.pairs)] if self.full else []
-            elif copies.source == STORAGE:
-                bad = self._recall(copies)
             elif copies.peer is not None:
                 bad = self._fetch(copies)
+            elif copies.source in HASH_TIERS:
+                bad = self._recall(copies)
             elif copies.target == DEVICE:
                 bad = self._load(copies)
             peer = copies.peer.endpoint if copies.peer is not None else ""
@@ -239,9 +239,9 @@ class CheckingExecutor:
 
     def _recall(self, copies: BlockCopies) -> list[int]:
         """Copy blocks from storage; returns those that are not there."""
-        bad = []
-        for (_, target), name in zip(pairs(copies.pairs), unpack_names(copies.names), strict=True):
-            if (content := self.storage.get(name.hash)) is None:
+        bad, names = [], unpack_names(copies.names)
+        for index, target in pairs(copies.pairs):
+            if (content := self.storage.get(names[index].hash)) is None:
                 bad.append(target)
             else:
                 self.blocks[target] = dict(content)
@@ -249,9 +249,10 @@ class CheckingExecutor:
         return bad
 
     def _write(self, copies: BlockCopies) -> None:
-        for (source, _), name in zip(pairs(copies.pairs), unpack_names(copies.names), strict=True):
-            assert source not in self.arriving
-            content = self.blocks[source]
+        names = unpack_names(copies.names)
+        for source, index in pairs(copies.pairs):
+            assert copies.source != DEVICE or source not in self.arriving
+            content, name = self.tiers[copies.source][source], names[index]
             (known_as,) = self._named({source: content})
             tokens = content[self.block_size - 1][1]
             assert name.hash == known_as == block_hash(name.parent, pack_int32s(tokens[-self.block_size :]))
@@ -286,14 +287,14 @@ class CheckingExecutor:
         if copies.target == DEVICE and copies.source != DEVICE:
             touched = set().union(*(blocks for number, blocks in self.touched.items() if number != step))
             assert not touched & {target for _, target in pairs(copies.pairs)}, "a step in flight touches this block"
-        if copies.source == DEVICE and copies.target not in (DEVICE, STORAGE):
+        if copies.source == DEVICE and copies.target not in (DEVICE, *HASH_TIERS):
             written = set().union(*(blocks for number, blocks in self.written.items() if number != step))
             assert not written & {source for source, _ in pairs(copies.pairs)}, "a step in flight writes this block"
 
     def _copy(self, plan: StepPlan, copies: BlockCopies) -> None:
         """Begin a list of copies. Those to the device are made when they are told of, the others at once."""
-        if STORAGE in (copies.source, copies.target):
-            if copies.target == STORAGE:
+        if copies.peer is None and (copies.source in HASH_TIERS or copies.target in HASH_TIERS):
+            if copies.target in HASH_TIERS:
                 self._write(copies)
             self.copying.append((plan, copies))
             return

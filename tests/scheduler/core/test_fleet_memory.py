@@ -116,7 +116,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     fetcher.executor.peers = {}
     del fetcher.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
     fetcher.scheduler.peer_lost("node 0")
-    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0")]
+    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0", DEVICE)]
     fetcher.scheduler.update(result)
     run(fetcher.scheduler, fetcher.executor)
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
@@ -145,7 +145,7 @@ def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
     plan = fetcher.scheduler.schedule(0.0)
     assert plan is not None
     fetcher.scheduler.abort(request.request_id)
-    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0")]
+    assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0", DEVICE)]
     assert holder.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
     fetcher.scheduler.update(fetcher.executor.execute(plan))
     fetcher.deliver()

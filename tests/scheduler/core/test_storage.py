@@ -18,7 +18,7 @@ from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import make_routing, place
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import StepResult
+from pagewise_shared.protocol import DISK, StepResult
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import CheckingExecutor, Content
@@ -40,7 +40,7 @@ class Node:
         salted: bool = True,
         **options: int | Costs,
     ) -> None:
-        shared = Storage.beginning_with("disk", IDENTITY, link or CopyCosts(), salted=salted)
+        shared = Storage.beginning_with(DISK, IDENTITY, link or CopyCosts(), salted=salted)
         self.scheduler = create_scheduler(recovery=recovery, storages=[shared], **options)  # type: ignore[arg-type]
         self.executor = executor_for(self.scheduler)
         self.executor.storage = storage

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.config import ExecutorConfig, parse_size
-from pagewise_shared.protocol import Found, LookUp, SharedStorage
+from pagewise_shared.protocol import TIER_NAMES, Found, LookUp, TierInfo
 
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.kv.block_store import BlockStore
@@ -28,11 +28,11 @@ _PIECE_BYTES = 2**24
 class Storages:
     """All storages of one executor, and its copies from and to them.
 
-    ``links``: by the name of the storage. ``described``: what the scheduler is told of each.
+    ``links``: by the number of the tier. ``described``: what the scheduler is told of each.
     """
 
-    def __init__(self, links: Iterable[StorageLink] = (), described: Iterable[SharedStorage] = ()) -> None:
-        self.links = {link.storage.name: link for link in links}
+    def __init__(self, links: Iterable[StorageLink] = (), described: Iterable[TierInfo] = ()) -> None:
+        self.links = {TIER_NAMES.index(link.storage.name): link for link in links}
         self.described = tuple(described)
 
     def answer_to(self, answer: Callable[[Found], None]) -> None:
@@ -42,7 +42,7 @@ class Storages:
 
     def look_up(self, message: LookUp) -> None:
         """Find out how much of a prefix is there, beside the steps."""
-        if (link := self.links.get(message.storage)) is not None:
+        if (link := self.links.get(message.tier)) is not None:
             link.look_up(message)
 
     @property
@@ -109,7 +109,7 @@ def _open(config: ExecutorConfig, content: str, bytes_per_block: int) -> list[St
     return storages
 
 
-def _describe(storage: Storage, bytes_per_block: int, *, measure: bool) -> SharedStorage:
+def _describe(storage: Storage, bytes_per_block: int, *, measure: bool) -> TierInfo:
     """Return what the scheduler is told of a storage. ``measure``: whether to find out what copies cost."""
     load = store = (0.0, 0.0)
     if measure:
@@ -117,7 +117,7 @@ def _describe(storage: Storage, bytes_per_block: int, *, measure: bool) -> Share
         rows = np.zeros((_MEASURED_BLOCKS, bytes_per_block), np.uint8)
         store = _line(lambda count: storage.write(names[:count], rows[:count]))
         load = _line(lambda count: storage.read(names[:count], rows[:count]))
-    return SharedStorage(storage.name, storage.identity, *load, *store)
+    return TierInfo(TIER_NAMES.index(storage.name), 0, *load, *store, storage.identity)
 
 
 def _scratch(number: int) -> BlockName:

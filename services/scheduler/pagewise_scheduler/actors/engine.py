@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, about, printable
-from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome
+from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome, tier_name
 from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
 from pagewise_scheduler.actors.clock import clock
@@ -296,14 +296,15 @@ class Engine:
 
     def _cancel_fetches(self) -> None:
         """Tell the executor which fetches nobody waits for any more."""
-        for step, peer in self.scheduler.recoveries.transfers.take_cancelled():
-            self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
+        for cancelled in self.scheduler.recoveries.transfers.take_cancelled():
+            self._link.send(CancelCopies(self.scheduler.epoch, *cancelled))
 
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
-        for step, peer in self.scheduler.recoveries.transfers.late_peers(now):
-            self._complaints.warning("%s: a fetch from %s takes too long: cancelled", self.executor_id, printable(peer))
-            self._link.send(CancelCopies(self.scheduler.epoch, step, peer))
+        for step, peer, tier in self.scheduler.recoveries.transfers.late_peers(now):
+            place = printable(peer) if peer else tier_name(tier)
+            self._complaints.warning("%s: copies with %s take too long: cancelled", self.executor_id, place)
+            self._link.send(CancelCopies(self.scheduler.epoch, step, peer, tier))
 
     def peer_lost(self, endpoint: str) -> None:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
@@ -313,9 +314,9 @@ class Engine:
     def look_up(self, number: int, identity: str, cache_salt: str | None, tokens: bytes) -> None:
         """Ask the executor how much of a prefix is in its storage of that identity; it answers with ``Found``."""
         storages = self.scheduler.recoveries.storages.values()
-        name = next(storage.name for storage in storages if storage.identity == identity)
+        tier = next(storage.number for storage in storages if storage.identity == identity)
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
-        self._link.send(LookUp(self.scheduler.epoch, number, name, root, tokens))
+        self._link.send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
 
     # ---- leaving -------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from pagewise_shared.protocol import (
     StepResult,
     tier_name,
 )
-from pagewise_shared.protocol.messages import DRAFTS_MINOR
 
 from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, check_loaded, checked_tokens
@@ -241,9 +240,6 @@ class Fleet(Sessions[Executor]):
 
     def _scheduler(self, hello: Hello, epoch: int) -> AdapterScheduler:
         options = self._options
-        speculative = options.speculative if hello.protocol_minor >= DRAFTS_MINOR else None
-        if options.speculative is not None and speculative is None:
-            log.warning("%s is of a version that verifies no drafts: nothing is drafted for it", hello.executor_id)
         return AdapterScheduler(
             max_loras=hello.max_loras,
             max_lora_rank=hello.max_lora_rank,
@@ -262,8 +258,8 @@ class Fleet(Sessions[Executor]):
             eviction=self._eviction,
             max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
-            storages=storages_of(hello.storages, salted=options.storage_salted),
-            speculative=speculative,
+            storages=storages_of(hello.tiers, salted=options.storage_salted),
+            speculative=options.speculative,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
         )
 

@@ -4,12 +4,12 @@ import logging
 import traceback
 
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import DEVICE, TIER_NAMES
+from pagewise_shared.protocol import tier_name
 from pagewise_shared.service_process import num_tasks
 
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.collectors import ExecutorState
-from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.metrics import LOWER_TIERS, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,10 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     for state in ("free", "cached", "in_use"):
         metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
     lower = [tier for pool in pools for tier in pool.lower]
-    for number, name in enumerate(TIER_NAMES):
-        if number != DEVICE:
-            tiers = [tier for tier in lower if tier.number == number]
-            metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
-            metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
+    for name in LOWER_TIERS:
+        tiers = [tier for tier in lower if tier_name(tier.number) == name]
+        metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
+        metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
     metrics.lora_adapters_resident.set(sum(scheduler.adapters.num_resident for scheduler in schedulers))
     metrics.scheduler_tasks.set(num_tasks())
     metrics.executors.show(

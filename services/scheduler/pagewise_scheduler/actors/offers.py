@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from pagewise_shared.protocol import (
     DEVICE,
+    HASH_TIERS,
     MAX_ADAPTERS,
     ROLES,
-    STORAGE_NAMES,
     TIER_NAMES,
     Hello,
-    LowerTier,
-    SharedStorage,
+    TierInfo,
     tier_name,
 )
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
@@ -73,24 +72,10 @@ def flaw_of_offer(hello: Hello) -> str | None:
     costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
     if not _are_times(costs):
         return "its measured costs are no times"
-    return _flaw_of_storages(hello.storages) or _flaw_of_tiers(hello.tiers)
+    return _flaw_of_tiers(hello.tiers)
 
 
-def _flaw_of_storages(storages: Sequence[SharedStorage]) -> str | None:
-    names = [storage.name for storage in storages]
-    if len(set(names)) < len(names):
-        return "two of its storages have one name"
-    for storage in storages:
-        if (flaw := text_flaw(storage, ("name", "identity"), MAX_TEXT)) is not None:
-            return flaw
-        if storage.name not in STORAGE_NAMES:
-            return f"nobody knows a storage {storage.name!r}, only {', '.join(STORAGE_NAMES)}"
-        if not _are_times(_measured(storage)):
-            return f"its measured costs of copies to and from its storage {storage.name} are no times"
-    return None
-
-
-def _flaw_of_tiers(tiers: Sequence[LowerTier]) -> str | None:
+def _flaw_of_tiers(tiers: Sequence[TierInfo]) -> str | None:
     nearest = DEVICE
     for tier in tiers:
         name = tier_name(tier.number)
@@ -98,15 +83,19 @@ def _flaw_of_tiers(tiers: Sequence[LowerTier]) -> str | None:
             return f"nobody knows a tier {tier.number} below the device, only {', '.join(TIER_NAMES[1:])}"
         if tier.number <= nearest:
             return f"its tiers are not one below the other: {name} comes after {tier_name(nearest)}"
-        if not 1 <= tier.num_blocks <= MAX_FLEET_BLOCKS:
+        if tier.number in HASH_TIERS and tier.num_blocks:
+            return f"its tier {name} has {tier.num_blocks} blocks, but blocks have no ids there"
+        if tier.number not in HASH_TIERS and not 1 <= tier.num_blocks <= MAX_FLEET_BLOCKS:
             return f"its tier {name} has {tier.num_blocks} blocks, which is not from 1 to {MAX_FLEET_BLOCKS}"
+        if (flaw := text_flaw(tier, ("identity",), MAX_TEXT)) is not None:
+            return f"of its tier {name}, {flaw}"
         if not _are_times(_measured(tier)):
             return f"its measured costs of copies to and from its tier {name} are no times"
         nearest = tier.number
     return None
 
 
-def _measured(tier: LowerTier | SharedStorage) -> tuple[float, ...]:
+def _measured(tier: TierInfo) -> tuple[float, ...]:
     return tier.load_setup, tier.load_block, tier.store_setup, tier.store_block
 
 
@@ -138,20 +127,21 @@ def costs_of(hello: Hello) -> Costs:
     return Costs(**steps, tiers=tiers, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
 
 
-def storages_of(offered: Iterable[SharedStorage], *, salted: bool = True) -> list[Storage]:
-    """The storages of an executor, with what copies cost as far as that was measured. ``salted``: see ``Storage``."""
+def storages_of(offered: Iterable[TierInfo], *, salted: bool = True) -> list[Storage]:
+    """The tiers without ids, with what copies cost as far as that was measured. ``salted``: see ``Storage``."""
     return [
         Storage.beginning_with(
-            storage.name,
+            storage.number,
             storage.identity,
             CopyCosts(*(value * 1e-6 for value in _measured(storage))) if any(_measured(storage)) else CopyCosts(),
             salted=salted,
         )
         for storage in offered
+        if storage.number in HASH_TIERS
     ]
 
 
-def copy_costs(tiers: Iterable[LowerTier]) -> dict[int, CopyCosts]:
+def copy_costs(tiers: Iterable[TierInfo]) -> dict[int, CopyCosts]:
     """What copies to and from tiers cost, in seconds, by their numbers, where that was measured."""
     return {
         tier.number: CopyCosts(*(value * 1e-6 for value in _measured(tier))) for tier in tiers if any(_measured(tier))

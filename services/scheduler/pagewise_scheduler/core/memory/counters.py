@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pagewise_shared.protocol import DEVICE, TIER_NAMES
+from pagewise_shared.protocol import POOL_TIERS, TIER_NAMES
 
 
 @dataclass(slots=True)
@@ -40,7 +40,6 @@ class MemoryCounters:
     def by_name(self) -> dict[str, int]:
         """All of them by what people call them: what the host has evicted is "host_evicted"."""
         counts = {name: getattr(self, name) for name in self.__slots__ if name != "lower_evicted"}
-        for number, name in enumerate(TIER_NAMES):
-            if number != DEVICE:
-                counts[f"{name}_evicted"] = self.lower_evicted[number]
+        for name in POOL_TIERS[1:]:
+            counts[f"{name}_evicted"] = self.lower_evicted[TIER_NAMES.index(name)]
         return counts

@@ -3,6 +3,7 @@
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
 from pagewise_scheduler.core.recovery.recovery_plan import Recovery
+from pagewise_scheduler.core.recovery.storage import StoredPrefix
 from pagewise_scheduler.core.recovery.transfers import Transfers
 
 _PIECE_BLOCKS = 256
@@ -42,12 +43,12 @@ class Pointers:
         # While the front computes, the next step that asks for more may be tens of milliseconds away. What comes behind
         # others of the same step is confirmed with them, so that only the first asks for so much.
         link, most = recovery.source.link, 2 * _PIECE_BLOCKS
-        if recovery.method == "both" and not recovery.source.peer and alone:
+        if recovery.method == "both" and not _is_far(recovery) and alone:
             most = max(most, link.blocks_in(_QUEUED_SECONDS))
         return min(self._wanted(recovery), most - link.num_loading)
 
     def _wanted(self, recovery: Recovery) -> int:
-        piece = _FETCHED_BLOCKS if recovery.source.peer else _PIECE_BLOCKS
+        piece = _FETCHED_BLOCKS if _is_far(recovery) else _PIECE_BLOCKS
         if recovery.method == "load" or not recovery.back:
             return min(recovery.back, piece)
         # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
@@ -60,7 +61,7 @@ class Pointers:
         coming = min(recovery.loading, link.blocks_in(link.busy_until - self._transfers.now))
         if front and behind + coming > _SMALL_PIECE:
             behind = (3 * (behind + coming) + 3) // 4 - coming
-        return max(0, min(behind, recovery.back, piece if recovery.source.peer else behind))
+        return max(0, min(behind, recovery.back, piece if _is_far(recovery) else behind))
 
     def _split(self, recovery: Recovery, gap: int) -> int:
         """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
@@ -69,3 +70,8 @@ class Pointers:
         start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         computing = self._costs.compute_seconds(done, start - done)
         return self._costs.split(start, gap, link, max(0.0, link.busy_until - self._transfers.now) - computing)
+
+
+def _is_far(recovery: Recovery) -> bool:
+    """Whether blocks come from another executor, or are found by their hashes."""
+    return bool(recovery.source.peer) or isinstance(recovery.source, StoredPrefix)

@@ -11,7 +11,7 @@ from itertools import groupby
 from math import isnan
 
 from pagewise_shared.block_hash import pack_names
-from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, RemoteTier, unpack_int32s
+from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, Copied, RemoteTier, unpack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -36,7 +36,7 @@ class Recoveries:
     """All recoveries of one executor.
 
     ``policy``: which method is taken. ``reports``: recoveries that have ended or needed nothing, for whoever logs and
-    counts them. ``storages``: that the executor has, by name; ``writers``: what goes there. ``directory``: what
+    counts them. ``storages``: that the executor has, by number; ``writers``: what goes there. ``directory``: what
     other executors hold, None: there are none; ``endpoint``: the own one there. ``transfers``: the copies under way.
     ``fetch_seconds``: what all copies from peers took.
     """
@@ -50,7 +50,7 @@ class Recoveries:
         self.endpoint = ""
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
-        self.storages = {storage.name: storage for storage in storages}
+        self.storages = {storage.number: storage for storage in storages}
         self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
         self.transfers = Transfers(kv, costs, self.storages)
         self.prefetches = Prefetches(kv, costs, self.transfers)
@@ -234,7 +234,7 @@ class Recoveries:
         ]
 
     def _names(self, key: TransferKey, load: Load) -> bytes:
-        if key.source != STORAGE:
+        if key.peer or key.source not in HASH_TIERS:
             return b""
         return b"".join(
             pack_names(recovery.source.names(places))
@@ -248,8 +248,6 @@ class Recoveries:
     def _remote(self, key: TransferKey, load: Load) -> RemoteTier | None:
         if not key.peer:
             return None
-        if key.source == STORAGE:
-            return RemoteTier(key.peer, 0)
         assert self.directory is not None
         peer = self.directory.peers[key.peer]
         # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
@@ -260,13 +258,14 @@ class Recoveries:
         """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
         what they should: something else was stored, or a peer did not send it."""
         bad = set(unpack_int32s(message.bad))
-        if message.target == STORAGE:
-            self.writers.confirmed(message.peer, message.step, bad)
+        if message.target in HASH_TIERS:
+            self.writers.confirmed(message.target, message.step, bad)
         load = self.transfers.confirmed(message)
         if load is None:
             return []
         seconds = message.elapsed_us * 1e-6
-        if message.peer and message.source != STORAGE:
+        stored = not message.peer and message.source in HASH_TIERS
+        if message.peer:
             self.fetch_seconds += seconds
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
@@ -274,7 +273,7 @@ class Recoveries:
         missed = False  # something that was waited for, and not cancelled
         for receiver, places, blocks in load.parts:
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            if message.source == STORAGE:
+            if stored:
                 self._kv.pool.counters.recalled += len(places) - len(spoiled)
                 self._kv.pool.counters.recall_failed += len(spoiled)
                 if spoiled and isinstance(receiver, Recovery) and isinstance(receiver.source, StoredPrefix):
@@ -289,7 +288,7 @@ class Recoveries:
             assert isinstance(receiver, Recovery)
             recovery = receiver
             recovery.loading -= len(places)
-            if not message.peer:
+            if not message.peer and not stored:
                 self._kv.pool.counters.loaded += len(places)
                 self._kv.pool.counters.spoiled += len(spoiled)
                 for place in spoiled:
@@ -303,7 +302,7 @@ class Recoveries:
                 recovery.loaded_tokens += len(places) * self._kv.block_size
                 recovery.link_seconds += seconds
         # Storage forgets a block now and then; if nothing came, it does not work.
-        if message.peer and missed and (message.source != STORAGE or len(bad) == load.num_blocks):
+        if missed and (message.peer or (stored and len(bad) == load.num_blocks)):
             load.link.failed()
         return list(failed)
 
@@ -352,7 +351,7 @@ class Recoveries:
         del self._active[recovery.sequence]
         recovery.source.release(reversed(recovery.places[: recovery.back]))
         self.reports.append(recovery)
-        if recovery.source.peer and recovery.loading:
+        if recovery.loading and (recovery.source.peer or isinstance(recovery.source, StoredPrefix)):
             self.transfers.cancel_unless(self._is_waited_for)
 
     def _is_waited_for(self, receiver: Receiver) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagewise_shared.block_hash import BlockHash, BlockName, is_private, pack_names
-from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, RemoteTier, pack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, pack_int32s, tier_name
 
 from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
@@ -33,19 +33,19 @@ class Storage:
     """A storage that an executor reads and writes.
 
     Fields:
-        name: on the wire, and for people. identity: executors with the same one share it.
+        number: of the tier. identity: executors with the same one share it.
         costs: of copies between it and the device. salted: whether KV of requests with a cache salt may be there.
     """
 
-    name: str
+    number: int
     identity: str
     costs: TierCosts
     salted: bool = True
 
     @classmethod
-    def beginning_with(cls, name: str, identity: str, costs: CopyCosts, *, salted: bool = True) -> "Storage":
+    def beginning_with(cls, number: int, identity: str, costs: CopyCosts, *, salted: bool = True) -> "Storage":
         """One whose copies cost that, until something has been copied."""
-        return cls(name, identity, TierCosts.beginning_with(costs), salted)
+        return cls(number, identity, TierCosts.beginning_with(costs), salted)
 
     def takes(self, request: Request) -> bool:
         """Whether KV of a request may be there."""
@@ -59,11 +59,11 @@ class StoredPrefix:
     forgotten a block says so when it is loaded.
     """
 
-    __slots__ = ("_block_bytes", "_root", "_start", "_tokens", "epoch", "identity", "link", "name", "peer")
+    __slots__ = ("_block_bytes", "_root", "_start", "_tokens", "epoch", "identity", "link", "name", "number", "peer")
 
     def __init__(self, storage: Storage, root: BlockHash, tokens: bytes, block_size: int, start: int) -> None:
         """``root``: where the block hashes of the prompt begin. ``tokens``: of its blocks (int32 bytes)."""
-        self.peer = self.name = storage.name
+        self.peer, self.number, self.name = "", storage.number, tier_name(storage.number)
         self.identity = storage.identity
         self.epoch = 0
         self.link: Link = storage.costs.load
@@ -76,7 +76,7 @@ class StoredPrefix:
 
     def pin(self, nodes: Sequence[CachedBlock]) -> list[BlockPlace]:
         """The places of these blocks, the first of which is ``start``."""
-        return [BlockPlace(node, STORAGE, index) for index, node in enumerate(nodes, self._start)]
+        return [BlockPlace(node, self.number, index) for index, node in enumerate(nodes, self._start)]
 
     def release(self, places: Iterable[BlockPlace]) -> None:
         """Nothing was pinned."""
@@ -159,7 +159,7 @@ class _Writer:
         self._writing.append((step, taken))
         pairs = pack_int32s([part for index, node in enumerate(taken) for part in (node.block, index)])
         names = pack_names(BlockName(hash_of(node), hash_of(node.parent)) for node in taken if node.parent is not None)
-        return BlockCopies(DEVICE, STORAGE, pairs, RemoteTier(self.storage.name, 0), names)
+        return BlockCopies(DEVICE, self.storage.number, pairs, names=names)
 
     def confirmed(self, step: int, bad: set[int]) -> None:
         while self._writing and self._writing[0][0] <= step:
@@ -189,8 +189,7 @@ class WriteBehind:
 
     def __init__(self, storages: Iterable[Storage], counters: MemoryCounters, is_worth_writing: IsWorthWriting) -> None:
         self._writers = {
-            storage.name: _Writer(storage, 1 << number, counters, is_worth_writing)
-            for number, storage in enumerate(storages)
+            storage.number: _Writer(storage, 1 << storage.number, counters, is_worth_writing) for storage in storages
         }
 
     def __bool__(self) -> bool:
@@ -211,9 +210,9 @@ class WriteBehind:
         """The copies that the plan of ``step`` asks for, before all its others."""
         return [copies for writer in self._writers.values() if writer and (copies := writer.take(step)) is not None]
 
-    def confirmed(self, name: str, step: int, bad: set[int]) -> None:
-        """The copies of a step to the storage of that name have been made, but for those of these indices."""
-        if (writer := self._writers.get(name)) is not None:
+    def confirmed(self, number: int, step: int, bad: set[int]) -> None:
+        """The copies of a step to the storage of that number have been made, but for those of these indices."""
+        if (writer := self._writers.get(number)) is not None:
             writer.confirmed(step, bad)
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pagewise_shared.protocol import DEVICE, STORAGE, BlockCopies, Copied, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, Copied, pack_int32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
@@ -22,8 +22,8 @@ _PEER_GRACE = 5.0
 
 
 class TransferKey(NamedTuple):
-    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint) or from or to which
-    storage (its name), "" for own tiers."""
+    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint), "" for own
+    tiers."""
 
     step: int
     source: int
@@ -59,7 +59,7 @@ class Load:
         pairs: list[int] = []
         for _, places, blocks in self.parts:
             for place, block in zip(places, blocks, strict=True):
-                pairs += (place.block, block)
+                pairs += (len(pairs) // 2 if place.tier in HASH_TIERS else place.block, block)
         return pack_int32s(pairs)
 
 
@@ -90,15 +90,15 @@ class Transfers:
     """All copies under way of one executor. ``num_loading``: blocks that are to come to the device. ``now``: when the
     step is planned that asks for copies next, in seconds."""
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel, storages: Mapping[str, Storage]) -> None:
-        """``storages``: that the executor has, by name."""
+    def __init__(self, kv: KVCacheManager, costs: CostModel, storages: Mapping[int, Storage]) -> None:
+        """``storages``: that the executor has, by number."""
         self.num_loading, self.now = 0, 0.0
         self._storages = storages
         self._kv = kv
         self._costs = costs
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
-        self._cancelled: dict[tuple[int, str], None] = {}
+        self._cancelled: dict[tuple[int, str, int], None] = {}
         self._recent: deque[_Recent] = deque(maxlen=_MOST_RECENT)
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load]) -> None:
@@ -110,18 +110,18 @@ class Transfers:
             if one.source == one.target and not peer:
                 continue  # inside the device: done with the step, and not confirmed
             key = TransferKey(step, one.source, one.target, peer)
-            due = now + _LATE * self._predicted(key) + (_PEER_GRACE if peer else 0.0)
+            due = now + _LATE * self._predicted(key) + (_PEER_GRACE if _cancellable(key) else 0.0)
             entry = _UnderWay(due, len(one.pairs) // 8, loads.get(key), one.pairs)
             self._under_way.setdefault(key, deque()).append(entry)
 
     def _predicted(self, key: TransferKey) -> float:
         """Seconds until a list of copies is done that was just asked for, with those before it."""
-        if key.target == STORAGE:
-            return self._storages[key.peer].costs.store.predict(1, MAX_WRITING)
-        if key.source == STORAGE:
-            link = self._storages[key.peer].costs.load
-        elif key.peer:
+        if key.target in HASH_TIERS:
+            return self._storages[key.target].costs.store.predict(1, MAX_WRITING)
+        if key.peer:
             link = self._costs.link(key.peer)
+        elif key.source in HASH_TIERS:
+            link = self._storages[key.source].costs.load
         elif key.target == DEVICE:
             link = self._costs.tiers[key.source].load
         else:
@@ -148,9 +148,9 @@ class Transfers:
             del self._under_way[key]
         if entry.load is not None:
             self._end(entry.load, message.elapsed_us * 1e-6)
-        elif key.target == STORAGE:
+        elif key.target in HASH_TIERS:
             if not message.bad:
-                self._storages[key.peer].costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
+                self._storages[key.target].costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
         elif (tier := self._kv.cache_tier(key.target)) is not None:
             tier.arrived(entry.num_blocks)
             tier.costs.store.observe(message.elapsed_us * 1e-6, 1, entry.num_blocks)
@@ -196,12 +196,12 @@ class Transfers:
         """When the first of the copies that have not been confirmed should have been; None: there are none."""
         return min((entry.due for entries in self._under_way.values() for entry in entries), default=None)
 
-    def from_peers(self) -> dict[tuple[int, str], list[Load]]:
-        """What comes from peers, by step and endpoint."""
-        found: dict[tuple[int, str], list[Load]] = {}
+    def from_peers(self) -> dict[tuple[int, str, int], list[Load]]:
+        """What comes from peers and storage, by step, endpoint and tier."""
+        found: dict[tuple[int, str, int], list[Load]] = {}
         for key, entries in self._under_way.items():
-            if key.peer and key.target == DEVICE:
-                found.setdefault((key.step, key.peer), []).extend(one.load for one in entries if one.load is not None)
+            if key.target == DEVICE and (name := _cancellable(key)) is not None:
+                found.setdefault(name, []).extend(one.load for one in entries if one.load is not None)
         return found
 
     def cancel_unless(self, is_waited_for: Callable[[Receiver], bool]) -> None:
@@ -210,18 +210,25 @@ class Transfers:
             if not any(is_waited_for(part[0]) for load in loads for part in load.parts):
                 self._cancelled[key] = None
 
-    def take_cancelled(self) -> list[tuple[int, str]]:
-        """Copies from peers that nobody waits for any more, as (step, endpoint), each told once."""
+    def take_cancelled(self) -> list[tuple[int, str, int]]:
+        """Copies from peers that nobody waits for any more, as (step, endpoint, tier), each told once."""
         if not self._cancelled:
             return []
         cancelled, self._cancelled = list(self._cancelled), {}
         return cancelled
 
-    def late_peers(self, now: float) -> list[tuple[int, str]]:
-        """Copies from peers that should have been confirmed before ``now``, by step and endpoint."""
+    def late_peers(self, now: float) -> list[tuple[int, str, int]]:
+        """Copies from peers and storage that should have been confirmed before ``now``, by step, endpoint and tier."""
         late = {
-            (key.step, key.peer)
+            name
             for key, entries in self._under_way.items()
-            if key.peer and any(entry.due < now for entry in entries)
+            if (name := _cancellable(key)) is not None and any(entry.due < now for entry in entries)
         }
         return sorted(late)
+
+
+def _cancellable(key: TransferKey) -> tuple[int, str, int] | None:
+    """The step, the endpoint and the tier by which a list of copies is cancelled; None: it cannot be."""
+    if key.peer:
+        return key.step, key.peer, DEVICE
+    return next(((key.step, "", tier) for tier in (key.source, key.target) if tier in HASH_TIERS), None)
