@@ -11,11 +11,11 @@ import time
 from array import array
 from dataclasses import dataclass, field
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_shared.protocol import (
     StepResult,
     decode_from_executor,

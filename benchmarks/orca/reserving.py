@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.memory.tier import Copies
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.tier import Copies
 
 Reservation = Literal["max", "pow2", "oracle"]
 

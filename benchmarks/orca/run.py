@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.replay.costs import modelled
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_shared.progress import followed

@@ -18,7 +18,7 @@ from typing import Any
 import transformers
 from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.peers import Peers
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 
 from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import MODES, Bench, build_model

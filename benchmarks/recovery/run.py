@@ -21,10 +21,10 @@ from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.actors.offers import copy_costs, storages_of
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.progress import followed
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, Welcome

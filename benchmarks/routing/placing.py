@@ -12,11 +12,11 @@ import time
 from array import array
 from typing import Any
 
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing, place
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 

@@ -10,8 +10,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_shared.protocol import HOST

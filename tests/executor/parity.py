@@ -9,8 +9,8 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.packed_linear import pack_linears
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 

@@ -12,7 +12,7 @@ from pagewise_executor.engines.torch_engine import TorchEngine
 from pagewise_executor.kv.cuda_memory import CudaMemory, load_driver
 from pagewise_executor.kv.page_tables import PageTables
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import unpack_float32s

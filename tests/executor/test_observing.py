@@ -10,7 +10,7 @@ import zmq
 from pagewise_executor.kv.peers import Peers
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 
 from tests.executor.runners import build_runner

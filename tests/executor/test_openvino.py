@@ -20,9 +20,9 @@ from pagewise_executor.kv.peers import Peers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import kernel_choice, openvino_choice
 from pagewise_kernels.cpu import library
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.peer import PrefixDirectory
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import unpack_float32s
 

@@ -13,7 +13,7 @@ from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv import host_tier
 from pagewise_executor.kv.host_copies import Job
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
 

@@ -8,9 +8,9 @@ import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import openvino_choice
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.executor.driver import request, run_requests

@@ -19,8 +19,8 @@ from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.peers import PeerLinks, Peers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import PrefixDirectory
+from pagewise_scheduler.core.tiers.peer import PrefixDirectory
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.curve import Keys, public_file
 from pagewise_shared.protocol import (
     DEVICE,

@@ -13,8 +13,8 @@ from pagewise_executor.leading_runner import LeadingRunner
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_gateway.structured.grammars import regex_grammar
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import BlockName
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.model_files import resolve_model

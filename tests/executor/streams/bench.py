@@ -14,10 +14,10 @@ from pagewise_executor import profile, worker
 from pagewise_executor.kv import host_copies, host_loads, host_tier, issuing
 from pagewise_executor.profile import GPU_SIZES, measure_costs, measure_tier
 from pagewise_scheduler.actors.offers import copy_costs
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_shared.protocol import HOST, Copied, StepResult, Welcome, unpack_int32s
 
 from tests.executor.streams.device import Device, Speeds

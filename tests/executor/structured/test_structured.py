@@ -12,9 +12,9 @@ pytest.importorskip("llguidance")
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import StepPlan, TokenLogprobs, Welcome, decode_from_scheduler, encode, unpack_int32s
 
 from tests.executor.driver import drive, request, run_requests

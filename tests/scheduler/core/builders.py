@@ -4,15 +4,15 @@ from array import array
 from collections.abc import Iterable
 from itertools import count
 
-from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.eviction import EvictionName
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.storage import Storage
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.hashed import Storage
+from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import HOST, TIER_NAMES

@@ -2,12 +2,12 @@
 
 from collections import deque
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, IN_USE
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.checking_executor import CheckingExecutor, next_candidates, next_token

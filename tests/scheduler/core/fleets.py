@@ -3,10 +3,10 @@
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import StepResult
 
 from tests.scheduler.core.builders import create_scheduler

@@ -8,13 +8,13 @@ import pytest
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import HOST, Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
 from pagewise_shared.sampling import SamplingParams

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts
-from pagewise_scheduler.core.recovery import pointers
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.remote_tier import PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers import pointers
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.peer import PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.tiers.recovery import Recoveries
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict

@@ -6,9 +6,9 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import DEVICE, StepPlan
 from pagewise_shared.sampling import BeamParams

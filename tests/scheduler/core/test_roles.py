@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pagewise_scheduler.core.recovery import prefetch as prefetch_module
-from pagewise_scheduler.core.recovery.cost_model import Costs
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers import prefetch as prefetch_module
+from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import Adapter, AdapterLoaded, Role
 from pagewise_shared.sampling import BeamParams

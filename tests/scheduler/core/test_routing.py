@@ -6,8 +6,6 @@ from operator import mul
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.pending_prefixes import PendingPrefixes
@@ -24,6 +22,8 @@ from pagewise_scheduler.core.routing.policies import (
 )
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import Adapter, AdapterLoaded
 from pagewise_shared.segments import make_segments, mark_segments
 

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 from pagewise_scheduler.actors.draining import _copy_request
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts
-from pagewise_scheduler.core.memory.hottest_prefixes import hottest_prefixes
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.hottest_prefixes import hottest_prefixes
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import HOST, pack_int32s
 from pagewise_shared.segments import make_segments, mark_segments
 

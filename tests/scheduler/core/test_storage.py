@@ -8,15 +8,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts
 from pagewise_scheduler.core.memory.prefix_tree import hash_chain
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.storage import MAX_WRITING, Storage
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import make_routing, place
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.hashed import MAX_WRITING, Storage
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DISK, StepResult
 

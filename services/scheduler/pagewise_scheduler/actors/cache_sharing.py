@@ -6,7 +6,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import named_blocks, tier_name
 
 from pagewise_scheduler.actors.engine import Engine
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PrefixDirectory
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

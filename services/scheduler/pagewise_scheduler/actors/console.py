@@ -35,7 +35,7 @@ from pagewise_scheduler.core.console.reports import (
     SchedulerState,
 )
 from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
-from pagewise_scheduler.core.memory.tier import Tier
+from pagewise_scheduler.core.tiers.tier import Tier
 
 _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""

@@ -16,8 +16,8 @@ from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.placement import could_serve
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.memory.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.tiers.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -36,10 +36,10 @@ from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_v
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.losses import LostBlocks
 from pagewise_scheduler.core.memory.use_history import UseHistory
-from pagewise_scheduler.core.recovery.cost_model import Eviction
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.tiers.cost_model import Eviction
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@ import logging
 from collections import Counter
 from math import isnan
 
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCK
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts
-from pagewise_scheduler.core.recovery.cost_model import Costs
-from pagewise_scheduler.core.recovery.storage import Storage
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.hashed import Storage
 
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""

@@ -14,8 +14,8 @@ from pagewise_shared.logs import BoundedLog
 from pagewise_shared.tracing import Attributes, Tracing, child_context, wall_ns
 
 from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
 
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request
 from pagewise_scheduler.core.requests.timeline import Departure, Steps, Timeline
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 _MOST_EVENTS = 16
 

@@ -5,9 +5,6 @@ from math import isnan
 
 from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.cache_tier import CacheTier
-from pagewise_scheduler.core.memory.copy_costs import Link
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.memory_reports import (
     BlockReport,
@@ -23,11 +20,14 @@ from pagewise_scheduler.core.memory_reports import (
     SequenceReport,
     TierReport,
 )
-from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 
 class _Room:

@@ -6,8 +6,8 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 from pagewise_scheduler.replay.simulation import Outcome, Served
 
 _LAST_TOKENS = 16

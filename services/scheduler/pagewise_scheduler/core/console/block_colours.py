@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, Tier
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, Tier
 
 MOST_SAMPLES = 2048
 _MOST_STEPS = 16_384

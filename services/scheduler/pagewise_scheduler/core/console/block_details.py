@@ -11,8 +11,8 @@ from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, Tier
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, Tier
 
 _MOST_REQUESTS = 32
 

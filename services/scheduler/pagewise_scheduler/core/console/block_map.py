@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from pagewise_scheduler.core.console.reports import BlockCounts
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, IN_USE, Tier
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE, Tier
 
 STATES = ("free", "cached", "in use", "lent", "copying")
 """What the colours of a map mean, by index; the first three are as in ``Tier.states``."""

@@ -4,9 +4,9 @@ from itertools import islice
 from math import isnan
 
 from pagewise_scheduler.core.console.reports import EndedReport, RequestLine
-from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.device import BlockPool
 
 _MOST_OUTPUTS = 64
 """Outputs of a request whose blocks are counted: it may have thousands."""

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from pagewise_shared.protocol import DEVICE, Role
 
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.pending_prefixes import PendingPrefixes
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import CostModel
 
 _LOOKED_AT = 8
 """Of those that wait, so many of the oldest are looked at for what is computed of them already."""

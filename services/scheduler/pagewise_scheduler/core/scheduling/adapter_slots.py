@@ -22,9 +22,9 @@ from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
 
-from pagewise_scheduler.core.memory.copy_costs import OnlineLine
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time_of
+from pagewise_scheduler.core.tiers.copy_costs import OnlineLine
 
 MAX_RANK = 2**31 - 1
 STAY_LOADS = 8

@@ -8,13 +8,13 @@ for its grammar to be compiled.
 from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
 from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 
 _WINDOW = 16
 _MOST_PASSED = 32

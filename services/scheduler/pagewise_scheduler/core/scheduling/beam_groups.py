@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 
 @dataclass(slots=True)

@@ -15,13 +15,13 @@ Preemption costs time, because the blocks that are dropped may have to be comput
 from collections import Counter
 from collections.abc import Iterable
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.victims import choose_victim
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 PATIENCE_STEPS = 8
 """How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""

@@ -5,11 +5,11 @@ from operator import eq
 
 from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.losses import LostRun, place_after, place_of, root_place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import Sequence
 from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 _LEAST_TOKENS = 2
 _RUNS = 16

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pagewise_shared.protocol import DEVICE, BlockCopies, pack_int32s
 
-from pagewise_scheduler.core.memory.tier import Copies
+from pagewise_scheduler.core.tiers.tier import Copies
 
 _Lists = dict[tuple[int, int], list[int]]
 """Pairs of source block and target block, one after the other, by source tier and target tier."""

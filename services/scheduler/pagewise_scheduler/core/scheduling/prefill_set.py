@@ -8,11 +8,6 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 from pagewise_shared.segments import furthest
 
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryPlan
-from pagewise_scheduler.core.recovery.remote_tier import PeerTiers
-from pagewise_scheduler.core.recovery.transfers import Load, TransferKey
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.scheduling.activity import Activity
@@ -25,6 +20,11 @@ from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInF
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.peer import PeerTiers
+from pagewise_scheduler.core.tiers.recovery import Recoveries
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
+from pagewise_scheduler.core.tiers.transfers import Load, TransferKey
 
 _WATERMARK = 0.01
 

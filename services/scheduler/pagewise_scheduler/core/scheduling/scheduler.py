@@ -11,12 +11,6 @@ from pagewise_shared.protocol.limits import longest_sequence
 from pagewise_shared.segments import Segment
 
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import Costs, Eviction
-from pagewise_scheduler.core.recovery.memory import make_memory
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.storage import Storage
-from pagewise_scheduler.core.recovery.transfers import Loads
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
@@ -29,6 +23,12 @@ from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder,
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
+from pagewise_scheduler.core.tiers.hashed import Storage
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.memory import make_memory
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.transfers import Loads
 
 
 class Scheduler:

@@ -14,12 +14,12 @@ from pagewise_shared.protocol import SegmentMove, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, original_tokens
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.step import PlanBuilder
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 _EARLIER = 1e-4
 """Seconds by which requests that compute originals go before the sequences that wait for them."""

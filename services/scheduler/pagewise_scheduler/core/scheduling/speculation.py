@@ -26,13 +26,13 @@ from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS, Speculati
 from pagewise_shared.segments import TOKEN_ID
 from pagewise_shared.speculation import num_accepted
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import Drafts, PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 _WINDOW = 16_384
 """Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""

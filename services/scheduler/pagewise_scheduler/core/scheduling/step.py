@@ -19,10 +19,10 @@ from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
 from pagewise_shared.segments import MAX_MOVED_TOKENS
 
-from pagewise_scheduler.core.memory.tier import Copies
-from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.tier import Copies
 
 Chunks = list[tuple[Sequence, int]]
 """Sequences, and how many of their known tokens a step computes."""

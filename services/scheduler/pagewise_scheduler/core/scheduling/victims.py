@@ -4,10 +4,10 @@ import heapq
 
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.recovery.cost_model import CostModel
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.device import BlockPool
 
 _CANDIDATES = 16
 

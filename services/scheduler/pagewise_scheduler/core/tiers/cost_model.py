@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf, log2, sqrt
 
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, OnlineLine, TierCosts
 from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import EvictionName, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.use_history import UseHistory
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, OnlineLine, TierCosts
 
 _LEAST_SECONDS = 1e-9
 _FADE, _FADE_AT_FIRST = 0.02, 0.1

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import RecoveryEstimate
-from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
 from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.tiers.cost_model import RecoveryEstimate
+from pagewise_scheduler.core.tiers.peer import BlockPlace, RecoverySource
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]

@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE, tier_name
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
-from pagewise_scheduler.core.memory.cache_tier import CacheTier
-from pagewise_scheduler.core.memory.copy_costs import Link
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
-from pagewise_scheduler.core.memory.tier import Tier
+from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.tier import Tier
 
 
 class BlockPlace(NamedTuple):

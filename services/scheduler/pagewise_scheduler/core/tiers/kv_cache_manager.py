@@ -10,15 +10,15 @@ from typing import NamedTuple
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.cache_tier import CacheTier, DemotionPolicy
-from pagewise_scheduler.core.memory.copy_costs import TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
-from pagewise_scheduler.core.memory.tier import Copies, Tier
+from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.host import CacheTier, DemotionPolicy
+from pagewise_scheduler.core.tiers.tier import Copies, Tier
 
 _RESTORABLE = attrgetter("restorable")
 

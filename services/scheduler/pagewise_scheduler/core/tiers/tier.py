@@ -22,7 +22,7 @@ from pagewise_scheduler.core.memory.losses import LossReason
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.memory.cache_tier import CacheTier
+    from pagewise_scheduler.core.tiers.host import CacheTier
 
 
 FREE, CACHED, IN_USE = 0, 1, 2

@@ -4,11 +4,11 @@ from typing import Protocol
 
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.copy_costs import TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, BlockCopy, Tier
+from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, BlockCopy, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""

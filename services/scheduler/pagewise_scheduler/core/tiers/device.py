@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.cache_tier import CacheTier
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.memory.tier import CACHED, FREE, BlockCopy, Tier
+from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.tier import CACHED, FREE, BlockCopy, Tier
 
 
 class BlockPool(Tier):

@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 
 from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, Copied, pack_int32s, unpack_int32s
 
-from pagewise_scheduler.core.memory.copy_costs import Link
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.remote_tier import BlockPlace, RecoverySource
-from pagewise_scheduler.core.recovery.storage import MAX_WRITING, Storage
+from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.hashed import MAX_WRITING, Storage
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.peer import BlockPlace, RecoverySource
 
 _LATE = 4.0
 """A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""

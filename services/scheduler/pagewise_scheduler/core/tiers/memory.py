@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager, TierSize
-from pagewise_scheduler.core.recovery.cost_model import CostModel, Costs, Eviction, make_policy
-from pagewise_scheduler.core.recovery.recovery import Recoveries
-from pagewise_scheduler.core.recovery.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
-from pagewise_scheduler.core.recovery.storage import Storage
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
+from pagewise_scheduler.core.tiers.hashed import Storage
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager, TierSize
+from pagewise_scheduler.core.tiers.recovery import Recoveries
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
 
 
 def make_memory(

@@ -13,19 +13,19 @@ from math import isnan
 from pagewise_shared.block_hash import pack_names
 from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, Copied, RemoteTier, unpack_int32s
 
-from pagewise_scheduler.core.memory.copy_costs import Link
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.memory.tier import Copies
-from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.pointers import Pointers
-from pagewise_scheduler.core.recovery.prefetch import FetchedPiece, Prefetches
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery, RecoveryPlan
-from pagewise_scheduler.core.recovery.recovery_policy import RecoveryPolicy
-from pagewise_scheduler.core.recovery.remote_tier import OwnTiers, Peer, PeerTiers, PrefixDirectory
-from pagewise_scheduler.core.recovery.storage import Storage, StoredPrefix, WriteBehind
-from pagewise_scheduler.core.recovery.transfers import Load, Receiver, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.hashed import Storage, StoredPrefix, WriteBehind
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.peer import OwnTiers, Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.tiers.pointers import Pointers
+from pagewise_scheduler.core.tiers.prefetch import FetchedPiece, Prefetches
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryPlan
+from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
+from pagewise_scheduler.core.tiers.tier import Copies
+from pagewise_scheduler.core.tiers.transfers import Load, Receiver, TransferKey, Transfers
 
 _REPORTS_KEPT = 4096
 _IN_STORAGE = CachedBlock(None, b"", ())

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pagewise_shared.block_hash import BlockHash, BlockName, is_private, pack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies, pack_int32s, tier_name
 
-from pagewise_scheduler.core.memory.copy_costs import CopyCosts, Link, TierCosts
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, hash_chain, hash_of
-from pagewise_scheduler.core.recovery.remote_tier import BlockPlace
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, TierCosts
+from pagewise_scheduler.core.tiers.peer import BlockPlace
 
 MAX_WRITING = 256
 """Blocks that may be on their way to one storage."""

@@ -1,10 +1,10 @@
 """Decides how KV comes back, and which KV is worth keeping for that in a tier below."""
 
-from pagewise_scheduler.core.memory.cache_tier import CacheTier
-from pagewise_scheduler.core.memory.copy_costs import Link, TierCosts
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.recovery.cost_model import CostModel, RecoveryEstimate
-from pagewise_scheduler.core.recovery.recovery_plan import Method, RecoveryMode
+from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.cost_model import CostModel, RecoveryEstimate
+from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.recovery_plan import Method, RecoveryMode
 
 _WORTH_BOTH = 0.975
 

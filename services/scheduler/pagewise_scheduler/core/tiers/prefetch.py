@@ -12,13 +12,13 @@ from operator import attrgetter
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
-from pagewise_scheduler.core.memory.tier import BlockCopy, Copies
-from pagewise_scheduler.core.recovery.cost_model import CostModel
-from pagewise_scheduler.core.recovery.remote_tier import Peer, PeerTiers
-from pagewise_scheduler.core.recovery.transfers import Load, TransferKey, Transfers
 from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
+from pagewise_scheduler.core.tiers.transfers import Load, TransferKey, Transfers
 
 _PIECE_BLOCKS, _MOST_LOADING = 128, 512
 """The most blocks of one prefetch that are on their way at a time, and of a peer beyond which no more are asked for."""

@@ -1,10 +1,10 @@
 """How far each of a recovery's two pointers goes in one step: computing from the front, loading from the back."""
 
-from pagewise_scheduler.core.memory.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.recovery.cost_model import SMALL_STEPS, CostModel
-from pagewise_scheduler.core.recovery.recovery_plan import Recovery
-from pagewise_scheduler.core.recovery.storage import StoredPrefix
-from pagewise_scheduler.core.recovery.transfers import Transfers
+from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel
+from pagewise_scheduler.core.tiers.hashed import StoredPrefix
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
+from pagewise_scheduler.core.tiers.transfers import Transfers
 
 _PIECE_BLOCKS = 256
 _FETCHED_BLOCKS = 128

@@ -3,8 +3,8 @@
 import heapq
 from dataclasses import dataclass
 
-from pagewise_scheduler.core.memory.block_pool import BlockPool
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.tiers.device import BlockPool
 
 
 @dataclass(slots=True, frozen=True)
