@@ -20,7 +20,7 @@ import transformers
 from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
-from pagewise_scheduler.actors.offers import copy_costs, storages_of
+from pagewise_scheduler.actors.offers import copy_costs
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
@@ -80,10 +80,9 @@ class Bench:
             block_size=info.block_size,
             max_num_seqs=8,
             max_num_batched_tokens=budget,
-            tiers={tier.number: tier.num_blocks for tier in info.tiers},
+            tiers={tier.number: tier.num_blocks or tier.identity for tier in info.tiers},
             costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
-            storages=storages_of(info.tiers),
         )
         self.tiers = self.scheduler.kv.pool.lower
         for tier in self.tiers:
@@ -121,13 +120,13 @@ class Bench:
 
     def _look_up(self, request: Request) -> None:
         root = self.scheduler.kv.pool.tree.root_hash(None)
-        for storage in self.scheduler.recoveries.storages.values():
+        for storage in self.scheduler.kv.hashed.values():
             self.runner.look_up(LookUp(1, 0, storage.number, root, request.prompt_token_ids.tobytes()))
             request.stored[storage.identity] = self.found.get(timeout=60).num_blocks
 
     def write_all(self) -> None:
         """Write all that waits to storage."""
-        while self.scheduler.recoveries.writers.is_busy:
+        while any(tier.is_busy for tier in self.scheduler.kv.hashed.values()):
             if (plan := self.scheduler.schedule(perf_counter())) is not None:
                 self.scheduler.update(self.runner.execute(plan).result())
             else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from pagewise_shared.protocol import tier_name
 
 from benchmarks.processes import free_port
 from benchmarks.record import record_file, write_record
@@ -47,10 +48,10 @@ def measure(path: Path, tokens: int, repeats: int, **storage: Any) -> dict[str, 
     best = min(median[mode] for mode in MODES if mode != "auto")
     counters = bench.scheduler.kv.pool.counters
     assert counters.recall_failed == 0
-    (offered,) = bench.runner.info.storages
+    (offered,) = bench.runner.info.tiers
     bench.runner.close()
     return {
-        "storage": offered.name,
+        "storage": tier_name(offered.number),
         "tokens": tokens,
         "bytes_per_token": bench.runner.info.bytes_per_block // 16,
         "measured_load_block_us": round(offered.load_block, 1),

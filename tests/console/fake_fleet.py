@@ -9,7 +9,7 @@ from pagewise_scheduler.core.console.block_details import BlockDetails, BlockPla
 from pagewise_scheduler.core.console.block_map import COPYING, LENT, STATES, MapFrame, cell_size, packed
 from pagewise_scheduler.core.console.prefixes import ExecutorPrefixes, NextEviction, PrefixRun
 from pagewise_scheduler.core.console.reports import BlockCounts, ExecutorState, LinkState, RequestLine, TierState
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import SOURCES, ConsoleView
 
 BLOCK_SIZE, BYTES_PER_BLOCK = 16, 32768

@@ -76,7 +76,7 @@ async def test_nobody_is_asked_for_what_is_short_or_cached(tmp_path: Path) -> No
         await stack.generate(PROMPT)
         short = asyncio.create_task(stack.generate(list(range(100, 112))))
         await asyncio.sleep(0.1)
-        (engine,) = [engine for engine in stack.engines if engine.scheduler.recoveries.storages]
+        (engine,) = [engine for engine in stack.engines if engine.scheduler.kv.hashed]
         assert engine.scheduler.num_running in (0, 1)
         assert len(stack.router.unplaced) == 0
         short.cancel()

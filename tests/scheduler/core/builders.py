@@ -1,7 +1,7 @@
 """Builders for core tests: schedulers and requests with only what a test cares about spelled out."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Mapping
 from itertools import count
 
 from pagewise_scheduler.core.memory.eviction import EvictionName
@@ -9,7 +9,6 @@ from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
-from pagewise_scheduler.core.tiers.hashed import Storage
 from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
@@ -35,7 +34,8 @@ def create_scheduler(
     recovery: RecoveryMode = "auto",
     costs: Costs | None = None,
     eviction: EvictionName = "lru",
-    storages: Iterable[Storage] = (),
+    hashed: Mapping[int, str] | None = None,
+    salted: bool = True,
     speculative: SpeculativeConfig | None = None,
     short_rope_len: int = ONE_ROPE,
 ) -> Scheduler:
@@ -44,11 +44,11 @@ def create_scheduler(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        tiers={HOST: num_host_blocks, FURTHER: num_further_blocks},
+        tiers={HOST: num_host_blocks, FURTHER: num_further_blocks, **(hashed or {})},
         recovery=recovery,
         costs=costs,
         eviction=eviction,
-        storages=storages,
+        salted=salted,
         speculative=speculative,
         short_rope_len=short_rope_len,
     )

@@ -7,7 +7,7 @@ from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.checking_executor import CheckingExecutor, next_candidates, next_token

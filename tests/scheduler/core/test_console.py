@@ -17,7 +17,7 @@ from pagewise_scheduler.core.console.block_map import (
     packed,
 )
 from pagewise_scheduler.core.console.prefixes import executor_prefixes
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import HOST, StepPlan
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict

@@ -340,9 +340,9 @@ class FleetRules(RuleBasedStateMachine):
 
 def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
-    sources = [one.source for one in recoveries._active.values()]
-    loads = chain.from_iterable(recoveries.transfers.from_peers().values())
-    sources += [part[0].source for load in loads for part in load.parts]
+    sources = [place.source for one in recoveries._active.values() for place in one.places]
+    loads = chain.from_iterable(recoveries.transfers.from_afar().values())
+    sources += [place.source for load in loads for part in load.parts for place in part[1]]
     unique = {source for source in sources if isinstance(source, PeerTiers) and source._device is pool}
     return sum(len(source._lent) for source in unique)
 

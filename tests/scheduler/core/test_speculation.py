@@ -232,7 +232,7 @@ def test_a_row_that_leaves_takes_its_draft_along() -> None:
     plan.draft(0, array("i", [5]))
     plan.draft(1, array("i", [6]))
     plan.leave(0)
-    assert [row for row, _ in plan.build(1, 1, [], []).drafts] == [1]
+    assert [row for row, _ in plan.build(1, 1, []).drafts] == [1]
 
 
 def drafted(request: Request) -> int:

@@ -1,6 +1,7 @@
 """Storage that outlives executors: what is computed goes there, comes back from there, and may be gone at any time."""
 
 from collections import deque
+from dataclasses import replace
 from itertools import takewhile
 
 import msgspec
@@ -15,7 +16,7 @@ from pagewise_scheduler.core.routing.policies import make_routing, place
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
 from pagewise_scheduler.core.tiers.cost_model import Costs
-from pagewise_scheduler.core.tiers.hashed import MAX_WRITING, Storage
+from pagewise_scheduler.core.tiers.hashed import MAX_ARRIVING
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DISK, StepResult
@@ -37,11 +38,14 @@ class Node:
         recovery: RecoveryMode = "swap",
         link: CopyCosts | None = None,
         *,
+        costs: Costs | None = None,
         salted: bool = True,
-        **options: int | Costs,
+        **options: int,
     ) -> None:
-        shared = Storage.beginning_with(DISK, IDENTITY, link or CopyCosts(), salted=salted)
-        self.scheduler = create_scheduler(recovery=recovery, storages=[shared], **options)  # type: ignore[arg-type]
+        costs = replace(costs or Costs(), tiers={DISK: link or CopyCosts()})
+        self.scheduler = create_scheduler(
+            recovery=recovery, costs=costs, hashed={DISK: IDENTITY}, salted=salted, **options
+        )
         self.executor = executor_for(self.scheduler)
         self.executor.storage = storage
         self.results: deque[StepResult] = deque()
@@ -141,12 +145,15 @@ def test_what_could_not_be_written_is_tried_again_with_the_next_use() -> None:
 def test_what_is_evicted_before_its_turn_is_not_written_nor_what_follows_it() -> None:
     node = Node({}, num_blocks=13)
     node.scheduler.add(create_request(prompt=PROMPT, max_tokens=3))
-    while not node.scheduler.recoveries.writers:
+    while not node.scheduler.kv.writes_back:
         plan = node.scheduler.schedule(0.0)
         if plan is not None:
             node.results.append(node.executor.execute(plan))
         node.scheduler.update(node.results.popleft())
+    tier = node.scheduler.kv.hashed[DISK]
+    tier.max_arriving = 0  # it is busy, so it does not take over what is evicted
     evict(node.scheduler, 5)  # of the end of the prefix, as always
+    tier.max_arriving = MAX_ARRIVING
     run(node.scheduler, node.executor)
     assert (node.counters["written"], node.counters["not_written"]) == (8, 5)
     assert num_stored(node.scheduler, node.executor, create_request(prompt=PROMPT)) == 8
@@ -160,7 +167,7 @@ def test_few_blocks_are_on_their_way_at_a_time() -> None:
         running = False
         while (plan := node.scheduler.schedule(0.0)) is not None and node.scheduler.num_in_flight <= 2:
             node.scheduler.update(node.executor.execute(plan))
-        assert sum(len(copies.pairs) // 8 for _, copies in node.executor.copying) <= MAX_WRITING
+        assert sum(len(copies.pairs) // 8 for _, copies in node.executor.copying) <= MAX_ARRIVING
         for message in node.executor.finish_copies(1):
             node.scheduler.copied(message)
             running = True

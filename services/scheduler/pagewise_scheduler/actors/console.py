@@ -35,7 +35,7 @@ from pagewise_scheduler.core.console.reports import (
     SchedulerState,
 )
 from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
-from pagewise_scheduler.core.tiers.tier import Tier
+from pagewise_scheduler.core.tiers.pool import Pool
 
 _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""
@@ -190,7 +190,7 @@ class Console:
             return None
         return b"\n".join(_encode(self._map(view, engine, tier, cells, since)) for engine, tier in tiers)
 
-    def _map(self, view: ConsoleView, engine: Engine, tier: Tier, most_cells: int, since: float) -> MapFrame:
+    def _map(self, view: ConsoleView, engine: Engine, tier: Pool, most_cells: int, since: float) -> MapFrame:
         first = min(view.first, tier.num_blocks - 1)
         count = min(view.count or tier.num_blocks, tier.num_blocks - first)
         size = cell_size(count, most_cells)
@@ -327,7 +327,7 @@ class Console:
             yield from engine.recent.latest(_MOST_ENDED)
 
 
-def _tier(engine: Engine, name: str) -> Tier | None:
+def _tier(engine: Engine, name: str) -> Pool | None:
     tiers = engine.scheduler.kv.tiers
     return next((tier for number, tier in tiers.items() if tier_name(number) == name), None)
 

@@ -301,20 +301,18 @@ class Engine:
 
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
-        for step, peer, tier in self.scheduler.recoveries.transfers.late_peers(now):
-            place = printable(peer) if peer else tier_name(tier)
+        for late in self.scheduler.recoveries.transfers.late(now):
+            place = printable(late.peer) if late.peer else tier_name(late.tier)
             self._complaints.warning("%s: copies with %s take too long: cancelled", self.executor_id, place)
-            self._link.send(CancelCopies(self.scheduler.epoch, step, peer, tier))
+            self._link.send(CancelCopies(self.scheduler.epoch, *late))
 
     def peer_lost(self, endpoint: str) -> None:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
         self.scheduler.peer_lost(endpoint)
         self.touch()
 
-    def look_up(self, number: int, identity: str, cache_salt: str | None, tokens: bytes) -> None:
-        """Ask the executor how much of a prefix is in its storage of that identity; it answers with ``Found``."""
-        storages = self.scheduler.recoveries.storages.values()
-        tier = next(storage.number for storage in storages if storage.identity == identity)
+    def look_up(self, number: int, tier: int, cache_salt: str | None, tokens: bytes) -> None:
+        """Ask the executor how much of a prefix is in a tier of it; it answers with ``Found``."""
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
         self._link.send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
 

@@ -29,7 +29,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, Life
 from pagewise_scheduler.actors.executor_link import ExecutorLink
 from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, storages_of
+from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, sizes_of
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
@@ -252,13 +252,13 @@ class Fleet(Sessions[Executor]):
                 options.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
             ),
             epoch=epoch,
-            tiers={tier.number: tier.num_blocks for tier in hello.tiers},
+            tiers=sizes_of(hello),
             costs=costs_of(hello),
             recovery=options.recovery,
             eviction=self._eviction,
             max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
-            storages=storages_of(hello.tiers, salted=options.storage_salted),
+            salted=options.storage_salted,
             speculative=options.speculative,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
         )

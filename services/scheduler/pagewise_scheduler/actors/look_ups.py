@@ -1,4 +1,4 @@
-"""Asks executors how much of a prompt is in storage, before it is placed."""
+"""Asks executors how much of a prompt is in tiers without ids, before it is placed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.metrics import Metrics
 
 ANSWER_SECONDS = 0.1
-"""Longest that a request waits for an answer: storage that takes longer is slow or broken, and would not help."""
+"""Longest that a request waits for an answer: a tier that takes longer is slow or broken, and would not help."""
 _LEAST_BLOCKS = 4
 """Fewer blocks than this are computed sooner than they are found."""
 _MOST_ORIGINALS = 64
@@ -31,10 +32,10 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """``stored``: where the answer is put, by the storage's identity."""
+    """``stored``: where the answer is put, by the identity of the tier."""
 
     engine: Engine
-    identity: str
+    tier: HashTier
     waiting: _Waiting
     stored: dict[str, int]
 
@@ -54,24 +55,23 @@ class LookUps:
     def begin(self, live: LiveRequest, engines: Sequence[Engine]) -> bool:
         """Ask for a request that is about to be placed on one of ``engines``; returns whether it has to wait.
 
-        One executor is asked for each storage. Nobody is asked for what an executor holds anyway, or about all of it:
+        One executor is asked for each identity. Nobody is asked for what an executor holds anyway, or about all of it:
         the prompt itself, and what its segments are moved from.
         """
         request = live.request
         request.stored.clear()
         request.stored_originals.clear()
-        asked: dict[str, Engine] = {}
+        asked: dict[str, tuple[Engine, HashTier]] = {}
         for engine in engines:
-            for storage in engine.scheduler.recoveries.storages.values():
-                link = storage.costs.load
-                if link.rests:  # it has failed, and is left alone for some requests
-                    link.rests -= 1
-                elif engine.life is Life.SERVING and storage.takes(request):
-                    asked.setdefault(storage.identity, engine)
+            for tier in engine.scheduler.kv.hashed.values():
+                if tier.link.rests:  # it has failed, and is left alone for some requests
+                    tier.link.rests -= 1
+                elif engine.life is Life.SERVING and tier.may_have(request.cache_salt):
+                    asked.setdefault(tier.identity, (engine, tier))
         if not asked:
             return False
         query = PrefixQuery(request)
-        size = next(iter(asked.values())).hello.block_size
+        size = next(iter(asked.values()))[0].hello.block_size
         originals = query.originals(size)[:_MOST_ORIGINALS]
         wanted = [(query.keys(size), request.stored)]
         wanted += [(one.keys, request.stored_originals.setdefault(one.tokens, {})) for one in originals]
@@ -84,11 +84,11 @@ class LookUps:
         if not lacked:
             return False
         waiting = _Waiting(live, len(asked) * len(lacked), clock() + ANSWER_SECONDS)
-        for identity, engine in asked.items():
+        for engine, tier in asked.values():
             for tokens, stored in lacked:
                 number = next(self._numbers)
-                self._questions[number] = _Question(engine, identity, waiting, stored)
-                engine.look_up(number, identity, query.cache_salt, tokens)
+                self._questions[number] = _Question(engine, tier, waiting, stored)
+                engine.look_up(number, tier.number, query.cache_salt, tokens)
         return True
 
     def found(self, engine: Engine, message: Found) -> None:
@@ -98,7 +98,7 @@ class LookUps:
             return
         del self._questions[message.number]
         waiting = question.waiting
-        question.stored[question.identity] = max(0, message.num_blocks)
+        question.stored[question.tier.identity] = max(0, message.num_blocks)
         waiting.num_missing -= 1
         if not waiting.num_missing:
             self._place(waiting.live)
@@ -112,9 +112,7 @@ class LookUps:
         }
         for number, question in late.items():
             del self._questions[number]
-            for storage in question.engine.scheduler.recoveries.storages.values():
-                if storage.identity == question.identity:
-                    storage.costs.load.failed()
+            question.tier.link.failed()
         self._metrics.look_ups_late.inc(len(late))
         placed = {question.waiting: None for question in late.values()}
         for waiting in placed:

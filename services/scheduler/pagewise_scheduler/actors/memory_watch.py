@@ -99,9 +99,9 @@ class MemoryWatch:
         metrics.recoveries(method, origin).inc()
         metrics.cached_tokens("device").inc(recovery.device_tokens)
         self.cached_tokens["device"] += recovery.device_tokens
-        if recovery.loaded_tokens:
-            metrics.cached_tokens(origin).inc(recovery.loaded_tokens)
-            self.cached_tokens[origin] += recovery.loaded_tokens
+        for source, tokens in recovery.loaded.items():
+            metrics.cached_tokens(source).inc(tokens)
+            self.cached_tokens[source] += tokens
         estimate = recovery.estimate
         if estimate is not None:
             log.debug(

@@ -20,7 +20,6 @@ from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
 from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
 from pagewise_scheduler.core.tiers.cost_model import Costs
-from pagewise_scheduler.core.tiers.hashed import Storage
 
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""
@@ -127,18 +126,13 @@ def costs_of(hello: Hello) -> Costs:
     return Costs(**steps, tiers=tiers, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
 
 
-def storages_of(offered: Iterable[TierInfo], *, salted: bool = True) -> list[Storage]:
-    """The tiers without ids, with what copies cost as far as that was measured. ``salted``: see ``Storage``."""
-    return [
-        Storage.beginning_with(
-            storage.number,
-            storage.identity,
-            CopyCosts(*(value * 1e-6 for value in _measured(storage))) if any(_measured(storage)) else CopyCosts(),
-            salted=salted,
-        )
-        for storage in offered
-        if storage.number in HASH_TIERS
-    ]
+def sizes_of(hello: Hello) -> dict[int, int | str]:
+    """Of each tier below the device, by its number, how many blocks it has, or its identity if they have no ids: a tier
+    that does not say one is the executor's own."""
+    return {
+        tier.number: tier.num_blocks or tier.identity or f"{tier_name(tier.number)} of {hello.executor_id}"
+        for tier in hello.tiers
+    }
 
 
 def copy_costs(tiers: Iterable[TierInfo]) -> dict[int, CopyCosts]:

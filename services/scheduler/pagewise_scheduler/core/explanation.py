@@ -298,7 +298,7 @@ def _together(one: LostPrefix, other: LostPrefix) -> bool:
 
 
 def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> RecoveredPrefix:
-    estimate, source = event.estimate, event.plan.source
+    estimate = event.estimate
     broken_off = [one.time for one in timeline.departures if one.ran] + [one.time for one in timeline.interruptions]
     again = not event.first_start and any(time <= event.began for time in broken_off)
     return RecoveredPrefix(
@@ -306,14 +306,14 @@ def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> Recove
         resumed=event.resumed or again,
         method=event.method,
         source=event.origin,
-        peer=(source.peer or None) if source is not None else None,
+        peer=event.plan.peer,
         device_tokens=event.device_tokens,
         loaded_tokens=event.loaded_tokens,
         predicted={}
         if estimate is None
         else {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both},
         seconds=_after(event.began, event.ended),
-        found_tokens=len(event.plan.nodes) * event.sequence.table.block_size,
+        found_tokens=event.plan.num_blocks * event.sequence.table.block_size,
     )
 
 

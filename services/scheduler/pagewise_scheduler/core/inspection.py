@@ -193,7 +193,7 @@ def _event(event: object, now: float) -> EventReport:
         device_tokens=event.device_tokens,
         loaded_tokens=event.loaded_tokens,
         source=event.origin,
-        peer=(event.plan.source.peer or None) if event.plan.source is not None else None,
+        peer=event.plan.peer,
     )
     if event.estimate is not None:
         estimate = event.estimate

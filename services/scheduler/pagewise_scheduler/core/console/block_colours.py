@@ -11,7 +11,7 @@ from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, Tier
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 
 MOST_SAMPLES = 2048
 _MOST_STEPS = 16_384
@@ -25,7 +25,7 @@ Label = Callable[[int], str]
 
 
 def coloured_cells(
-    scheduler: Scheduler, tier: Tier, colour: str, first: int, count: int, size: int
+    scheduler: Scheduler, tier: Pool, colour: str, first: int, count: int, size: int
 ) -> tuple[bytearray, list[tuple[int, str]]]:
     """Return two bytes for each cell of ``size`` blocks, as ``MapFrame`` has them, and the legend."""
     label = _LABELS[colour](scheduler, tier)
@@ -47,12 +47,12 @@ def coloured_cells(
     return cells, [(index, name) for name, index in legend.items()]
 
 
-def _state(tier: Tier, block: int) -> str:
+def _state(tier: Pool, block: int) -> str:
     state = tier.states[block]
     return "free" if state == FREE else "cached" if state == CACHED else "in use"
 
 
-def _by_request(scheduler: Scheduler, tier: Tier) -> Label:
+def _by_request(scheduler: Scheduler, tier: Pool) -> Label:
     owners: dict[int, str] = {}
     left = _MOST_STEPS
     if tier is scheduler.kv.pool:
@@ -75,7 +75,7 @@ def _by_request(scheduler: Scheduler, tier: Tier) -> Label:
     return label
 
 
-def _by_prefix(scheduler: Scheduler, tier: Tier) -> Label:
+def _by_prefix(scheduler: Scheduler, tier: Pool) -> Label:
     names: dict[CachedBlock, str] = {}
     left = _MOST_STEPS
 
@@ -99,7 +99,7 @@ def _by_prefix(scheduler: Scheduler, tier: Tier) -> Label:
     return label
 
 
-def _by_age(scheduler: Scheduler, tier: Tier) -> Label:
+def _by_age(scheduler: Scheduler, tier: Pool) -> Label:
     nodes = [tier.node(block) for block in range(0, tier.num_blocks, max(1, tier.num_blocks // 1024))]
     newest = max((node.last_used for node in nodes if node is not None), default=0)
 
@@ -113,7 +113,7 @@ def _by_age(scheduler: Scheduler, tier: Tier) -> Label:
     return label
 
 
-def _by_tier(scheduler: Scheduler, tier: Tier) -> Label:
+def _by_tier(scheduler: Scheduler, tier: Pool) -> Label:
     numbers = list(scheduler.kv.tiers)
 
     def label(block: int) -> str:
@@ -125,7 +125,7 @@ def _by_tier(scheduler: Scheduler, tier: Tier) -> Label:
     return label
 
 
-_LABELS: dict[str, Callable[[Scheduler, Tier], Label]] = {
+_LABELS: dict[str, Callable[[Scheduler, Pool], Label]] = {
     "request": _by_request,
     "prefix": _by_prefix,
     "age": _by_age,

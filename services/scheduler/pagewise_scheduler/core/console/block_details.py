@@ -12,7 +12,7 @@ from pagewise_scheduler.core.memory.cost_aware import CostAware
 from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, Tier
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 
 _MOST_REQUESTS = 32
 
@@ -57,7 +57,7 @@ class BlockDetails(Struct, omit_defaults=True):
 def block_details(
     executor_id: str,
     scheduler: Scheduler,
-    tier: Tier,
+    tier: Pool,
     block: int,
     others: Iterable[tuple[str, Scheduler]],
     *,

@@ -1,7 +1,7 @@
 """The map of a tier's blocks: cells of so many blocks each, with the state that most of them are in.
 
 A map of 100,000 blocks is made a few times a second, so no code here iterates over all blocks in Python.
-``Tier.states`` is kept where states change. What is done here takes time for each cell that has changed, and for each
+``Pool.states`` is kept where states change. What is done here takes time for each cell that has changed, and for each
 lent or copied block.
 """
 
@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from pagewise_scheduler.core.console.reports import BlockCounts
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, IN_USE, Tier
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE, Pool
 
 STATES = ("free", "cached", "in use", "lent", "copying")
-"""What the colours of a map mean, by index; the first three are as in ``Tier.states``."""
+"""What the colours of a map mean, by index; the first three are as in ``Pool.states``."""
 LENT, COPYING = 3, 4
 
 MOST_MARKED = 4096
@@ -52,14 +52,14 @@ class MarkedBlocks:
 
     __slots__ = ("copying", "lent")
 
-    def __init__(self, scheduler: Scheduler, tier: Tier, since: float) -> None:
+    def __init__(self, scheduler: Scheduler, tier: Pool, since: float) -> None:
         """``since``: when copies have to have been asked for that may be over, in seconds of the caller's clock."""
         pool = scheduler.kv.pool
         self.copying = scheduler.recoveries.transfers.blocks(tier.number, since, MOST_MARKED)
         lent = pool.lent if tier is pool else ()
         self.lent = {block for block in list(lent)[:MOST_MARKED] if block not in self.copying}
 
-    def counts(self, tier: Tier) -> BlockCounts:
+    def counts(self, tier: Pool) -> BlockCounts:
         """All blocks of the tier by state; they add up to it."""
         of_marked = Counter(tier.states[block] for block in (*self.copying, *self.lent))
         return BlockCounts(
@@ -81,7 +81,7 @@ class StateCells:
         self._states = b""
         self._cells = bytearray()
 
-    def update(self, tier: Tier, first: int, count: int, size: int, marked: MarkedBlocks) -> bytearray:
+    def update(self, tier: Pool, first: int, count: int, size: int, marked: MarkedBlocks) -> bytearray:
         """Two bytes for each cell of ``size`` blocks, of ``count`` blocks from ``first`` on."""
         states = bytes(memoryview(tier.states)[first : first + count])
         marks = {LENT: _within(marked.lent, first, count), COPYING: _within(marked.copying, first, count)}

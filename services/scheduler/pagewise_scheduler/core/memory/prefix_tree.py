@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 
-from pagewise_shared.block_hash import BlockHash, block_hash, root_hash
+from pagewise_shared.block_hash import BlockHash, BlockName, block_hash, is_private, root_hash, without_rope
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.losses import LossLog, RequestRef, root_place
 
 NOWHERE = -1
 """The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
+
+PRIVATE = 1
+"""The bit of ``CachedBlock.stored`` that says that the block's cache salt is of some clients only."""
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -34,9 +37,9 @@ class CachedBlock:
             have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
-        it. kind: what an eviction policy has noted of it, 0: nothing. stored: in which storages it lies, or will when
-        copies under way are made, one bit for each. cached_by: who computed it, if that is known. place: see
-        ``losses``, 0 until it is asked for.
+        it. kind: what an eviction policy has noted of it, 0: nothing. stored: bits of the tiers without ids (see
+        ``HashTier``), and ``PRIVATE``. cached_by: who computed it, if that is known. place: see ``losses``, 0 until it
+        is asked for.
     """
 
     __slots__ = (
@@ -63,7 +66,8 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.block = NOWHERE
         self.copies = no_copies
-        self.num_places = self.num_on_device = self.last_used = self.kind = self.stored = self.place = 0
+        self.num_places = self.num_on_device = self.last_used = self.kind = self.place = 0
+        self.stored: int = 0 if parent is None else parent.stored & PRIVATE
         self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
@@ -94,6 +98,13 @@ class _Root(CachedBlock):
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
         self.place = root_place(cache_salt)
+        self.stored = PRIVATE if is_private(without_rope(cache_salt)) else 0
+
+
+def name_of(node: CachedBlock) -> BlockName:
+    """The name of a block where there are no ids."""
+    assert node.parent is not None
+    return BlockName(hash_of(node), hash_of(node.parent))
 
 
 def hash_of(node: CachedBlock) -> BlockHash:

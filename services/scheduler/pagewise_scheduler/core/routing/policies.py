@@ -146,8 +146,8 @@ def _sources(candidate: Candidate, holder: Candidate) -> Iterator[tuple[Link, in
     if peer and recoveries.can_fetch_from(peer):
         yield candidate.executor.costs.link(peer), holder.match.device + holder.match.lower
     if query.stored:
-        for storage, num_blocks in recoveries.in_storage(query.stored, query.num_tokens):
-            yield storage.costs.load, num_blocks * candidate.executor.costs.block_size
+        for tier, num_blocks in recoveries.looked_up(query.stored, query.num_tokens):
+            yield tier.link, num_blocks * candidate.executor.costs.block_size
 
 
 def _fetched(candidate: Candidate, link: Link, end: int) -> PredictedRecovery:

@@ -1,12 +1,15 @@
 """Copies between the blocks of one executor that the next plan asks for."""
 
 from collections.abc import Iterable
+from itertools import chain
 
+from pagewise_shared.block_hash import pack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies, pack_int32s
 
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
 from pagewise_scheduler.core.tiers.tier import Copies
 
-_Lists = dict[tuple[int, int], list[int]]
+_Lists = dict[tuple[int, int], list[int | CachedBlock]]
 """Pairs of source block and target block, one after the other, by source tier and target tier."""
 
 
@@ -24,7 +27,7 @@ class PendingCopies:
     def __init__(self) -> None:
         self._inside: list[int] = []
         self._lists: list[_Lists] = []
-        self._written: set[tuple[int, int]] = set()
+        self._written: set[tuple[int, int | CachedBlock]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._inside or self._lists)
@@ -38,6 +41,7 @@ class PendingCopies:
         """Copies that have to be made before anything is written that they read."""
         for source, source_block, target, target_block in copies:
             if target == DEVICE:
+                assert isinstance(target_block, int)
                 self._inside += (source_block, target_block)
                 continue
             # A block that came to its tier only now, and goes on already, has to have come first.
@@ -65,7 +69,7 @@ class PendingCopies:
     def take(self) -> list[BlockCopies]:
         """All of them, in order; none are left."""
         taken = [
-            BlockCopies(source, target, pack_int32s(lists[source, target]))
+            _listed(source, target, lists[source, target])
             for lists in self._lists
             for source, target in sorted(lists, reverse=True)
         ]
@@ -73,3 +77,11 @@ class PendingCopies:
             taken.append(BlockCopies(DEVICE, DEVICE, pack_int32s(self._inside)))
         self.clear()
         return taken
+
+
+def _listed(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCopies:
+    nodes = [node for node in pairs[1::2] if isinstance(node, CachedBlock)]
+    if not nodes:
+        return BlockCopies(source, target, pack_int32s(pairs))  # type: ignore[arg-type]
+    indexed = chain.from_iterable(zip(pairs[::2], range(len(nodes)), strict=True))
+    return BlockCopies(source, target, pack_int32s(indexed), names=pack_names(map(name_of, nodes)))  # type: ignore[arg-type]

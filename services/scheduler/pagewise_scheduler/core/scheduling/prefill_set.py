@@ -21,7 +21,6 @@ from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.tiers.peer import PeerTiers
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
 from pagewise_scheduler.core.tiers.transfers import Load, TransferKey
@@ -91,7 +90,7 @@ class PrefillSet:
             return
         prefix, start = self._admission.cached_prefix(sequence)
         plan = self._recoveries.choose(prefix, 1.0, sequence)
-        if isinstance(plan.source, PeerTiers) and plan.method != "recompute" and self.segments.lacks(sequence, start):
+        if plan.peer is not None and plan.method != "recompute" and self.segments.lacks(sequence, start):
             self._recoveries.prefetches.want(sequence, plan.end * self._kv.block_size)
 
     def make_room(self) -> bool:
@@ -273,7 +272,7 @@ class PrefillSet:
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
         plan = self._recoveries.choose(prefix, share, sequence)
-        if plan.nodes:
+        if plan.parts:
             prefix = kv.without_copy(prefix)
             if not self.segments.holds(sequence, prefix.num_tokens):
                 # What lies in tiers of this executor was to be loaded, segments and all.

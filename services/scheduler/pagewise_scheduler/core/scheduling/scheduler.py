@@ -1,7 +1,7 @@
 """Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from pagewise_shared.block_hash import ONE_ROPE
@@ -24,7 +24,6 @@ from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
-from pagewise_scheduler.core.tiers.hashed import Storage
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.memory import make_memory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
@@ -39,9 +38,9 @@ class Scheduler:
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last;
     ``steps_in_flight``: those that have not come back, the oldest first.
 
-    ``tiers``: blocks of each tier below the device, by its number. ``costs``: what the executor's steps and copies took
+    ``tiers``, ``salted``: below the device, see ``make_memory``. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
-    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too. ``storages``: of the executor.
+    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too.
     ``speculative``: how tokens are drafted; None: they are not. ``short_rope_len``: see ``rope_salt``.
     """
 
@@ -53,7 +52,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         epoch: int = 1,
-        tiers: Mapping[int, int] | None = None,
+        tiers: Mapping[int, int | str] | None = None,
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
         eviction: Eviction = "lru",
@@ -61,7 +60,7 @@ class Scheduler:
         model_fingerprint: str = "",
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
-        storages: Iterable[Storage] = (),
+        salted: bool = True,
         speculative: SpeculativeConfig | None = None,
         short_rope_len: int = ONE_ROPE,
     ) -> None:
@@ -69,19 +68,19 @@ class Scheduler:
         self.kv, self.recoveries = make_memory(
             num_blocks=num_blocks, block_size=block_size, chunk=max_num_batched_tokens, tiers=tiers or {},
             costs=costs or Costs(), recovery=recovery, eviction=eviction, model_fingerprint=model_fingerprint, kv=kv,
-            storages=storages,
+            salted=salted,
         )  # fmt: skip
         self.costs = self.recoveries.costs
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step = 0, 0
-        self._plan, self._writers, self.short_rope_len = PlanBuilder(), self.recoveries.writers, short_rope_len
+        self._plan, self.short_rope_len = PlanBuilder(), short_rope_len
         self._decoding = DecodeSet(block_size)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
         self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
         self.activity = self._prefilling.activity
         self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
-        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self._writers.ended)
+        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self.kv.ended)
         self._requests: dict[str, Request] = {}
         self.steps_in_flight: deque[StepInFlight] = deque()
 
@@ -226,7 +225,7 @@ class Scheduler:
         drafts, budget = self.speculation.draft(self.steps_in_flight, budget, self._cache_full_blocks)
         chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
-        if not decoding and not chunks and not loads and not self._writers:
+        if not decoding and not chunks and not loads and not self.kv.writes_back:
             return self._unblock(now)
         return self._commit(step, decoding, chunks, drafts, loads)
 
@@ -291,7 +290,8 @@ class Scheduler:
         # Whoever has nothing to run in the next step samples its last token in this one.
         ending = self._decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
-        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads), self._writers.take(step))
+        self._plan.copy(self.kv.write_back())
+        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads))
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in completed:
@@ -386,7 +386,7 @@ class Scheduler:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         if ends:
-            self._writers.ended(sequence.request, sequence.table.tip)
+            self.kv.ended(sequence.request, sequence.table.tip)
         touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 

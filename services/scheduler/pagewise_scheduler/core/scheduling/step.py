@@ -256,13 +256,13 @@ class PlanBuilder:
         """Verify that these tokens follow the row's known ones."""
         self._drafts.append((row, tokens.tobytes()))
 
-    def build(self, epoch: int, step: int, loads: list[BlockCopies], writes: list[BlockCopies]) -> StepPlan:
+    def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
         """The plan with everything collected so far. Empties the builder.
 
-        ``loads``: copies to the device. ``writes``: copies from there to storage.
+        ``loads``: copies to the device.
         """
-        # What comes to the device may be written over what is copied inside it, and that over what goes to storage.
-        copies = (*writes, *self.copies.take(), *loads) if self.copies or loads or writes else ()
+        # What comes to the device may be written over what is copied inside it, and over what leaves it.
+        copies = (*self.copies.take(), *loads) if self.copies or loads else ()
         plan = StepPlan(
             epoch=epoch,
             step=step,

@@ -12,11 +12,11 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.tiers.host import CacheTier
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, BlockCopy, Tier
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Tier
 
 
-class BlockPool(Tier):
+class BlockPool(Pool):
     """The tier in which sequences compute: blocks in use may hold what nobody knows yet.
 
     Block tables hold references to its blocks. A cached block is evicted after those that follow it, so the ancestors
@@ -32,7 +32,7 @@ class BlockPool(Tier):
         tree: PrefixTree,
         policy: EvictionPolicy | None = None,
         counters: MemoryCounters | None = None,
-        below: CacheTier | None = None,
+        below: Tier | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
@@ -130,8 +130,7 @@ class BlockPool(Tier):
         node = self._evictable.pop()
         if node is None:
             return False
-        # Asked while the node still lies here: room made below must not take it out of the tree.
-        kept = self.below is not None and self.below.take_over(node, DEVICE, copies)
+        kept = self.below is not None and self._demote(node, copies)
         parent, block = node.parent, node.block
         assert parent is not None
         node.block = NOWHERE
@@ -142,11 +141,12 @@ class BlockPool(Tier):
         self.states[block] = FREE
         self._num_cached -= 1
         self.counters.evicted += 1
-        if kept:
+        if not kept:
+            self.counters.dropped += 1
+        if node.num_places and kept:
             for tier in self.lower:  # it is the nearest one there now
                 tier.offer(node)
         else:
-            self.counters.dropped += 1
             self.drop(node)
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self._evictable.push(parent, NEAREST)

@@ -1,122 +1,123 @@
-"""Storage that outlives executors, and that several of them share: what is loaded from it, and what is written to it.
+"""Tiers below the device whose blocks are found by their hashes: the disk cache and the store.
 
-A scheduler keeps no list of what is stored: others write there too, and storage forgets by itself. When a request
-comes, an executor is asked how much of its prompt is stored (``LookUp``). What was found is noted in the request, and
-is one more source from which its KV can be recovered. A block that is gone when it is loaded is computed.
+They outlive executors, and several executors share one. A scheduler keeps no list of what lies there: others write
+there too, and the tier forgets by itself. When a request comes, an executor is asked how much of its prompt is there
+(``LookUp``), which is noted in the request. A block that is gone when it is loaded is computed.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
-from pagewise_shared.block_hash import BlockHash, BlockName, is_private, pack_names
-from pagewise_shared.protocol import DEVICE, BlockCopies, pack_int32s, tier_name
+from pagewise_shared.block_hash import BlockHash, BlockName, is_private, unpack_names
+from pagewise_shared.protocol import DEVICE, BlockCopies, tier_name
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, hash_chain, hash_of
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, TierCosts
-from pagewise_scheduler.core.tiers.peer import BlockPlace
+from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.host import DemotionPolicy
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Place, Tier
 
-MAX_WRITING = 256
-"""Blocks that may be on their way to one storage."""
+MAX_ARRIVING = 256
+"""Blocks that may be on their way to such a tier when another prefix is offered to it."""
+_MOST_ARRIVING = 512
 _MOST_WAITING = 1 << 16
 _WRITTEN_PER_STEP = 32
+_BEGUN = 16
 
 
-IsWorthWriting = Callable[[CachedBlock, "Storage", float], bool]
-"""Whether a block is to be written to a storage that is so busy, 0 to 1."""
+class HashTier:
+    """A tier without ids, which several executors may share.
 
+    What is computed goes there in two ways. A tier above that gives up a block offers it, as to any tier. And when a
+    sequence ends, those of its blocks that do not lie here wait to be written back behind it, the beginning of a prefix
+    before its end: each plan takes some along. If one of them is not worth it, or lies nowhere any more before its
+    turn, nothing is written of what follows it.
 
-@dataclass(slots=True, eq=False)
-class Storage:
-    """A storage that an executor reads and writes.
+    A prefix is of use only from its beginning on. Blocks are given up from its end, so when such a block is taken over,
+    all that come before it are to be written too. ``CachedBlock.stored`` has two bits for each tier: the block lies
+    here or will when copies under way are made, and a block behind it was taken over.
 
-    Fields:
-        number: of the tier. identity: executors with the same one share it.
-        costs: of copies between it and the device. salted: whether KV of requests with a cache salt may be there.
+    ``identity``: executors with the same one share it. ``salted``: whether KV of requests with a cache salt may be
+    here.
     """
 
-    number: int
-    identity: str
-    costs: TierCosts
-    salted: bool = True
+    __slots__ = (
+        "_arriving", "_begun", "_bit", "_counters", "_demotion", "_num_waiting", "_salted", "_waiting", "below",
+        "costs", "identity", "max_arriving", "num_arriving", "number", "policy",
+    )  # fmt: skip
 
-    @classmethod
-    def beginning_with(cls, number: int, identity: str, costs: CopyCosts, *, salted: bool = True) -> "Storage":
-        """One whose copies cost that, until something has been copied."""
-        return cls(number, identity, TierCosts.beginning_with(costs), salted)
-
-    def takes(self, request: Request) -> bool:
-        """Whether KV of a request may be there."""
-        return self.salted or not is_private(request.cache_salt)
-
-
-class StoredPrefix:
-    """The blocks of a prompt that a storage holds, from the block ``start`` on. See ``RecoverySource``.
-
-    They have no ids there, so the block of a place is its index in the prompt. Nothing is pinned: storage that has
-    forgotten a block says so when it is loaded.
-    """
-
-    __slots__ = ("_block_bytes", "_root", "_start", "_tokens", "epoch", "identity", "link", "name", "number", "peer")
-
-    def __init__(self, storage: Storage, root: BlockHash, tokens: bytes, block_size: int, start: int) -> None:
-        """``root``: where the block hashes of the prompt begin. ``tokens``: of its blocks (int32 bytes)."""
-        self.peer, self.number, self.name = "", storage.number, tier_name(storage.number)
-        self.identity = storage.identity
-        self.epoch = 0
-        self.link: Link = storage.costs.load
-        self._root, self._tokens, self._start = root, tokens, start
-        self._block_bytes = 4 * block_size
-
-    def link_from(self, tier: int) -> Link:
-        """What copies from it cost."""
-        return self.link
-
-    def pin(self, nodes: Sequence[CachedBlock]) -> list[BlockPlace]:
-        """The places of these blocks, the first of which is ``start``."""
-        return [BlockPlace(node, self.number, index) for index, node in enumerate(nodes, self._start)]
-
-    def release(self, places: Iterable[BlockPlace]) -> None:
-        """Nothing was pinned."""
-
-    def names(self, places: Iterable[BlockPlace]) -> list[BlockName]:
-        """What the blocks of these places are called."""
-        hashes = hash_chain(self._root, self._tokens, self._block_bytes)
-        return [BlockName(hashes[at], hashes[at - 1] if at else self._root) for at in (one.block for one in places)]
-
-
-class _Writer:
-    """What goes to one storage; see ``WriteBehind``."""
+    peer, epoch, is_far = "", 0, True
 
     def __init__(
         self,
-        storage: Storage,
-        bit: int,
+        number: int,
+        identity: str,
+        policy: EvictionPolicy,
         counters: MemoryCounters,
-        is_worth_writing: IsWorthWriting,
+        below: Tier | None,
+        costs: TierCosts,
+        demotion: DemotionPolicy | None = None,
+        *,
+        salted: bool = True,
     ) -> None:
-        """``bit``: which of ``CachedBlock.stored`` tells that a block is stored there."""
-        self.storage = storage
-        self.num_writing = 0
-        self._bit = bit
+        self.number = number
+        self.policy = policy
+        self.below = below
+        self.costs = costs
+        self.identity = identity
+        self.num_arriving, self.max_arriving = 0, MAX_ARRIVING
         self._counters = counters
-        self._is_worth_writing = is_worth_writing
+        self._demotion = demotion
+        self._salted = salted
+        self._bit, self._begun = 1 << number, 1 << (number + _BEGUN)
+        self._arriving: dict[BlockHash, CachedBlock] = {}
         self._waiting: deque[list[CachedBlock]] = deque()  # the end of a prefix first: they are taken from the back
         self._num_waiting = 0
-        self._writing: deque[tuple[int, list[CachedBlock]]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting) and self.num_writing < MAX_WRITING
 
     @property
-    def is_busy(self) -> bool:
-        return bool(self._waiting) or self.num_writing > 0
+    def name(self) -> str:
+        """For people and metrics."""
+        return tier_name(self.number)
 
-    def ended(self, tip: CachedBlock | None, num_stored: int) -> None:
+    @property
+    def link(self) -> Link:
+        """What copies from it to the device cost."""
+        return self.costs.load
+
+    def may_have(self, cache_salt: str | None) -> bool:
+        """Whether KV of requests with this cache salt may be here."""
+        return self._salted or not is_private(cache_salt)
+
+    # ---- what comes here -----------------------------------------------------------------------------
+
+    def holds(self, node: CachedBlock) -> bool:
+        """Whether the block lies here, or will when copies under way are made. It may have been forgotten since."""
+        return bool(node.stored & self._bit)
+
+    def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
+        """See ``Tier``."""
+        if node.num_places == 1 and not node.stored & self._bit:  # else another tier has it, or this one
+            if not self._write(node, source, copies):
+                return False
+            self._counters.demoted += source == DEVICE
+            assert node.parent is not None
+            if node.parent.parent is not None and not node.parent.stored & (self._bit | self._begun):
+                path = self._lacking(node.parent, 0)
+                for before in path:
+                    before.stored |= self._begun
+                self._wait(path)
+        return True
+
+    def ended(self, tip: CachedBlock, num_stored: int) -> None:
         """A sequence lets go of its blocks, of which ``tip`` is the last that is full. The first ``num_stored`` were
-        found in the storage."""
+        found here."""
+        if self._salted or not tip.stored & PRIVATE:
+            self._wait(self._lacking(tip, num_stored))
+
+    def _lacking(self, tip: CachedBlock, num_stored: int) -> list[CachedBlock]:
+        """The blocks up to ``tip`` that do not lie here, the last one first."""
         path: list[CachedBlock] = []
         for node in ancestors(tip):
             if node.stored & self._bit:
@@ -125,97 +126,98 @@ class _Writer:
                 node.stored |= self._bit
             else:
                 path.append(node)
-        if not path:
-            return
+        return path
+
+    def _wait(self, path: list[CachedBlock]) -> None:
         if self._num_waiting + len(path) > _MOST_WAITING:
             self._counters.not_written += len(path)
-        else:
+        elif path:
             self._num_waiting += len(path)
             self._waiting.append(path)
 
-    def take(self, step: int) -> BlockCopies | None:
-        """The copies that the plan of ``step`` asks for, before all its others; None: there are none."""
-        taken: list[CachedBlock] = []
-        most = min(_WRITTEN_PER_STEP, MAX_WRITING - self.num_writing)
-        while self._waiting and len(taken) < most:
-            path = self._waiting[0]
-            node = path.pop()
-            self._num_waiting -= 1
-            busy = (self.num_writing + len(taken)) / MAX_WRITING
-            if node.stored & self._bit:  # by another sequence
-                pass
-            elif node.block >= 0 and self._is_worth_writing(node, self.storage, busy):
-                node.stored |= self._bit
-                taken.append(node)
-            else:
-                self._counters.not_written += 1 + len(path)
-                self._num_waiting -= len(path)
-                path.clear()
-            if not path:
-                self._waiting.popleft()
-        if not taken:
-            return None
-        self.num_writing += len(taken)
-        self._writing.append((step, taken))
-        pairs = pack_int32s([part for index, node in enumerate(taken) for part in (node.block, index)])
-        names = pack_names(BlockName(hash_of(node), hash_of(node.parent)) for node in taken if node.parent is not None)
-        return BlockCopies(DEVICE, self.storage.number, pairs, names=names)
-
-    def confirmed(self, step: int, bad: set[int]) -> None:
-        while self._writing and self._writing[0][0] <= step:
-            asked_in, nodes = self._writing.popleft()
-            self.num_writing -= len(nodes)
-            if asked_in == step:
-                for index in bad:
-                    if index < len(nodes):
-                        nodes[index].stored &= ~self._bit  # another sequence that uses it tries again
-                self._counters.written += len(nodes) - len(bad)
-                self._counters.not_written += len(bad)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        self._num_waiting = 0
-        self._writing.clear()
-        self.num_writing = 0
-
-
-class WriteBehind:
-    """Writes what one executor has computed to its storages, behind the requests that it was computed for.
-
-    When a sequence ends, those of its blocks that are not stored wait here, the beginning of a prefix before its end,
-    and each plan takes some of them along. If a block is not written, because it is not worth it or has been evicted
-    before its turn, nothing is written of what follows it. True if something is to be written now.
-    """
-
-    def __init__(self, storages: Iterable[Storage], counters: MemoryCounters, is_worth_writing: IsWorthWriting) -> None:
-        self._writers = {
-            storage.number: _Writer(storage, 1 << storage.number, counters, is_worth_writing) for storage in storages
-        }
-
-    def __bool__(self) -> bool:
-        return any(self._writers.values())
+    @property
+    def writes_back(self) -> bool:
+        """Whether something that waits may be written now."""
+        return bool(self._waiting) and self.num_arriving < self.max_arriving
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits to be written, or is on its way."""
-        return any(writer.is_busy for writer in self._writers.values())
+        return bool(self._waiting) or self.num_arriving > 0
 
-    def ended(self, request: Request, tip: CachedBlock | None) -> None:
-        """A sequence of the request lets go of its blocks, of which ``tip`` is the last that is full."""
-        for writer in self._writers.values():
-            if writer.storage.takes(request):
-                writer.ended(tip, request.stored.get(writer.storage.identity, 0))
+    def write_back(self, copies: list[BlockCopy]) -> None:
+        """Write some of what waits. ``copies``: where those go."""
+        most = len(copies) + min(_WRITTEN_PER_STEP, self.max_arriving - self.num_arriving)
+        while self._waiting and len(copies) < most:
+            path = self._waiting[0]
+            node = path.pop()
+            self._num_waiting -= 1
+            if not node.stored & self._bit:  # else another sequence wrote it
+                lies = node.nearest_tier
+                if not DEVICE <= lies < self.number or not self._write(node, lies, copies):
+                    self._counters.not_written += 1 + len(path)
+                    self._num_waiting -= len(path)
+                    path.clear()
+            if not path:
+                self._waiting.popleft()
 
-    def take(self, step: int) -> list[BlockCopies]:
-        """The copies that the plan of ``step`` asks for, before all its others."""
-        return [copies for writer in self._writers.values() if writer and (copies := writer.take(step)) is not None]
+    def _write(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
+        """Copy a block from the tier ``source`` to here if it is wanted."""
+        if node.stored & PRIVATE and not self._salted:
+            return False
+        if not self._is_wanted(node):
+            return False
+        node.stored |= self._bit
+        self._arriving[hash_of(node)] = node
+        self.num_arriving += 1
+        copies.append((source, node.block_id(source), self.number, node))
+        return True
 
-    def confirmed(self, number: int, step: int, bad: set[int]) -> None:
-        """The copies of a step to the storage of that number have been made, but for those of these indices."""
-        if (writer := self._writers.get(number)) is not None:
-            writer.confirmed(step, bad)
+    def _is_wanted(self, node: CachedBlock) -> bool:
+        if node.stored & self._begun:  # what comes behind it is here
+            return self.num_arriving < _MOST_ARRIVING
+        if self.num_arriving >= self.max_arriving:
+            return False
+        return self._demotion is None or self._demotion.is_worth_copying(node, self)
 
-    def clear(self) -> None:
-        """The executor is gone or reset: nothing waits, and nothing is under way any more."""
-        for writer in self._writers.values():
-            writer.clear()
+    def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
+        """See ``Tier``."""
+        names = unpack_names(copies.names)
+        self.num_arriving -= len(names)
+        for index, name in enumerate(names):
+            node = self._arriving.pop(name.hash, None)
+            if node is not None and index in bad:
+                node.stored &= ~self._bit  # another sequence that uses it tries again
+        self._counters.written += len(names) - len(bad)
+        self._counters.not_written += len(bad)
+        if not bad:
+            self.costs.store.observe(seconds, 1, len(names))
+
+    # ---- what comes from here ------------------------------------------------------------------------
+
+    def places(self, root: BlockHash, tokens: bytes, block_size: int, start: int, stop: int) -> list[Place]:
+        """Where the blocks ``start`` to ``stop`` of a prompt lie. Nothing is held.
+
+        ``root``: where the block hashes of the prompt begin. ``tokens``: of the prompt (int32 bytes).
+        """
+        hashes = hash_chain(root, tokens, 4 * block_size)
+        names = (BlockName(hashes[at], hashes[at - 1] if at else root) for at in range(start, stop))
+        return [Place(self, self.number, name=name) for name in names]
+
+    def let_go(self, places: Iterable[Place]) -> None:
+        """Nothing was held."""
+
+    def remote(self, tier: int) -> None:
+        """It is the executor's own way there."""
+
+    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+        """See ``Source``. What was looked up does not hold any more if something is gone."""
+        self._counters.recalled += len(places) - len(bad)
+        self._counters.recall_failed += len(bad)
+        if bad:
+            request.stored.pop(self.identity, None)
+        return ()
+
+    def has_failed(self, num_bad: int, num_blocks: int) -> bool:
+        """It forgets a block now and then; if nothing came, it does not work."""
+        return num_bad == num_blocks

@@ -1,14 +1,17 @@
-"""Tiers below the device, which hold copies of cached blocks."""
+"""Tiers below the device whose blocks have ids, and whose content is known exactly: host memory."""
 
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from pagewise_shared.protocol import DEVICE
+from pagewise_shared.protocol import DEVICE, BlockCopies, tier_name
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
-from pagewise_scheduler.core.tiers.copy_costs import TierCosts
-from pagewise_scheduler.core.tiers.tier import CACHED, FREE, BlockCopy, Tier
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Place, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""
@@ -17,21 +20,22 @@ MAX_ARRIVING = 1024
 class DemotionPolicy(Protocol):
     """Decides which prefixes a tier takes over from the one above."""
 
-    def is_worth_copying(self, node: CachedBlock, tier: "CacheTier") -> bool:
+    def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
         """Whether the prefix that ends with ``node`` is worth copying to ``tier``, block by block from its end on."""
         ...
 
 
-class CacheTier(Tier):
+class CacheTier(Pool):
     """A tier below the device: it holds copies of cached blocks.
 
     While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
     the node above costs no copy. Copies that are the nearest ones go tails first, like blocks on the device.
 
-    ``costs``: of copies between it and the device. ``num_arriving``: blocks whose copy to it was asked for and has not
-    been confirmed. With ``max_arriving`` of them, and where ``demotion`` says so, no more prefixes are begun: what the
-    tier above evicts then is lost.
+    With ``max_arriving`` blocks on their way, and where ``demotion`` says so, no more prefixes are begun: what the tier
+    above evicts then goes further down, or is lost.
     """
+
+    peer, epoch, is_far = "", 0, False
 
     __slots__ = (
         "_after",
@@ -51,7 +55,7 @@ class CacheTier(Tier):
         tree: PrefixTree,
         policy: EvictionPolicy,
         counters: MemoryCounters,
-        below: "CacheTier | None",
+        below: Tier | None,
         costs: TierCosts,
         demotion: DemotionPolicy | None = None,
     ) -> None:
@@ -64,13 +68,26 @@ class CacheTier(Tier):
         self._no_copies = tree.no_copies
         self._before, self._after = tree.no_copies[:number], tree.no_copies[number + 1 :]
         # How many children of each block's node lie here too; of no interest where nothing can go further down.
-        self._num_children = [0] * num_blocks if below is not None else []
+        self._num_children = [0] * num_blocks if self.lower else []
+
+    @property
+    def name(self) -> str:
+        """For people and metrics."""
+        return tier_name(self.number)
+
+    @property
+    def link(self) -> Link:
+        """What copies from it to the device cost."""
+        return self.costs.load
+
+    # ---- what comes here -----------------------------------------------------------------------------
+
+    def holds(self, node: CachedBlock) -> bool:
+        """Whether the block lies here."""
+        return node.copies[self.number] >= 0
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
-        """Keep the content of ``node``, whose block the tier ``source`` is about to give up; False: it is lost.
-
-        ``copies``: where those go that it takes.
-        """
+        """See ``Tier``."""
         if node.num_places == 1:  # else it lies here already, or further down
             # A prefix comes from its end. Once that is here, refusing what comes before would make it worthless.
             if not node.children and not self._is_wanted(node):
@@ -92,11 +109,41 @@ class CacheTier(Tier):
             return False
         return self._demotion is None or self._demotion.is_worth_copying(node, self)
 
-    def arrived(self, count: int) -> None:
-        """So many copies to this tier have been confirmed."""
+    def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
+        """See ``Tier``. A block that could not be stored is found when it is loaded."""
+        count = len(copies.pairs) // 8
         self.num_arriving -= count
         self.counters.stored += count
+        self.costs.store.observe(seconds, 1, count)
         assert self.num_arriving >= 0
+
+    # ---- what comes from here ------------------------------------------------------------------------
+
+    def hold(self, nodes: Iterable[CachedBlock]) -> list[Place]:
+        """Keep these blocks here until they are let go of."""
+        places = [Place(self, self.number, node.copies[self.number], node) for node in nodes]
+        self.pin(place.block for place in places)
+        return places
+
+    def let_go(self, places: Iterable[Place]) -> None:
+        """See ``Source``."""
+        self.release(place.block for place in places)
+
+    def remote(self, tier: int) -> None:
+        """It is the executor's own."""
+
+    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+        """See ``Source``."""
+        self.counters.loaded += len(places)
+        self.counters.spoiled += len(bad)
+        # Looked at one by one, for dropping one takes others along.
+        return (place.node for place in bad if place.node is not None and self.node(place.block) is place.node)
+
+    def has_failed(self, num_bad: int, num_blocks: int) -> bool:
+        """What is spoiled is dropped: the rest is as good as before."""
+        return False
+
+    # ---- what goes from here -------------------------------------------------------------------------
 
     def forget(self, node: CachedBlock) -> None:
         """Give up the copy of ``node``, if there is one and nobody has pinned it."""
@@ -126,9 +173,8 @@ class CacheTier(Tier):
         if node is None:
             return False
         self.counters.lower_evicted[self.number] += 1
-        # Asked while the node still lies here: room made below must not take it out of the tree.
         if self.below is not None:
-            self.below.take_over(node, self.number, copies)
+            self._demote(node, copies)
         self._leave(node)
         if not node.num_places:
             self.drop(node)

@@ -15,20 +15,27 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.copy_costs import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.core.tiers.host import CacheTier, DemotionPolicy
-from pagewise_scheduler.core.tiers.tier import Copies, Tier
+from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
 _RESTORABLE = attrgetter("restorable")
 
 
-class TierSize(NamedTuple):
-    """A tier below the device: its number, how many blocks it has, and what copies between it and the device cost."""
+class TierSpec(NamedTuple):
+    """A tier below the device: its number, and what copies between it and the device cost.
+
+    ``size``: how many blocks it has, or its identity if they have no ids. ``salted``: see ``HashTier``.
+    """
 
     number: int
-    num_blocks: int
+    size: int | str
     costs: TierCosts
+    salted: bool = True
 
 
 @dataclass(slots=True)
@@ -51,20 +58,22 @@ class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
-    device's blocks. ``tiers``: all tiers by number, the device too. ``demotion``: what the tiers below take over. A
-    block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step
-    has returned, so nobody else can write into it before. ``losses``: what was cached and is lost.
+    device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. ``demotion``: what
+    the tiers below the device take over. A block that is freed while a step that touches it is in flight is *retiring*:
+    it keeps its reference until that step has returned, so nobody else can write into it before. ``losses``: what was
+    cached and is lost.
     """
 
     __slots__ = (
-        "_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "losses", "pool", "tiers",
+        "_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "hashed", "losses",
+        "pool", "tiers",
     )  # fmt: skip
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        lower: Sequence[TierSize] = (),
+        lower: Sequence[TierSpec] = (),
         policy: EvictionPolicy | None = None,
         demotion: DemotionPolicy | None = None,
         model_fingerprint: str = "",
@@ -85,13 +94,18 @@ class KVCacheManager:
     ) -> None:
         """Empty tiers over an empty prefix tree."""
         lowest_first = sorted(self._lower, key=lambda tier: tier.number, reverse=True)
-        num_tiers = 1 + (lowest_first[0].number if lowest_first else DEVICE)
+        num_tiers = 1 + max((spec.number for spec in lowest_first if isinstance(spec.size, int)), default=DEVICE)
         tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.losses)
-        below: CacheTier | None = None
-        for number, size, costs in lowest_first:
-            below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
+        below: Tier | None = None
+        self.hashed: dict[int, HashTier] = {}
+        for number, size, costs, salted in lowest_first:
+            if isinstance(size, int):
+                below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
+            else:
+                below = HashTier(number, size, policy, counters, below, costs, self._demotion, salted=salted)
+                self.hashed[number] = below
         self.pool = BlockPool(num_blocks, tree, policy, counters, below)
-        self.tiers: dict[int, Tier] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
+        self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
 
     @property
     def num_available(self) -> int:
@@ -120,6 +134,32 @@ class KVCacheManager:
         """The tier of that number below the device, if the executor has it."""
         tier = self.tiers.get(number)
         return tier if isinstance(tier, CacheTier) else None
+
+    def lower_tier(self, number: int) -> Tier:
+        """The tier of that number below the device, which the executor has."""
+        tier = self.hashed.get(number) or self.cache_tier(number)
+        assert tier is not None, f"the executor has no tier {number} below the device"
+        return tier
+
+    # ---- what is written back ------------------------------------------------------------------------
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether blocks of sequences that have ended may be written to tiers without ids now."""
+        return any(tier.writes_back for tier in self.hashed.values())
+
+    def ended(self, request: Request, tip: CachedBlock | None) -> None:
+        """A sequence of the request lets go of its blocks, of which ``tip`` is the last that is full."""
+        if tip is not None:
+            for tier in self.hashed.values():
+                tier.ended(tip, request.stored.get(tier.identity, 0))
+
+    def write_back(self) -> Copies:
+        """The copies that the next plan makes for sequences that have ended."""
+        copies: list[BlockCopy] = []
+        for tier in self.hashed.values():
+            tier.write_back(copies)
+        return copies
 
     # ---- from before ---------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """Puts together the memory of one executor: its tiers, what they cost, and how KV comes back from them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
-from pagewise_scheduler.core.tiers.hashed import Storage
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager, TierSize
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager, TierSpec
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
@@ -15,24 +14,24 @@ def make_memory(
     num_blocks: int,
     block_size: int,
     chunk: int,
-    tiers: Mapping[int, int],
+    tiers: Mapping[int, int | str],
     costs: Costs,
     recovery: RecoveryMode,
     eviction: Eviction,
     model_fingerprint: str,
     kv: KVCacheManager | None = None,
-    storages: Iterable[Storage] = (),
+    salted: bool = True,
 ) -> tuple[KVCacheManager, Recoveries]:
-    """Empty memory of ``num_blocks`` blocks on the device and of ``tiers`` below it (blocks by the tier's number).
+    """Empty memory of ``num_blocks`` blocks on the device and of ``tiers`` below it.
 
-    ``chunk``: tokens of one prefill chunk. ``kv``: another memory manager, for comparison.
-    ``storages``: that the executor has.
+    ``chunk``: tokens of one prefill chunk. ``tiers``: by the number of each, how many blocks it has, or its identity if
+    they have no ids. ``kv``: another memory manager, for comparison. ``salted``: see ``HashTier``.
     """
     sizes = {number: size for number, size in tiers.items() if size}
     model = CostModel(costs, block_size, chunk, sizes)
     policy = RecoveryPolicy(model, recovery)
     if kv is None:
-        lower = [TierSize(number, size, model.tiers[number]) for number, size in sizes.items()]
+        lower = [TierSpec(number, size, model.tiers[number], salted) for number, size in sizes.items()]
         order = make_policy(eviction, model, num_blocks)
         kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint)
-    return kv, Recoveries(kv, model, policy, storages)
+    return kv, Recoveries(kv, model, policy)

@@ -1,4 +1,4 @@
-"""Where the blocks come from that a recovery brings to the device: the executor's own lower tiers, or those of a peer.
+"""The tiers of other executors, from which blocks are fetched.
 
 Together the prefix trees of all executors are the directory: they say exactly which content lies where. Blocks are
 pinned while they are being read, a peer's in the peer's own tiers, so that they neither move nor change.
@@ -7,133 +7,89 @@ pinned while they are being read, a peer's in the peer's own tiers, so that they
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from pagewise_shared.protocol import DEVICE, tier_name
+from pagewise_shared.protocol import DEVICE, RemoteTier
 
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.copy_costs import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.tiers.tier import Tier
-
-
-class BlockPlace(NamedTuple):
-    """Where a pinned block lies: the number of the tier, and its id there."""
-
-    node: CachedBlock
-    tier: int
-    block: int
-
-
-class RecoverySource(Protocol):
-    """Tiers from which a recovery copies blocks to the device.
-
-    ``peer``: the block endpoint of the executor that they are of, in its ``epoch``; empty: it is the own one. ``name``:
-    for people and metrics. ``link``: what copies from there cost; of several tiers, from the slowest.
-    """
-
-    peer: str
-    epoch: int
-    name: str
-    link: Link
-
-    def link_from(self, tier: int) -> Link:
-        """What copies from one of the tiers cost."""
-        ...
-
-    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
-        """Keep these blocks, one after the other of a prefix, where they are until they are released."""
-        ...
-
-    def release(self, places: Iterable[BlockPlace]) -> None:
-        """The counterpart of ``pin``, the last block first."""
-        ...
-
-
-class OwnTiers:
-    """The executor's tiers below the device, in which ``nodes`` lie."""
-
-    __slots__ = ("_tiers", "epoch", "link", "name", "peer")
-
-    def __init__(self, tiers: Sequence[CacheTier], nodes: Iterable[CachedBlock]) -> None:
-        self.peer, self.epoch = "", 0
-        self._tiers = {tier.number: tier for tier in tiers}
-        used = {node.nearest_tier for node in nodes}
-        slowest = max((self._tiers[number] for number in used), key=lambda tier: tier.costs.load.predict(0, 1))
-        self.name, self.link = tier_name(slowest.number), slowest.costs.load
-
-    def link_from(self, tier: int) -> Link:
-        """What copies from one of the tiers cost."""
-        return self._tiers[tier].costs.load
-
-    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
-        """Keep these blocks in the nearest tier that has each of them."""
-        places = []
-        for node in nodes:
-            number = node.nearest_tier
-            place = BlockPlace(node, number, node.block_id(number))
-            self._tiers[number].pin((place.block,))
-            places.append(place)
-        return places
-
-    def release(self, places: Iterable[BlockPlace]) -> None:
-        """The counterpart of ``pin``, the last block first."""
-        for place in places:
-            self._tiers[place.tier].release((place.block,))
+from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.core.tiers.tier import Place
 
 
 class PeerTiers:
-    """The tiers of another executor, as they are in its present life. ``wake``: called when its blocks are back."""
+    """The tiers of another executor, as they are in its present life, from which one recovery or prefetch gets blocks.
 
-    __slots__ = ("_device", "_lent", "_num_pinned", "_tiers", "_wake", "epoch", "link", "name", "peer")
+    ``counters``: of the executor that gets them.
+    """
 
-    def __init__(self, peer: "Peer", link: Link) -> None:
+    __slots__ = ("_counters", "_device", "_lent", "_num_held", "_peer", "_tiers", "epoch", "link", "peer")
+
+    name, is_far = "peer", True
+
+    def __init__(self, peer: "Peer", link: Link, counters: MemoryCounters) -> None:
         kv = peer.scheduler.kv
-        self.peer, self.epoch, self.name, self.link = peer.endpoint, peer.scheduler.epoch, "peer", link
+        self.peer, self.epoch, self.link = peer.endpoint, peer.scheduler.epoch, link
+        self._counters = counters
+        self._peer = peer
         self._device: BlockPool = kv.pool
-        self._tiers: Mapping[int, Tier] = kv.tiers
-        self._wake: Callable[[], None] = peer.wake
+        self._tiers: Mapping[int, Pool] = kv.tiers
         self._lent: list[int] = []  # blocks of the peer's device that are kept for this, in a sequence's order
-        self._num_pinned = 0
+        self._num_held = 0
 
-    def link_from(self, tier: int) -> Link:
-        """What copies from one of the tiers cost."""
-        return self.link
-
-    def pin(self, nodes: list[CachedBlock]) -> list[BlockPlace]:
+    def hold(self, nodes: Sequence[CachedBlock]) -> list[Place]:
         """Keep these blocks in the nearest tier that has each of them.
 
         What comes before them on the peer's device is kept too: what is in use stands on it.
         """
         before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
-        self._lent += [node.block for node in before]
-        self._lent.reverse()
+        lent = [node.block for node in before]
+        lent.reverse()
         places = []
         for node in nodes:
             number = node.nearest_tier
-            place = BlockPlace(node, number, node.block_id(number))
+            place = Place(self, number, node.block_id(number), node)
             if number == DEVICE:
-                self._lent.append(place.block)
+                lent.append(place.block)
             else:
                 self._tiers[number].pin((place.block,))
             places.append(place)
-        self._device.lend(self._lent)
-        self._num_pinned += len(places)
+        self._device.lend(lent)
+        self._lent += lent
+        self._num_held += len(places)
         return places
 
-    def release(self, places: Iterable[BlockPlace]) -> None:
-        """The counterpart of ``pin``, the last block first. The peer's device gets its blocks back all at once: else
-        some would stand on others that may go."""
+    def let_go(self, places: Iterable[Place]) -> None:
+        """See ``Source``. The peer's device gets its blocks back all at once: else some would stand on others that may
+        go."""
         for place in places:
-            self._num_pinned -= 1
+            self._num_held -= 1
             if place.tier != DEVICE:
                 self._tiers[place.tier].release((place.block,))
-        if not self._num_pinned:
+        if not self._num_held:
             lent, self._lent = self._lent, []
             self._device.take_back(lent[::-1])
-            self._wake()
+            self._peer.wake()
+
+    def remote(self, tier: int) -> RemoteTier:
+        """See ``Source``."""
+        # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
+        step = 0 if tier == DEVICE else self._peer.scheduler.last_step
+        return RemoteTier(self.peer, self.epoch, step, self._peer.key)
+
+    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+        """See ``Source``."""
+        self._counters.fetched += len(places) - len(bad)
+        self._counters.fetch_failed += len(bad)
+        return ()
+
+    def has_failed(self, num_bad: int, num_blocks: int) -> bool:
+        """What is pinned there comes, or the peer or the way there is broken."""
+        return num_bad > 0
 
 
 class PeerScheduler(Protocol):

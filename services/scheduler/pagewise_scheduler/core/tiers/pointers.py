@@ -1,7 +1,7 @@
 """How far each of a recovery's two pointers goes in one step: computing from the front, loading from the back."""
 
+from pagewise_scheduler.core.tiers.copy_costs import together
 from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel
-from pagewise_scheduler.core.tiers.hashed import StoredPrefix
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 from pagewise_scheduler.core.tiers.transfers import Transfers
@@ -38,17 +38,19 @@ class Pointers:
         return min(gap, -(-max(1, left) // size) * size - start % size)
 
     def back(self, recovery: Recovery, *, alone: bool) -> int:
-        """How many blocks may be asked for now, none if that is not positive. ``alone``: nothing else was asked for in
-        this step."""
+        """How many blocks of the last part may be asked for now, none if that is not positive. ``alone``: nothing else
+        was asked for in this step."""
         # While the front computes, the next step that asks for more may be tens of milliseconds away. What comes behind
         # others of the same step is confirmed with them, so that only the first asks for so much.
-        link, most = recovery.source.link, 2 * _PIECE_BLOCKS
-        if recovery.method == "both" and not _is_far(recovery) and alone:
+        part, most = recovery.last_part, 2 * _PIECE_BLOCKS
+        link = part.source.link
+        if recovery.method == "both" and not part.source.is_far and alone:
             most = max(most, link.blocks_in(_QUEUED_SECONDS))
-        return min(self._wanted(recovery), most - link.num_loading)
+        in_part = recovery.first + recovery.back - part.start
+        return min(self._wanted(recovery, is_far=part.source.is_far), in_part, most - link.num_loading)
 
-    def _wanted(self, recovery: Recovery) -> int:
-        piece = _FETCHED_BLOCKS if _is_far(recovery) else _PIECE_BLOCKS
+    def _wanted(self, recovery: Recovery, *, is_far: bool) -> int:
+        piece = _FETCHED_BLOCKS if is_far else _PIECE_BLOCKS
         if recovery.method == "load" or not recovery.back:
             return min(recovery.back, piece)
         # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
@@ -57,21 +59,16 @@ class Pointers:
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
         front = self._split(recovery, left * self._kv.block_size) // self._kv.block_size
-        behind, link = left - front, recovery.source.link
+        behind, link = left - front, together(recovery.shares())[0]
         coming = min(recovery.loading, link.blocks_in(link.busy_until - self._transfers.now))
         if front and behind + coming > _SMALL_PIECE:
             behind = (3 * (behind + coming) + 3) // 4 - coming
-        return max(0, min(behind, recovery.back, piece if _is_far(recovery) else behind))
+        return max(0, min(behind, recovery.back, piece if is_far else behind))
 
     def _split(self, recovery: Recovery, gap: int) -> int:
         """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
         link brings."""
-        sequence, link = recovery.sequence, recovery.source.link
+        sequence, link = recovery.sequence, together(recovery.shares())[0]
         start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         computing = self._costs.compute_seconds(done, start - done)
         return self._costs.split(start, gap, link, max(0.0, link.busy_until - self._transfers.now) - computing)
-
-
-def _is_far(recovery: Recovery) -> bool:
-    """Whether blocks come from another executor, or are found by their hashes."""
-    return bool(recovery.source.peer) or isinstance(recovery.source, StoredPrefix)

@@ -32,14 +32,17 @@ AtPeers = Callable[[str | None, bytes, int], tuple[Peer, list[CachedBlock]] | No
 class FetchedPiece:
     """Blocks that are fetched ahead, one after the other of a prefix.
 
-    ``source``: where they are pinned; ``blocks``: what they go to. ``came``: None: they are on their way; False: what
-    came is not what it should be.
+    ``blocks``: what they go to. ``came``: None: they are on their way; False: what came is not what it should be.
     """
 
     prefetch: "Prefetch"
-    source: PeerTiers
     blocks: list[int]
     came: bool | None = None
+
+    @property
+    def request(self) -> Request:
+        """Whose they are."""
+        return self.prefetch.request
 
 
 @dataclass(slots=True, eq=False)
@@ -145,12 +148,12 @@ class Prefetches:
         nodes: list[CachedBlock],
     ) -> Copies:
         """Ask a peer for blocks of one of its tiers. Returns the copies that make room for them."""
-        source = PeerTiers(peer, self._costs.link(peer.endpoint))
+        source = PeerTiers(peer, self._costs.link(peer.endpoint), self._kv.pool.counters)
         key = TransferKey(step, tier, DEVICE, peer.endpoint)
         load = requested.setdefault(key, Load(source.link, source.epoch))
-        places, size = source.pin(nodes), self._kv.block_size
+        places, size = source.hold(nodes), self._kv.block_size
         added, copies = self._kv.grow(prefetch.table, prefetch.table.num_slots + len(places) * size)
-        piece = FetchedPiece(prefetch, source, added)
+        piece = FetchedPiece(prefetch, added)
         prefetch.pieces.append(piece)
         # What is being written into is nobody else's until it has arrived, whatever becomes of the prefetch.
         self._kv.pool.pin(added)

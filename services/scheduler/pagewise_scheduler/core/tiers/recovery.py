@@ -6,53 +6,46 @@ blocks come from makes no difference but for what it costs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from math import isnan
 
-from pagewise_shared.block_hash import pack_names
-from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, Copied, RemoteTier, unpack_int32s
+from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.copy_costs import Link, Share, together
 from pagewise_scheduler.core.tiers.cost_model import CostModel
-from pagewise_scheduler.core.tiers.hashed import Storage, StoredPrefix, WriteBehind
+from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.tiers.peer import OwnTiers, Peer, PeerTiers, PrefixDirectory
+from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.tiers.pointers import Pointers
 from pagewise_scheduler.core.tiers.prefetch import FetchedPiece, Prefetches
-from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryPlan
+from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, compose
 from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
-from pagewise_scheduler.core.tiers.tier import Copies
+from pagewise_scheduler.core.tiers.tier import Copies, Place
 from pagewise_scheduler.core.tiers.transfers import Load, Receiver, TransferKey, Transfers
 
 _REPORTS_KEPT = 4096
-_IN_STORAGE = CachedBlock(None, b"", ())
-"""Stands for any block in storage: what is there is in no tree."""
 
 
 class Recoveries:
     """All recoveries of one executor.
 
     ``policy``: which method is taken. ``reports``: recoveries that have ended or needed nothing, for whoever logs and
-    counts them. ``storages``: that the executor has, by number; ``writers``: what goes there. ``directory``: what
-    other executors hold, None: there are none; ``endpoint``: the own one there. ``transfers``: the copies under way.
-    ``fetch_seconds``: what all copies from peers took.
+    counts them. ``directory``: what other executors hold, None: there are none; ``endpoint``: the own one there.
+    ``transfers``: the copies under way. ``fetch_seconds``: what all copies from peers took.
     """
 
-    def __init__(
-        self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy, storages: Iterable[Storage] = ()
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy) -> None:
         self.costs = costs
         self.policy = policy
         self.directory: PrefixDirectory | None = None
         self.endpoint = ""
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
-        self.storages = {storage.number: storage for storage in storages}
-        self.writers = WriteBehind(self.storages.values(), kv.pool.counters, self._is_worth_writing)
-        self.transfers = Transfers(kv, costs, self.storages)
+        self.transfers = Transfers(kv, costs)
         self.prefetches = Prefetches(kv, costs, self.transfers)
         self._pointers = Pointers(kv, costs, self.transfers)
         self._kv = kv
@@ -72,9 +65,11 @@ class Recoveries:
 
     def _queued(self, link: Link) -> int:
         """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
-        active = [one for one in self._active.values() if one.source.link is link]
-        wanted = sum(one.back if one.method == "load" else one.back // 2 for one in active)
-        return link.num_loading + wanted
+        queued = link.num_loading
+        for one in self._active.values():
+            wanted = sum(share.num_blocks for share in one.shares() if share.link is link) if one.back else 0
+            queued += wanted if one.method == "load" else wanted // 2
+        return queued
 
     # ---- choosing ------------------------------------------------------------------------------------
 
@@ -83,63 +78,70 @@ class Recoveries:
 
         ``share``: the part of a step's token budget that its computing would get.
         """
-        plans = self._plans(prefix, sequence)
-        if not plans:
-            return RecoveryPlan("device")
-        size = self._kv.block_size
-        end = max(plan.end for plan in plans)
-        best, least = RecoveryPlan("device"), float("inf")
-        for plan in plans:
-            assert plan.source is not None
-            link = plan.source.link
-            estimate = self.costs.estimate(
-                plan.start * size, len(plan.nodes), link, self._queued(link), share, plan.first - plan.start
-            )
+        start = len(prefix.blocks)
+        best, least = RecoveryPlan("device", start=start), float("inf")
+        offers = self._offers(prefix, sequence)
+        if not offers:
+            return best
+        size, end = self._kv.block_size, max(offer.stop for offer in offers)
+        for plan in self._plans(start, offers, share):
             rest = self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
-            plan.method, plan.estimate = self.policy.method(estimate, link), estimate
             if plan.seconds_with_step + rest < least:
                 best, least = plan, plan.seconds_with_step + rest
         return best
 
-    def _plans(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[RecoveryPlan]:
-        """One for every source that has what comes after the device's part of the prefix."""
+    def _plans(self, start: int, offers: list[Offer], share: float) -> Iterator[RecoveryPlan]:
+        """A plan for each tier alone, and for the cheapest ones together, each block from the cheapest that has it."""
+        by_tier = {offer.source: offer.source.link.predict(0, 1) for offer in offers}
+        tiers = sorted(by_tier, key=by_tier.__getitem__)
+        offers.sort(key=lambda offer: by_tier[offer.source])
+        taken = [{tier} for tier in tiers] + [set(tiers[:count]) for count in range(2, len(tiers) + 1)]
+        for some in taken:
+            plan = RecoveryPlan("load", compose([offer for offer in offers if offer.source in some]), start)
+            blocks: dict[Link, int] = {}
+            for part in plan.parts:
+                blocks[part.source.link] = blocks.get(part.source.link, 0) + part.stop - part.start
+            link, queued = together([Share(link, count, self._queued(link)) for link, count in blocks.items()])
+            plan.estimate = self.costs.estimate(
+                start * self._kv.block_size, plan.num_blocks, link, queued, share, plan.first - start
+            )
+            plan.method = self.policy.method(plan.estimate, blocks)
+            yield plan
+
+    def _offers(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[Offer]:
+        """What each tier has of what comes after the device's part of the prefix."""
         start = len(prefix.blocks)
-        plans: list[RecoveryPlan] = []
-        if prefix.away:
-            source = OwnTiers(self._kv.pool.lower, prefix.away)
-            plans.append(RecoveryPlan("load", source, prefix.away, start, start + prefix.hole))
-        if self.directory is not None and sequence is not None and sequence.sampling.prompt_logprobs is None:
-            size = self._kv.block_size
-            most = (sequence.num_tokens - 1) // size
-            found = None
-            if most > start and len(self.directory.peers) > 1:
-                tokens = sequence.token_bytes()[: 4 * most * size]
-                found = self._at_peers(sequence.cache_salt, tokens, start)
-            if found is not None:
+        at, offers = start + prefix.hole, list[Offer]()
+        for number, run in groupby(prefix.away, key=lambda node: node.nearest_tier):
+            tier, nodes = self._kv.cache_tier(number), list(run)
+            assert tier is not None
+            offers.append(Offer(tier, at, at + len(nodes), _holder(tier.hold, nodes, at)))
+            at += len(nodes)
+        if sequence is None or sequence.sampling.prompt_logprobs is not None:
+            return offers
+        most = (sequence.num_tokens - 1) // self._kv.block_size
+        if most > start and self.directory is not None and len(self.directory.peers) > 1:
+            tokens = sequence.token_bytes()[: 4 * most * self._kv.block_size]
+            if (found := self._at_peers(sequence.cache_salt, tokens, start)) is not None:
                 peer, nodes = found
-                theirs = PeerTiers(peer, self.costs.link(peer.endpoint))
-                plans.append(RecoveryPlan("load", theirs, nodes[start:], start, start))
-        use = sequence is not None and sequence.sampling.prompt_logprobs is None and not sequence.outgrown
-        if sequence is not None and use and sequence.request.stored:
-            plans += self._stored(sequence, start)
-        return plans
+                theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
+                offers.append(Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0)))
+        if sequence.request.stored and not sequence.outgrown:
+            root = self._kv.pool.tree.root_hash(sequence.cache_salt)
+            for hashed, end in self.looked_up(sequence.request.stored, sequence.num_tokens):
+                if end > start:
+                    tokens = sequence.token_bytes()[: 4 * end * self._kv.block_size]
+                    hold = partial(hashed.places, root, tokens, self._kv.block_size)
+                    offers.append(Offer(hashed, start, end, hold))
+        return offers
 
-    def _stored(self, sequence: Sequence, start: int) -> Iterator[RecoveryPlan]:
-        """One for every storage that has what comes after the first ``start`` blocks, as it was when this was asked."""
-        size, request = self._kv.block_size, sequence.request
-        for storage, end in self.in_storage(request.stored, sequence.num_tokens):
-            if end > start:
-                root = self._kv.pool.tree.root_hash(sequence.cache_salt)
-                source = StoredPrefix(storage, root, sequence.token_bytes()[: 4 * end * size], size, start)
-                yield RecoveryPlan("load", source, [_IN_STORAGE] * (end - start), start, start)
-
-    def in_storage(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[Storage, int]]:
-        """The storages that may be loaded from now, and how many blocks of a prompt of ``num_tokens`` each holds, which
-        are ``stored`` by the storage's identity."""
+    def looked_up(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[HashTier, int]]:
+        """The tiers without ids that may be loaded from now, and how many blocks of a prompt of ``num_tokens`` each
+        holds, which are ``stored`` by the tier's identity."""
         most = (num_tokens - 1) // self._kv.block_size  # the newest token is always computed
-        for storage in self.storages.values() if self.policy.mode != "recompute" else ():
-            if not storage.costs.load.rests and (num_blocks := min(most, stored.get(storage.identity, 0))) > 0:
-                yield storage, num_blocks
+        for tier in self._kv.hashed.values() if self.policy.mode != "recompute" else ():
+            if not tier.link.rests and (num_blocks := min(most, stored.get(tier.identity, 0))) > 0:
+                yield tier, num_blocks
 
     def _at_peers(self, salt: str | None, tokens: bytes, more_than: int) -> tuple[Peer, list[CachedBlock]] | None:
         """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks."""
@@ -166,8 +168,8 @@ class Recoveries:
 
     def begin(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
         """The sequence has taken ``prefix``, and will have room for what comes by ``plan``."""
-        loads = plan.source is not None and plan.method in ("load", "both")
-        places = plan.source.pin(plan.nodes) if plan.source is not None and loads else []
+        loads = plan.method in ("load", "both")
+        places = [place for part in plan.parts if loads for place in part.hold(part.start, part.stop)]
         recovery = Recovery(
             sequence=sequence,
             plan=plan,
@@ -183,7 +185,7 @@ class Recoveries:
         self.prefetches.stop(sequence.request)
         if places:
             self._active[sequence] = recovery
-        elif plan.nodes:
+        elif plan.parts:
             self._recomputing[sequence] = recovery, min(plan.end * self._kv.block_size, sequence.num_tokens)
         else:
             recovery.ended = now
@@ -201,25 +203,34 @@ class Recoveries:
         lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
-            source = recovery.source
-            count = self._pointers.back(recovery, alone=not requested)
-            # One request is for one life of a peer: blocks that were pinned before it was reset are not there any more.
-            if count <= 0 or lives.setdefault(source.peer, source.epoch) != source.epoch:
-                continue
-            recovery.back -= count
-            recovery.loading += count
-            index = recovery.first + recovery.back
-            pinned = recovery.places[recovery.back : recovery.back + count]
-            for tier, part in groupby(pinned, key=lambda place: place.tier):
-                places = list(part)
-                blocks = recovery.sequence.table.blocks[index : index + len(places)]
-                index += len(places)
-                # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
-                self._kv.pool.pin(blocks)
-                key = TransferKey(step, tier, DEVICE, source.peer)
-                load = requested.setdefault(key, Load(source.link_from(tier), source.epoch))
-                load.parts.append((recovery, places, blocks))
-                self.transfers.begin(load, len(places))
+            while True:
+                part = recovery.last_part
+                count = self._pointers.back(recovery, alone=not requested)
+                peer, epoch = part.source.peer, part.source.epoch
+                # One request is for one life of a peer: blocks that were held before it was reset are not there any
+                # more.
+                if count <= 0 or lives.setdefault(peer, epoch) != epoch:
+                    break
+                self._request(step, recovery, count, requested)
+                if recovery.first + recovery.back > part.start:
+                    break  # else the part before it comes over another link
+
+    def _request(self, step: int, recovery: Recovery, count: int, requested: dict[TransferKey, Load]) -> None:
+        """Ask for the last ``count`` of a recovery's blocks, which are of one part."""
+        recovery.back -= count
+        recovery.loading += count
+        index = recovery.first + recovery.back
+        held = recovery.places[recovery.back : recovery.back + count]
+        for tier, run in groupby(held, key=lambda place: place.tier):
+            places = list(run)
+            source = places[0].source
+            blocks = recovery.sequence.table.blocks[index : index + len(places)]
+            index += len(places)
+            # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
+            self._kv.pool.pin(blocks)
+            load = requested.setdefault(TransferKey(step, tier, DEVICE, source.peer), Load(source.link, source.epoch))
+            load.parts.append((recovery, places, blocks))
+            self.transfers.begin(load, len(places))
 
     def request_ahead(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
         """Add to ``requested`` what ``step`` brings for prefetches, which may take ``room`` blocks. Returns the copies
@@ -228,43 +239,16 @@ class Recoveries:
 
     def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
         """How a plan asks for these loads."""
-        return [
-            BlockCopies(key.source, DEVICE, load.pairs(), self._remote(key, load), self._names(key, load))
-            for key, load in loads.items()
-        ]
-
-    def _names(self, key: TransferKey, load: Load) -> bytes:
-        if key.peer or key.source not in HASH_TIERS:
-            return b""
-        return b"".join(
-            pack_names(recovery.source.names(places))
-            for recovery, places, _ in load.parts
-            if isinstance(recovery.source, StoredPrefix)
-        )
-
-    def _is_worth_writing(self, node: CachedBlock, storage: Storage, busy: float) -> bool:
-        return self.policy.is_worth_writing(self._kv.pool.policy.probability(node), node, storage.costs, busy)
-
-    def _remote(self, key: TransferKey, load: Load) -> RemoteTier | None:
-        if not key.peer:
-            return None
-        assert self.directory is not None
-        peer = self.directory.peers[key.peer]
-        # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
-        step = 0 if key.source == DEVICE else peer.scheduler.last_step
-        return RemoteTier(key.peer, load.epoch, step, peer.key)
+        return [load.copies(key) for key, load in loads.items()]
 
     def copied(self, message: Copied) -> list[Sequence]:
         """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
-        what they should: something else was stored, or a peer did not send it."""
+        what they should: something else was stored, or it did not come."""
         bad = set(unpack_int32s(message.bad))
-        if message.target in HASH_TIERS:
-            self.writers.confirmed(message.target, message.step, bad)
-        load = self.transfers.confirmed(message)
+        load = self.transfers.confirmed(message, bad)
         if load is None:
             return []
         seconds = message.elapsed_us * 1e-6
-        stored = not message.peer and message.source in HASH_TIERS
         if message.peer:
             self.fetch_seconds += seconds
         if not bad:
@@ -272,37 +256,25 @@ class Recoveries:
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
         missed = False  # something that was waited for, and not cancelled
         for receiver, places, blocks in load.parts:
+            assert isinstance(receiver, Recovery | FetchedPiece)
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            if stored:
-                self._kv.pool.counters.recalled += len(places) - len(spoiled)
-                self._kv.pool.counters.recall_failed += len(spoiled)
-                if spoiled and isinstance(receiver, Recovery) and isinstance(receiver.source, StoredPrefix):
-                    receiver.sequence.request.stored.pop(receiver.source.identity, None)
-            elif message.peer:
-                self._kv.pool.counters.fetched += len(places) - len(spoiled)
-                self._kv.pool.counters.fetch_failed += len(spoiled)
             missed = missed or (bool(spoiled) and self._is_waited_for(receiver))
+            source, request = places[0].source, receiver.request
+            for node in source.came(places, spoiled, request):
+                self._kv.pool.drop(node, "spoiled")
             if isinstance(receiver, FetchedPiece):
                 self.prefetches.came(receiver, good=not spoiled)
                 continue
-            assert isinstance(receiver, Recovery)
-            recovery = receiver
-            recovery.loading -= len(places)
-            if not message.peer and not stored:
-                self._kv.pool.counters.loaded += len(places)
-                self._kv.pool.counters.spoiled += len(spoiled)
-                for place in spoiled:
-                    if place.node.block_id(place.tier) == place.block:  # else it went with one above it
-                        self._kv.pool.drop(place.node, "spoiled")
-            if self._active.get(recovery.sequence) is not recovery:
+            receiver.loading -= len(places)
+            if self._active.get(receiver.sequence) is not receiver:
                 continue
             if spoiled:
-                failed[recovery.sequence] = None
+                failed[receiver.sequence] = None
             else:
-                recovery.loaded_tokens += len(places) * self._kv.block_size
-                recovery.link_seconds += seconds
-        # Storage forgets a block now and then; if nothing came, it does not work.
-        if missed and (message.peer or (stored and len(bad) == load.num_blocks)):
+                tokens = len(places) * self._kv.block_size
+                receiver.loaded[source.name] = receiver.loaded.get(source.name, 0) + tokens
+                receiver.link_seconds += seconds
+        if missed and load.parts[0][1][0].source.has_failed(len(bad), load.num_blocks):
             load.link.failed()
         return list(failed)
 
@@ -311,7 +283,7 @@ class Recoveries:
         self.costs.forget_link(peer)
         self.prefetches.lose(peer)
         self.transfers.cancel_unless(self._is_waited_for)
-        return [sequence for sequence, recovery in self._active.items() if recovery.source.peer == peer]
+        return [sequence for sequence, recovery in self._active.items() if recovery.plan.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
         """Recoveries whose pointers have met: (sequence, tokens it has now, computed and loaded)."""
@@ -324,12 +296,12 @@ class Recoveries:
             done.append((sequence, recovery.plan.end * size))
             recovery.ended = now
             if recovery.method == "load" and not recovery.behind_demotions:
-                self.costs.load_waited(recovery.source.link, now - recovery.began - recovery.link_seconds)
+                self._waited(recovery, now)
             if recovery.method == "both" and not recovery.behind_demotions:
                 self.costs.both_took(now - recovery.began, recovery.predicted)
             request = sequence.request
             if recovery.first_start:
-                request.loaded_tokens = {recovery.origin: recovery.loaded_tokens} if recovery.loaded_tokens else {}
+                request.loaded_tokens = dict(recovery.loaded)
                 request.num_cached_tokens += recovery.loaded_tokens
             self._close(recovery)
         for sequence, (recovery, end) in list(self._recomputing.items()):
@@ -338,6 +310,12 @@ class Recoveries:
                 del self._recomputing[sequence]
                 self.reports.append(recovery)
         return done
+
+    def _waited(self, recovery: Recovery, now: float) -> None:
+        """Learn how long a load takes beside what its link does, if it was one link."""
+        links = {part.source.link for part in recovery.plan.parts}
+        if len(links) == 1:
+            self.costs.load_waited(links.pop(), now - recovery.began - recovery.link_seconds)
 
     def abandon(self, sequence: Sequence) -> None:
         """The sequence lets go of its blocks. Loads under way for it keep theirs until they are done."""
@@ -349,9 +327,10 @@ class Recoveries:
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
-        recovery.source.release(reversed(recovery.places[: recovery.back]))
+        for source, places in groupby(reversed(recovery.places[: recovery.back]), key=lambda place: place.source):
+            source.let_go(places)
         self.reports.append(recovery)
-        if recovery.loading and (recovery.source.peer or isinstance(recovery.source, StoredPrefix)):
+        if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):
             self.transfers.cancel_unless(self._is_waited_for)
 
     def _is_waited_for(self, receiver: Receiver) -> bool:
@@ -365,4 +344,10 @@ class Recoveries:
             self.abandon(sequence)
         self.prefetches.clear()
         self.transfers.clear()
-        self.writers.clear()
+
+
+def _holder(
+    hold: Callable[[list[CachedBlock]], list[Place]], nodes: list[CachedBlock], at: int
+) -> Callable[[int, int], list[Place]]:
+    """Hold blocks of a prompt from one index to another, of which ``nodes`` are those from ``at`` on."""
+    return lambda start, stop: hold(nodes[start - at : stop - at])

@@ -1,35 +1,82 @@
 """How a sequence is to get its KV back, and how far it has come."""
 
+from collections.abc import Callable
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.tiers.copy_costs import Link, Share
 from pagewise_scheduler.core.tiers.cost_model import RecoveryEstimate
-from pagewise_scheduler.core.tiers.peer import BlockPlace, RecoverySource
+from pagewise_scheduler.core.tiers.tier import Place, Source
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 
 
+class Offer(NamedTuple):
+    """The blocks ``start`` to ``stop`` of a prompt, which lie in one tier.
+
+    ``hold``: keeps those from one index to another there, and says where they lie.
+    """
+
+    source: Source
+    start: int
+    stop: int
+    hold: Callable[[int, int], list[Place]]
+
+    def part(self, start: int, stop: int) -> "Offer":
+        """Of these blocks, those from ``start`` to ``stop``."""
+        return Offer(self.source, start, stop, self.hold)
+
+
+def compose(offers: ReadOnlyList[Offer]) -> list[Offer]:
+    """Blocks one after the other, from the first one that is offered on, each of the first offer that has it."""
+    parts: list[Offer] = []
+    at = min(offer.start for offer in offers)
+    while (rank := next((rank for rank, one in enumerate(offers) if one.start <= at < one.stop), -1)) >= 0:
+        stop = min([offers[rank].stop, *(better.start for better in offers[:rank] if better.start > at)])
+        parts.append(offers[rank].part(at, stop))
+        at = stop
+    return parts
+
+
 @dataclass(slots=True)
 class RecoveryPlan:
-    """How blocks are to come back: ``nodes`` of ``source``, of which ``first`` is the index of the first in the table.
+    """How blocks are to come back: ``parts`` of tiers, one after the other.
 
     ``start``: blocks on the device. What lies between them and ``first`` lies nowhere and has to be computed.
     """
 
     method: Method
-    source: RecoverySource | None = None
-    nodes: list[CachedBlock] = field(default_factory=list)
+    parts: list[Offer] = field(default_factory=list)
     start: int = 0
-    first: int = 0
     estimate: RecoveryEstimate | None = None
+
+    @property
+    def first(self) -> int:
+        """Index in the table of the first block that comes from a tier."""
+        return self.parts[0].start if self.parts else self.start
 
     @property
     def end(self) -> int:
         """Blocks that the sequence has afterwards."""
-        return self.first + len(self.nodes)
+        return self.parts[-1].stop if self.parts else self.start
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the tiers have."""
+        return self.end - self.first
+
+    @property
+    def main_source(self) -> Source | None:
+        """The tier that has the most of the blocks; None: they are on the device."""
+        return max(self.parts, key=lambda part: part.stop - part.start).source if self.parts else None
+
+    @property
+    def peer(self) -> str | None:
+        """The endpoint of the executor that blocks are fetched from, if some are."""
+        return next((part.source.peer for part in self.parts if part.source.peer), None)
 
     @property
     def seconds(self) -> float:
@@ -53,29 +100,34 @@ class Recovery:
 
     Fields:
         plan: what was chosen. method "device": everything that is cached is still there.
-        places: where its blocks are pinned, if any of them are loaded.
-        back: nodes from here on are loaded or asked for. loading: blocks asked for that have not arrived.
+        places: where its blocks are held, if any of them are loaded.
+        back: places from here on are loaded or asked for. loading: blocks asked for that have not arrived.
         device_tokens: tokens found on the device. resumed: it had run before. first_start: nothing of its request
             had run before, so that what is found was computed for others.
-        began, ended: when it was admitted, and when everything that the source could have given was there, loaded or
+        began, ended: when it was admitted, and when everything that the tiers have was there, loaded or
             computed; NaN until then, for good if it was preempted or aborted before.
-        loaded_tokens: tokens that came from the source. link_seconds: what the link took for its transfers.
+        loaded: tokens that came, by the name of the tier. link_seconds: what links took for the transfers.
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
     """
 
     sequence: Sequence
     plan: RecoveryPlan
-    places: list[BlockPlace]
+    places: list[Place]
     back: int
     device_tokens: int
     resumed: bool
     began: float
     loading: int = 0
     ended: float = float("nan")
-    loaded_tokens: int = 0
+    loaded: dict[str, int] = field(default_factory=dict)
     link_seconds: float = 0.0
     behind_demotions: bool = False
     first_start: bool = False
+
+    @property
+    def request(self) -> Request:
+        """Whose sequence it is."""
+        return self.sequence.request
 
     @property
     def method(self) -> Method:
@@ -83,13 +135,19 @@ class Recovery:
         return self.plan.method
 
     @property
+    def loaded_tokens(self) -> int:
+        """Tokens that came from tiers."""
+        return sum(self.loaded.values())
+
+    @property
     def origin(self) -> str:
-        """Where the KV lay that the sequence was to get back, whether it was brought from there or computed again: one
-        of ``SOURCES``.
+        """Where most of the KV lay that the sequence was to get back, whether it was brought from there or computed
+        again: one of ``SOURCES``.
 
         "device": nothing of it was known to lie elsewhere.
         """
-        return "device" if self.plan.source is None else self.plan.source.name
+        source = self.plan.main_source
+        return "device" if source is None else source.name
 
     @property
     def estimate(self) -> RecoveryEstimate | None:
@@ -103,11 +161,19 @@ class Recovery:
 
     @property
     def first(self) -> int:
-        """Index in the table of the first block that the source has."""
+        """Index in the table of the first block that comes from a tier."""
         return self.plan.first
 
     @property
-    def source(self) -> RecoverySource:
-        """Where blocks come from, if any do."""
-        assert self.plan.source is not None
-        return self.plan.source
+    def last_part(self) -> Offer:
+        """The part of the block that is asked for next, or of the first one when all are."""
+        at = self.first + max(0, self.back - 1)
+        return next(part for part in self.plan.parts if at < part.stop)
+
+    def shares(self) -> list[Share]:
+        """What each link is still to be asked for; the first one, if nothing."""
+        end, blocks = self.first + max(1, self.back), dict[Link, int]()
+        for part in self.plan.parts:
+            if part.start < end:
+                blocks[part.source.link] = blocks.get(part.source.link, 0) + min(part.stop, end) - part.start
+        return [Share(*share) for share in blocks.items()]

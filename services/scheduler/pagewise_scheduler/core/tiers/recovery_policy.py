@@ -1,10 +1,12 @@
 """Decides how KV comes back, and which KV is worth keeping for that in a tier below."""
 
+from collections.abc import Iterable
+
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.copy_costs import Link
 from pagewise_scheduler.core.tiers.cost_model import CostModel, RecoveryEstimate
-from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.recovery_plan import Method, RecoveryMode
+from pagewise_scheduler.core.tiers.tier import Tier
 
 _WORTH_BOTH = 0.975
 
@@ -18,8 +20,8 @@ class RecoveryPolicy:
         self.mode: RecoveryMode = mode
         self._costs = costs
 
-    def method(self, estimate: RecoveryEstimate, link: Link) -> Method:
-        """How to get blocks back that ``link`` could bring."""
+    def method(self, estimate: RecoveryEstimate, links: Iterable[Link]) -> Method:
+        """How to get blocks back that ``links`` could bring."""
         if self.mode == "swap":
             return "load"
         if self.mode != "auto":
@@ -31,10 +33,11 @@ class RecoveryPolicy:
             return "both"
         self._costs.both_passed_over()
         if better == "recompute":
-            link.passed_over()
+            for link in links:
+                link.passed_over()
         return better
 
-    def is_worth_copying(self, node: CachedBlock, tier: CacheTier) -> bool:
+    def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
         """Whether copying the prefix that ends with ``node`` to ``tier`` is worth it, block by block on average.
 
         The copies save, if the prefix is used again, what recovering from both ends saves over computing alone. They
@@ -42,19 +45,9 @@ class RecoveryPolicy:
         """
         if self.mode != "auto":
             return self.mode != "recompute"
-        extends = node.parent is not None and node.parent.copies[tier.number] >= 0
+        extends = node.parent is not None and tier.holds(node.parent)
         depth = node.depth if extends else (node.depth + 1) // 2
         busy = tier.num_arriving / max(1, tier.max_arriving)
-        return self._pays(tier.policy.probability(node), depth, tier.costs, busy)
-
-    def is_worth_writing(self, probability: float, node: CachedBlock, costs: TierCosts, busy: float) -> bool:
-        """Whether writing one block to storage is worth it, as for ``is_worth_copying``. ``probability``: that it is
-        used again. ``busy``: how busy the storage is, 0 to 1."""
-        if self.mode != "auto":
-            return self.mode != "recompute"
-        return self._pays(probability, node.depth, costs, busy)
-
-    def _pays(self, probability: float, depth: int, costs: TierCosts, busy: float) -> bool:
-        recompute, load = self._costs.block_seconds(depth, costs.load)
+        recompute, load = self._costs.block_seconds(depth, tier.costs.load)
         saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
-        return probability * saved >= busy * costs.store.predict(0, 1)
+        return tier.policy.probability(node) * saved >= busy * tier.costs.store.predict(0, 1)

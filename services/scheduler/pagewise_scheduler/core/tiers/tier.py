@@ -1,275 +1,116 @@
-"""The tiers of one executor's KV memory: the device, the host, and whatever lies further away, one below the other.
+"""What all tiers of KV memory have in common.
 
-All of them are one idea. A tier holds blocks, each of which is free, cached or in use. To *reserve* a block is to take
-one; if none is free, another one is *evicted* first. The content of an evicted block stays where another tier has it as
-well, or it goes to the tier below if that takes it (it is *demoted*), or it is lost. Whoever evicts is told which
-copies have to be made before anything is written into the blocks, and sees to it that they are. To *pin* a block is to
-keep it where it is until it is *released* as often.
+A block's place is a tier and a reference there: an id, or the block's name where the tier has no ids. Sequences compute
+on the device (``BlockPool``). The other tiers are one below the other; what one gives up, a further one may take over.
 
-``BlockPool`` is the device, where sequences compute; ``CacheTier`` is any tier below it, which also has costs: those of
-copies between it and the device. Another executor's tiers are not among these; ``PeerTiers`` pins and releases blocks
-there.
+A tier says what it promises. *Exact*: the prefix tree says which blocks lie there, and they stay while they are pinned
+(``CacheTier``, for host memory). Otherwise the tier is asked, and may forget whatever it likes; several executors may
+share it (``HashTier``, for the disk cache and the store). What other executors hold (``PeerTiers``) is exact, and only
+read. ``costs`` says what copies cost both ways.
+
+A new kind of tier is a class with the methods of ``Tier``; ``KVCacheManager`` makes one for each tier that an executor
+has.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.block_hash import BlockName
+from pagewise_shared.protocol import BlockCopies, RemoteTier
 
-from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
-from pagewise_scheduler.core.memory.losses import LossReason
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
 
-if TYPE_CHECKING:
-    from pagewise_scheduler.core.tiers.host import CacheTier
-
-
-FREE, CACHED, IN_USE = 0, 1, 2
-"""The states of blocks, as ``Tier.states`` has them."""
-
-
-class OutOfBlocksError(Exception):
-    """More blocks were asked for than there are. Callers ask ``num_available`` first, so this escapes only as a bug."""
-
-
-BlockCopy = tuple[int, int, int, int]
+BlockCopy = tuple[int, int, int, int | CachedBlock]
 """Source tier, source block, target tier, target block: the content has to be copied before anything is written into
-either block. A plain tuple, because memory under pressure makes one for every block."""
+either block. The target is a node of the prefix tree where the tier has no ids. A plain tuple, because memory under
+pressure makes one for every block."""
 
 Copies = Sequence[BlockCopy]
 """Copies in an order in which each of them reads what it is meant to read."""
 
 
-class Tier:
-    """The blocks of one tier: plain ids, 0 <= id < ``num_blocks``. Each is in one state: free, cached, or in use.
+class Place(NamedTuple):
+    """Where a block lies that is held for a recovery: the number of the tier, and the id or the name there.
 
-    *Cached* means that its content is known, so that it is a node of the prefix tree, and that nobody holds a
-    reference.
-
-    ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: all tiers below.
-    ``states``: the state of each block, a byte, for those who watch. ``restorable``: cached blocks from before, by
-    block hash, whose content nobody has asked for yet; they are the first to go. Reserving and releasing n blocks costs
-    O(n), and O(log blocks) for each one that has to be evicted.
+    ``node``: the block in the prefix tree of the executor that holds it, if it is in one.
     """
 
-    __slots__ = (
-        "_caches",
-        "_evictable",
-        "_free",
-        "_nodes",
-        "_num_cached",
-        "_references",
-        "below",
-        "counters",
-        "lower",
-        "num_blocks",
-        "number",
-        "policy",
-        "restorable",
-        "states",
-        "tree",
-    )
+    source: "Source"
+    tier: int
+    block: int = NOWHERE
+    node: CachedBlock | None = None
+    name: BlockName | None = None
 
-    def __init__(
-        self,
-        number: int,
-        num_blocks: int,
-        tree: PrefixTree,
-        policy: EvictionPolicy,
-        counters: MemoryCounters,
-        below: "CacheTier | None",
-    ) -> None:
-        self.number = number
-        self.num_blocks = num_blocks
-        self.tree = tree
-        self.policy = policy
-        self.counters = counters
-        self.below = below
-        self.lower: tuple[CacheTier, ...] = () if below is None else (below, *below.lower)
-        self.restorable: dict[BlockHash, int] = {}
-        self._caches = self.lower  # the tiers, from this one on, that hold nothing but copies
-        self.states = bytearray(num_blocks)
-        self._references = [0] * num_blocks
-        self._nodes: list[CachedBlock | None] = [None] * num_blocks
-        # A stack: the block freed last is used next, while the caches may still hold it.
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._num_cached = 0
-        self._evictable = EvictionQueue(policy, self._rank)
+
+class Source(Protocol):
+    """A tier from which blocks come to the device.
+
+    ``peer``: the block endpoint of the executor that it is of, in its ``epoch``; empty: it is the own one. ``is_far``:
+    blocks may not come, so copies can be cancelled, and few are asked for at a time.
+    """
+
+    peer: str
+    epoch: int
+    is_far: bool
 
     @property
-    def num_free(self) -> int:
-        """Blocks that hold nothing."""
-        return len(self._free)
+    def name(self) -> str:
+        """For people and metrics."""
+        ...
 
     @property
-    def num_used(self) -> int:
-        """Blocks that hold something, whether it is in use or not."""
-        return self.num_blocks - len(self._free)
+    def link(self) -> Link:
+        """What copies from it to the device cost."""
+        ...
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks without references whose content may be used again."""
-        return self._num_cached
+    def let_go(self, places: Iterable[Place]) -> None:
+        """Blocks that were held are not needed any more, the last one first."""
+        ...
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that ``reserve`` can hand out: free ones, and cached ones, which are evicted for it."""
-        return len(self._free) + self._num_cached
+    def remote(self, tier: int) -> RemoteTier | None:
+        """How a copy from there names the executor that the tier is of; None: it is the own one."""
+        ...
 
-    @property
-    def num_in_use(self) -> int:
-        """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - self._num_cached
+    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+        """Count blocks that have come for a request, of which ``bad`` are not what they should be. Returns those of the
+        own tree whose content is spoiled."""
+        ...
 
-    def next_evicted(self) -> CachedBlock | None:
-        """The cached block that gives way first, if there is one."""
-        return self._evictable.peek()
+    def has_failed(self, num_bad: int, num_blocks: int) -> bool:
+        """Whether nothing is to be asked of it for a while, when so many of so many blocks were bad."""
+        ...
 
-    def next_evictions(self, count: int) -> list[CachedBlock]:
-        """The cached blocks that would give way first as things are now, at most ``count``."""
-        return self._evictable.first(count)
 
-    def references(self, block: int) -> int:
-        """How many holders the block has; 0 means free or cached."""
-        return self._references[block]
+@runtime_checkable
+class Tier(Source, Protocol):
+    """A tier below the device.
 
-    def node(self, block: int) -> CachedBlock | None:
-        """The block's place in the prefix tree, if its content is known."""
-        return self._nodes[block]
+    ``below``: the next one down. ``costs``: of copies between it and the device. ``policy``: knows how likely a block
+    is used again. ``num_arriving``: blocks whose copy to it was asked for and has not been confirmed; with
+    ``max_arriving`` of them no more prefixes are begun.
+    """
 
-    def close(self) -> None:
-        """Nobody reserves blocks here any more. What is still held may be given back."""
-        self._evictable.close()
-        self._caches = ()  # which may name the tier itself
+    number: int
+    below: "Tier | None"
+    costs: TierCosts
+    policy: EvictionPolicy
+    num_arriving: int
+    max_arriving: int
 
-    # ---- taking and giving back ----------------------------------------------------------------------
+    def holds(self, node: CachedBlock) -> bool:
+        """Whether the block lies there, as far as is known here."""
+        ...
 
-    def reserve(self, count: int) -> tuple[list[int], Copies]:
-        """Take ``count`` blocks, each with one reference; cached ones are evicted if too few are free.
+    def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
+        """Keep the content of ``node``, whose block the tier ``source`` is about to give up; False: it does not.
 
-        Returns them, and the copies that have to be made before anything is written into them.
-
-        Raises:
-            OutOfBlocksError: there are fewer. Nothing was taken, and on the device nothing was evicted.
+        ``copies``: where those go that it takes.
         """
-        free = self._free
-        copies: Copies = ()
-        if count > len(free):
-            if count > self.num_available:
-                raise OutOfBlocksError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
-            copies = self.evict(count - len(free))
-            if count > len(free):  # in a lower tier what is pinned may hang on what is not
-                raise OutOfBlocksError(f"{count} blocks asked for, of which only {len(free)} could be freed")
-        elif not count:
-            return [], ()
-        blocks = free[-count:]
-        del free[-count:]
-        references, states = self._references, self.states
-        for block in blocks:
-            references[block] = 1
-            states[block] = IN_USE
-        return blocks, copies
+        ...
 
-    def evict(self, count: int) -> Copies:
-        """Free ``count`` blocks, those first that are worth the least, or as many as may go.
-
-        Returns the copies that keep their content.
-        """
-        copies: list[BlockCopy] = []
-        while count and self._give_up_one(copies):
-            count -= 1
-        return copies
-
-    def pin(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block, all of them in use or cached."""
-        references = self._references
-        for block in blocks:
-            if references[block] == 0:
-                assert self._nodes[block] is not None, f"block {block} is free and cannot be pinned"
-                self._num_cached -= 1
-                self.states[block] = IN_USE
-            references[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block, a sequence's last block first."""
-        for block in blocks:
-            left = self._references[block] - 1
-            assert left >= 0, f"block {block} was released more often than it was taken"
-            self._references[block] = left
-            if left == 0:
-                node = self._nodes[block]
-                assert node is not None
-                self._num_cached += 1
-                self.states[block] = CACHED
-                self.offer(node)
-
-    # ---- what is known -------------------------------------------------------------------------------
-
-    def expect(self, restorable: dict[BlockHash, int]) -> None:
-        """The tier, empty so far, holds these blocks from before."""
-        taken = set(restorable.values())
-        self._free = [block for block in self._free if block not in taken]
-        self.restorable = restorable
-        self._num_cached = len(restorable)
-        for block in taken:
-            self.states[block] = CACHED
-
-    def restore(self, node: CachedBlock) -> None:
-        """The content of ``node`` is here from before, if it is; it lies in the tree now."""
-        block = self.restorable.pop(node.hash, NOWHERE)
-        if block >= 0:
-            self._enter(node, block)
-            self.offer(node)
-
-    def offer(self, node: CachedBlock) -> None:
-        """The block of ``node``, if it lies here, may have become evictable, or evictable as something else."""
-        rank = self._rank(node)
-        if rank is not None:
-            self._evictable.push(node, rank)
-            self._evictable.shrink(self.num_blocks - len(self._free))
-
-    def drop(self, node: CachedBlock, reason: LossReason = "evicted") -> None:
-        """The content of ``node`` is lost: what comes after it is not kept in lower tiers, unless it is pinned there.
-
-        What lies nowhere then leaves the tree.
-        """
-        if node.children:
-            self._drop_below(node, reason)
-        lay = self.number
-        if node.num_places:
-            lay = node.nearest_tier
-            for tier in self._caches:
-                tier.forget(node)
-        if not node.num_places:
-            self.tree.losses.note(node, reason, lay, self.policy, self._evictable.price)
-        stays = self.tree.prune(node)
-        if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
-            self._caches[-1].offer(stays)
-
-    def _drop_below(self, node: CachedBlock, reason: LossReason) -> None:
-        subtree = [*node.children.values()]
-        for found in subtree:  # grows while it is walked: parents come before their children
-            subtree += found.children.values()
-        for found in reversed(subtree):
-            lay = found.nearest_tier
-            for tier in self._caches:
-                tier.forget(found)
-            if lay != NOWHERE and not found.num_places:
-                self.tree.losses.note(found, reason, lay, self.policy, self._evictable.price)
-            if not found.children and not found.num_places:
-                self.tree.remove(found)
-
-    # ---- what each kind of tier has its own way of ---------------------------------------------------
-
-    def _rank(self, node: CachedBlock) -> int | None:
-        """As what the block of ``node`` may be evicted; None: it does not lie here, or may not go."""
-        raise NotImplementedError
-
-    def _enter(self, node: CachedBlock, block: int) -> None:
-        """``node`` lies in ``block`` from now on."""
-        raise NotImplementedError
-
-    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
-        """Free the block that is worth the least; False: none may go. ``copies``: where those go that keep it."""
-        raise NotImplementedError
+    def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
+        """Copies to it have been made, but for those to the targets ``bad``."""
+        ...

@@ -1,0 +1,282 @@
+"""Blocks with ids: what the device and the tiers below it have in common whose content is known exactly.
+
+Each block is free, cached or in use. To *reserve* a block is to take one; if none is free, another one is *evicted*
+first. The content of an evicted block stays where another tier has it as well, or it goes to a tier below that takes it
+(it is *demoted*), or it is lost. Whoever evicts is told which copies have to be made before anything is written into
+the blocks, and sees to it that they are. To *pin* a block is to keep it where it is until it is *released* as often.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pagewise_shared.block_hash import BlockHash
+
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.losses import LossReason
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.tiers.host import CacheTier
+
+
+FREE, CACHED, IN_USE = 0, 1, 2
+"""The states of blocks, as ``Pool.states`` has them."""
+
+
+class OutOfBlocksError(Exception):
+    """More blocks were asked for than there are. Callers ask ``num_available`` first, so this escapes only as a bug."""
+
+
+class Pool:
+    """The blocks of one tier: plain ids, 0 <= id < ``num_blocks``. Each is in one state: free, cached, or in use.
+
+    *Cached* means that its content is known, so that it is a node of the prefix tree, and that nobody holds a
+    reference.
+
+    ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
+    have ids too.
+    ``states``: the state of each block, a byte, for those who watch. ``restorable``: cached blocks from before, by
+    block hash, whose content nobody has asked for yet; they are the first to go. Reserving and releasing n blocks costs
+    O(n), and O(log blocks) for each one that has to be evicted.
+    """
+
+    __slots__ = (
+        "_caches",
+        "_evictable",
+        "_free",
+        "_nodes",
+        "_num_cached",
+        "_references",
+        "below",
+        "counters",
+        "lower",
+        "num_blocks",
+        "number",
+        "policy",
+        "restorable",
+        "states",
+        "tree",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        num_blocks: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: Tier | None,
+    ) -> None:
+        self.number = number
+        self.num_blocks = num_blocks
+        self.tree = tree
+        self.policy = policy
+        self.counters = counters
+        self.below = below
+        self.lower: tuple[CacheTier, ...] = tuple(_pools_from(below))
+        self.restorable: dict[BlockHash, int] = {}
+        self._caches = self.lower  # the tiers, from this one on, that hold nothing but copies
+        self.states = bytearray(num_blocks)
+        self._references = [0] * num_blocks
+        self._nodes: list[CachedBlock | None] = [None] * num_blocks
+        # A stack: the block freed last is used next, while the caches may still hold it.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_cached = 0
+        self._evictable = EvictionQueue(policy, self._rank)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that hold something, whether it is in use or not."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without references whose content may be used again."""
+        return self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``reserve`` can hand out: free ones, and cached ones, which are evicted for it."""
+        return len(self._free) + self._num_cached
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - len(self._free) - self._num_cached
+
+    def next_evicted(self) -> CachedBlock | None:
+        """The cached block that gives way first, if there is one."""
+        return self._evictable.peek()
+
+    def next_evictions(self, count: int) -> list[CachedBlock]:
+        """The cached blocks that would give way first as things are now, at most ``count``."""
+        return self._evictable.first(count)
+
+    def references(self, block: int) -> int:
+        """How many holders the block has; 0 means free or cached."""
+        return self._references[block]
+
+    def node(self, block: int) -> CachedBlock | None:
+        """The block's place in the prefix tree, if its content is known."""
+        return self._nodes[block]
+
+    def close(self) -> None:
+        """Nobody reserves blocks here any more. What is still held may be given back."""
+        self._evictable.close()
+        self._caches = ()  # which may name the tier itself
+
+    # ---- taking and giving back ----------------------------------------------------------------------
+
+    def reserve(self, count: int) -> tuple[list[int], Copies]:
+        """Take ``count`` blocks, each with one reference; cached ones are evicted if too few are free.
+
+        Returns them, and the copies that have to be made before anything is written into them.
+
+        Raises:
+            OutOfBlocksError: there are fewer. Nothing was taken, and on the device nothing was evicted.
+        """
+        free = self._free
+        copies: Copies = ()
+        if count > len(free):
+            if count > self.num_available:
+                raise OutOfBlocksError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
+            copies = self.evict(count - len(free))
+            if count > len(free):  # in a lower tier what is pinned may hang on what is not
+                raise OutOfBlocksError(f"{count} blocks asked for, of which only {len(free)} could be freed")
+        elif not count:
+            return [], ()
+        blocks = free[-count:]
+        del free[-count:]
+        references, states = self._references, self.states
+        for block in blocks:
+            references[block] = 1
+            states[block] = IN_USE
+        return blocks, copies
+
+    def evict(self, count: int) -> Copies:
+        """Free ``count`` blocks, those first that are worth the least, or as many as may go.
+
+        Returns the copies that keep their content.
+        """
+        copies: list[BlockCopy] = []
+        while count and self._give_up_one(copies):
+            count -= 1
+        return copies
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block, all of them in use or cached."""
+        references = self._references
+        for block in blocks:
+            if references[block] == 0:
+                assert self._nodes[block] is not None, f"block {block} is free and cannot be pinned"
+                self._num_cached -= 1
+                self.states[block] = IN_USE
+            references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each block, a sequence's last block first."""
+        for block in blocks:
+            left = self._references[block] - 1
+            assert left >= 0, f"block {block} was released more often than it was taken"
+            self._references[block] = left
+            if left == 0:
+                node = self._nodes[block]
+                assert node is not None
+                self._num_cached += 1
+                self.states[block] = CACHED
+                self.offer(node)
+
+    # ---- what is known -------------------------------------------------------------------------------
+
+    def expect(self, restorable: dict[BlockHash, int]) -> None:
+        """The tier, empty so far, holds these blocks from before."""
+        taken = set(restorable.values())
+        self._free = [block for block in self._free if block not in taken]
+        self.restorable = restorable
+        self._num_cached = len(restorable)
+        for block in taken:
+            self.states[block] = CACHED
+
+    def restore(self, node: CachedBlock) -> None:
+        """The content of ``node`` is here from before, if it is; it lies in the tree now."""
+        block = self.restorable.pop(node.hash, NOWHERE)
+        if block >= 0:
+            self._enter(node, block)
+            self.offer(node)
+
+    def offer(self, node: CachedBlock) -> None:
+        """The block of ``node``, if it lies here, may have become evictable, or evictable as something else."""
+        rank = self._rank(node)
+        if rank is not None:
+            self._evictable.push(node, rank)
+            self._evictable.shrink(self.num_blocks - len(self._free))
+
+    def drop(self, node: CachedBlock, reason: LossReason = "evicted") -> None:
+        """The content of ``node`` is lost: what comes after it is not kept in lower tiers, unless it is pinned there.
+
+        What lies nowhere then leaves the tree.
+        """
+        if node.children:
+            self._drop_below(node, reason)
+        lay = self.number
+        if node.num_places:
+            lay = node.nearest_tier
+            for tier in self._caches:
+                tier.forget(node)
+        if not node.num_places:
+            self.tree.losses.note(node, reason, lay, self.policy, self._evictable.price)
+        stays = self.tree.prune(node)
+        if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
+            self._caches[-1].offer(stays)
+
+    def _drop_below(self, node: CachedBlock, reason: LossReason) -> None:
+        subtree = [*node.children.values()]
+        for found in subtree:  # grows while it is walked: parents come before their children
+            subtree += found.children.values()
+        for found in reversed(subtree):
+            lay = found.nearest_tier
+            for tier in self._caches:
+                tier.forget(found)
+            if lay != NOWHERE and not found.num_places:
+                self.tree.losses.note(found, reason, lay, self.policy, self._evictable.price)
+            if not found.children and not found.num_places:
+                self.tree.remove(found)
+
+    def _demote(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
+        """Let the nearest tier below that wants it keep the content of ``node``; False: none does.
+
+        Asked while the node still lies here: room made below must not take it out of the tree.
+        """
+        below = self.below
+        while below is not None and not below.take_over(node, self.number, copies):
+            below = below.below
+        return below is not None
+
+    # ---- what each kind of tier has its own way of ---------------------------------------------------
+
+    def _rank(self, node: CachedBlock) -> int | None:
+        """As what the block of ``node`` may be evicted; None: it does not lie here, or may not go."""
+        raise NotImplementedError
+
+    def _enter(self, node: CachedBlock, block: int) -> None:
+        """``node`` lies in ``block`` from now on."""
+        raise NotImplementedError
+
+    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
+        """Free the block that is worth the least; False: none may go. ``copies``: where those go that keep it."""
+        raise NotImplementedError
+
+
+def _pools_from(tier: Tier | None) -> Iterator[Any]:
+    """Of a tier and those below it, the ones that have ids."""
+    while tier is not None:
+        if isinstance(tier, Pool):
+            yield tier
+        tier = tier.below
