@@ -224,7 +224,12 @@ class ChainRules(RuleBasedStateMachine):
             each.executor.peers = {other.name: other.executor for other in self.nodes}
         self.storage, self.requests = storage, list[Request]()
 
-    @rule(at=st.integers(0, 1), prefix=st.integers(0, 2), length=st.integers(1, 60), found=st.integers(0, 3))
+    @rule(
+        at=st.integers(0, 1),
+        prefix=st.integers(0, 1),
+        length=st.sampled_from([9, 22, 40, 60, 60]),
+        found=st.sampled_from([0, 1, 2, 3, 3]),
+    )
     def add(self, at: int, prefix: int, length: int, found: int) -> None:
         scheduler, executor = self.nodes[at].scheduler, self.nodes[at].executor
         request = create_request(prompt=[1000 * prefix + i for i in range(length)], max_tokens=5)
@@ -265,6 +270,16 @@ class ChainRules(RuleBasedStateMachine):
             evict(scheduler, count)
         elif tier in scheduler.kv.tiers:
             scheduler._plan.copy(scheduler.kv.tiers[tier].evict(count))
+
+    @rule(at=st.integers(0, 1), happens=st.integers(0, 2))
+    def executor_is_reset(self, at: int, happens: int) -> None:
+        each = self.nodes[at]
+        if not happens and each.scheduler.num_in_flight:
+            epoch = each.scheduler.epoch + 1
+            for request in each.scheduler.fail(epoch):
+                self.requests.remove(request)
+            each.results.clear()
+            each.executor.reset(epoch)
 
     @rule(at=st.integers(0, 1), which=st.integers(0, 30))
     def abort(self, at: int, which: int) -> None:
