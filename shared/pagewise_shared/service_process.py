@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -41,14 +42,20 @@ def exit_code_of(
 ) -> int:
     """Run a service until it ends, log the error that ended it, and return the exit code of its process.
 
-    The code is 0 if the service was stopped, 130 if Ctrl-C interrupted its start, ``CANNOT_START`` after errors of the
-    ``final`` types, which a restart would not help against, and 1 after any other error.
+    The code is 0 if the service was stopped, ``CANNOT_START`` after errors of the ``final`` types, which a restart would
+    not help against, and 1 after any other error.
+
+    A signal during the start, before the service handles it itself, ends the process from here: with 0 for SIGTERM,
+    because no work has to end first, and with 130 for Ctrl-C. Without a handler, process 1 of a container would ignore
+    SIGTERM.
     """
     try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ``pagewise serve`` has held it back so far
         run()
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        # Threads may still load a model, and their C++ code aborts the process if the interpreter ends before them.
+        os._exit(0 if isinstance(stopped, SystemExit) else 128 + signal.SIGINT)
     except Exception as error:
         errors = _members(error)
         if not all(isinstance(each, final) for each in errors):

@@ -1,9 +1,13 @@
 """An executor one of whose threads has ended by an exception ends too, with one sentence that says why."""
 
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from benchmarks.processes import EXECUTOR, free_port, spawn
 from tests.executor.broken_threads import KINDS, outcomes
 
 
@@ -31,3 +35,27 @@ def test_threads_of_other_packages_end_by_themselves(ended: dict[str, tuple[int,
     assert code == 7
     assert "this executor ends" not in log
     assert "_Fault" in log
+
+
+NODE = ("--tensor-parallel=2", "--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+
+
+@pytest.mark.parametrize(
+    ("moment", "options", "number", "code"),
+    [
+        ("starting torch", (), signal.SIGTERM, 0),
+        ("KV pool", (), signal.SIGINT, 130),
+        ("joining node 0", NODE, signal.SIGTERM, 0),
+    ],
+)
+def test_a_signal_during_the_start_ends_it_at_once(
+    moment: str, options: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
+    """The thread that loads the model cannot be asked to end."""
+    command = [sys.executable, "-m", EXECUTOR, "pagewise-demo", "--scheduler=ipc:///nowhere/at/all", *options]
+    with spawn(command, stderr=subprocess.PIPE, text=True) as process:
+        said = next(line for line in process.stderr if moment in line)
+        process.send_signal(number)
+        said += process.communicate(timeout=30)[1]
+    assert process.returncode == code, said
+    assert "Traceback" not in said

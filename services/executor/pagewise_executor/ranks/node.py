@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import subprocess  # nosec B404
+import sys
 import time
 from multiprocessing.connection import Connection
 
@@ -140,7 +141,7 @@ class Node:
 
     def _terminate(self) -> None:
         if not self._processes:
-            raise KeyboardInterrupt
+            sys.exit()
         self._leave_at = min(self._leave_at, time.monotonic() + self._config.drain_timeout)
         log.info("this node stays until node 0 has ended, for at most %g s", self._config.drain_timeout)
 
