@@ -252,7 +252,12 @@ def on_threads(name: str, change: tuple[str, str] | None = None) -> Iterator[Mod
 
 def launch(kernel: Callable[..., None], programs: int, *arguments: Any, **constants: Any) -> None:
     """Run ``programs`` programs one after the other. Tensors among the arguments are seen as pointers."""
-    pointers = [Pointer(a.view(-1)) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+    def flat(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+        return tensor.as_strided((size,), (1,))
+
+    pointers = [Pointer(flat(a)) if isinstance(a, torch.Tensor) else a for a in arguments]
     for program in range(programs):
         _here.program, _here.programs = program, programs
         kernel(*pointers, **constants)

@@ -37,6 +37,7 @@ def attended(
     block_size: int = 16,
     programs: int = 3,
     dtype: torch.dtype = BF16,
+    layers: int = 1,
     change: tuple[str, str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel computes, and the oracle. What no chunk may read is NaN, or the number of no block."""
@@ -45,7 +46,10 @@ def attended(
     blocks = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(blocks) + 2, generator=generator).int()
     tables = torch.full((len(chunks), max(blocks) + 2), 10**6, dtype=torch.int32)
-    keys, values = (torch.full((len(order), block_size, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2))
+    whole = torch.full((2 * layers, len(order), block_size, kv_heads, dim), float("nan"), dtype=dtype)
+    if layers > 1:  # each block has the K and V of all layers
+        whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    keys, values = whole[-2:]
     q = torch.randn(sum(chunk.size for chunk in chunks), heads, dim, generator=generator).to(dtype)
     expected = torch.zeros(q.shape, dtype=torch.float64)
     for chunk, length, count in zip(chunks, lengths, blocks, strict=True):
@@ -64,7 +68,7 @@ def attended(
     with launches() as found:
         out = specialised_prefill_attention(q, keys, values, tables, plan, scale=0.2)
     (arguments, constants), out[:] = found[0], float("nan")
-    names = ("KV_HEADS", "GROUP", "BLOCK_SIZE", "DIM", "TILE", "STAGES")
+    names = ("KV_HEADS", "GROUP", "BLOCK_SIZE", "BLOCK_STRIDE", "DIM", "TILE", "STAGES")
     with on_threads(KERNEL, change) as module:
         launch(
             module.specialised_prefill_kernel, programs, *arguments, **{name: constants[name] for name in names}
@@ -84,6 +88,7 @@ ONE_LONG = [Chunk(0, 200, 150, 0)]
         pytest.param(ONE_LONG, {"heads": 2, "kv_heads": 2, "dim": 128, "block_size": 32}, id="one query head"),
         pytest.param(ONE_LONG, {"heads": 7, "kv_heads": 1, "dtype": torch.float16}, id="seven query heads"),
         pytest.param(ONE_LONG, {"block_size": 256, "programs": 40}, id="large blocks, idle programs"),
+        pytest.param(ONE_LONG, {"block_size": 32, "layers": 3}, id="blocks of several layers"),
     ],
 )
 def test_it_computes_attention(chunks: list[Chunk], options: dict[str, Any]) -> None:

@@ -53,19 +53,20 @@ def specialised_prefill_attention(
     flaw = flaw_of_specialised(q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype, q.device)
     if flaw or keys.dtype != q.dtype:
         raise ValueError(f"attention by specialised warps: {flaw or f'KV in {keys.dtype}, queries in {q.dtype}'}")
-    pieces = shape.block_size // 16
-    if pieces > 1 and keys.stride(0) != shape.block_size * keys.stride(1):
-        raise ValueError("attention by specialised warps: the tokens of several blocks are not equally far apart")
+    piece = 16 * keys.stride(1) if shape.block_size > 16 else keys.stride(0)
+    if keys.stride(0) % piece:
+        raise ValueError(f"attention by specialised warps: blocks are {keys.stride(0)} apart, no multiple of {piece}")
     from pagewise_kernels.attention.specialised_kernel import specialised_prefill_kernel
 
-    strides = keys.stride(0) // pieces, keys.stride(1), keys.stride(2)
+    strides = piece, keys.stride(1), keys.stride(2)
     launch(
         specialised_prefill_kernel,
         (min(plan.programs, num_sms(q.device)),),
         q, keys, values, out, tables, plan.units, plan.unit_count,
         *q.stride()[:2], *strides, *strides, *out.stride()[:2], tables.stride(0),
         (scale if scale is not None else shape.head_dim**-0.5) * math.log2(math.e),
-        KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_SIZE=shape.block_size, DIM=shape.head_dim,
-        TILE=SPECIALISED.tile, STAGES=SPECIALISED.num_stages, num_warps=SPECIALISED.num_warps,
+        KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_SIZE=shape.block_size,
+        BLOCK_STRIDE=keys.stride(0) // piece, DIM=shape.head_dim, TILE=SPECIALISED.tile,
+        STAGES=SPECIALISED.num_stages, num_warps=SPECIALISED.num_warps,
     )  # fmt: skip
     return out

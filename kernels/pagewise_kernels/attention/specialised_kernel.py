@@ -62,7 +62,8 @@ def copy_tile(
 def load_tiles(
     keys, values, tables, units, num_units, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_tables,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_STRIDE: gl.constexpr, DIM: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: K and V of all tiles of all items of a program. Their strides are equal, and are given twice:
     offsets that both share would have to be kept over a wait, for which there are no registers."""
@@ -83,7 +84,7 @@ def load_tiles(
         for begin in range(0, stop, TILE):
             piece = begin // _PIECE + numbers
             ids = gl.load(table + piece // OF_BLOCK, mask=piece * _PIECE < stop, other=0)
-            ids = ids * OF_BLOCK + piece % OF_BLOCK
+            ids = ids * BLOCK_STRIDE + piece % OF_BLOCK
             stage, phase = count % STAGES, (count // STAGES + 1) % 2
             mbarrier.wait(k_empty.index(stage), phase)
             copy_tile(
@@ -202,13 +203,13 @@ def specialised_prefill_kernel(
     q, keys, values, out, tables, units, num_units,
     stride_qn, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_on, stride_oh,
     stride_tables, factor,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_STRIDE: gl.constexpr,
+    DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Units times KV heads, as in ``attention_kernel``, without windows, caps, scales and parts.
 
-    ``factor``: the scale of the scores times log2 e. BLOCK_SIZE is a power of
-    two from 16 on, and ``stride_kp`` and ``stride_vp`` are from one piece of 16 tokens to the next.
+    ``factor``: the scale of the scores times log2 e. BLOCK_SIZE is a power of two from 16 on. ``stride_kp`` and
+    ``stride_vp`` are from one piece of 16 tokens to the next, and BLOCK_STRIDE is that of blocks, in such pieces.
     """
     dtype: gl.constexpr = q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -234,7 +235,7 @@ def specialised_prefill_kernel(
                       stride_qn, stride_qh, stride_on, stride_oh, factor, _ROWS, KV_HEADS, GROUP, DIM, TILE, STAGES)),
             (load_tiles, (keys, values, tables, units, num_units, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                           stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_tables,
-                          KV_HEADS, BLOCK_SIZE, DIM, TILE, STAGES)),
+                          KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, DIM, TILE, STAGES)),
         ],
         [4, 4],
         # Registers of a thread of the second consumer and of the producer; those that are left are the first one's.
