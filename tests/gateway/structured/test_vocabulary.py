@@ -243,6 +243,7 @@ FORBID_SOMETHING: list[tuple[dict[str, Any], str]] = [
     ({"type": "array", "anyOf": [{"prefixItems": [STRING]}, {"maxItems": 1}], "unevaluatedItems": False}, "unevalu"),
     ({**OBJECT, "propertyNames": {"format": "uuid"}}, "propertyNames"),
     ({**STRING, "pattern": "^(?=a)b|c$"}, "look-around"),
+    ({**STRING, "pattern": "^(?=a)?b"}, "look-around"),
     ({**STRING, "pattern": "^(?=a"}, "regex parse error"),
     ({**OBJECT, "propertyNames": {"minLength": 1}}, "propertyNames"),
     ({**OBJECT, "propertyNames": {"anyOf": [{"pattern": "^a"}, {"const": "b"}]}}, "propertyNames"),

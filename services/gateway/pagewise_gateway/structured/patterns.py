@@ -25,7 +25,8 @@ def without_lookahead(pattern: str) -> list[str]:
 
 
 def _group_end(pattern: str, at: int) -> int:
-    """Return where a group ends that has begun before ``at``; -1: it does not, or an alternative follows it."""
+    """Return where a group ends that has begun before ``at``; -1: it does not, or an alternative or its own repetition
+    follows it."""
     depth, inside, end = 1, False, -1
     while at < len(pattern):
         character = pattern[at]
@@ -38,7 +39,7 @@ def _group_end(pattern: str, at: int) -> int:
         elif character in "()":
             depth += 1 if character == "(" else -1
             end = at if not depth and end < 0 else end
-        elif character == "|" and end >= 0 and not depth:
+        elif end >= 0 and not depth and (character == "|" or (character in "*+?{" and at == end + 1)):
             return -1
         at += 1
     return end
