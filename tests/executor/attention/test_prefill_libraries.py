@@ -199,6 +199,13 @@ def test_our_own_kernel_is_one_of_them(
         flaw = specialised_prefill.SpecialisedPrefill(GPU).flaw(windowed, 16)
         assert ("windows" in flaw) == (windowed is not PLAIN)
 
+    def other_triton(*_: object) -> str:
+        raise ImportError("cannot import name 'mbarrier'")
+
+    monkeypatch.setattr(specialised_prefill, "_flaw_of_trial", other_triton)
+    assert choose([128]) == (None, False)
+    assert "not gluon: ImportError: cannot import name 'mbarrier'" in caplog.text
+
 
 @pytest.mark.interpreted
 def test_what_cannot_be_measured_is_not_taken(

@@ -186,16 +186,14 @@ class TriedLibrary:
 
     def try_out(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
-        flaw = self._library.flaw(shape, self._block_size)
-        if not flaw:
-            try:
+        try:
+            flaw = self._library.flaw(shape, self._block_size)
+            if not flaw:
                 error = error_of(self._library, with_small_limits(shape), self._block_size, self._device)
-            except Exception as raised:  # a library of others, which may compile and load what does not fit
-                flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"
-            else:
                 if not error <= TOLERANCE:  # also if it is not a number
-                    flaw = f"results differ from PyTorch's by {error:.3f}"
-            flaw = flaw and f"{flaw} ({_described(shape)})"
+                    flaw = f"results differ from PyTorch's by {error:.3f} ({_described(shape)})"
+        except Exception as raised:  # a library of others, which may compile and load what does not fit
+            flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
         self._flaws[shape] = flaw
         return flaw
 

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import logging
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -105,8 +106,9 @@ def try_apart(trial: dict[str, object]) -> str:
     command = [sys.executable, "-m", "pagewise_executor.attention.specialised_prefill"]
     try:
         ended = subprocess.run(  # noqa: S603  # nosec B603 # no shell, and our own module
-            command, input=json.dumps(trial), capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
+            command, input=json.dumps(trial), capture_output=True, text=True, timeout=_SECONDS, check=False,
+            start_new_session=True,  # Ctrl-C is no verdict
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"it did not end within {_SECONDS:.0f} s"
     except OSError as error:
@@ -122,6 +124,7 @@ def try_apart(trial: dict[str, object]) -> str:
 
 def main() -> None:
     """Compute a trial, and print by how much its results differ from PyTorch's."""
+    signal.alarm(int(_SECONDS))  # also if the executor has ended meanwhile
     trial = json.load(sys.stdin)
     device, block_size = torch.device("cuda", trial.pop("device")), trial.pop("block_size")
     torch.cuda.set_device(device)

@@ -215,8 +215,7 @@ def _experts(use: KernelUse) -> Iterator[Compared]:
     assert use.mixture is not None
     router, experts = use.mixture
     gate_up, down = experts.gate_up_proj, experts.down_proj
-    per_expert = len(down) // router.top_k
-    for rows in (1, 16 * per_expert + 1, 64 * per_expert + 1):
+    for rows in (1, *(per_expert * len(down) // router.top_k + 1 for per_expert in (16, 64))):
         x = use.draw(rows, use.hidden_size) / use.hidden_size**0.5
         logits, weights, chosen = router(x)
         shares, expected = nn.functional.softmax(logits.float(), dim=-1), torch.zeros_like(x, dtype=torch.float32)
