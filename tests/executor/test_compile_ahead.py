@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -128,3 +129,6 @@ def test_kernels_that_came_with_the_installation_are_in_the_cache(
         link_shipped()
         assert (gpu / "KEY" / "kernel.json").read_text() == "{}"
         assert not (gpu / "OWN").is_symlink()
+    shutil.rmtree(shipped)
+    link_shipped()
+    assert [entry.name for entry in gpu.iterdir()] == ["OWN"]

@@ -118,11 +118,16 @@ def _hash_triton() -> None:
 def link_shipped() -> None:
     """Enter the kernels that came with this installation into Triton's cache.
 
-    Entries are linked as they are, because each names its files by their full paths. None is written again.
+    Entries are linked as they are, because each names its files by their full paths. None is written again. Links into
+    an installation that is gone are removed, because Triton could not write what they stand for.
     """
     import triton
 
     cache = Path(triton.knobs.cache.dir)
+    for entry in cache.glob("*"):
+        if entry.is_symlink() and not entry.exists():
+            with suppress(OSError):
+                entry.unlink()
     for entry in SHIPPED.iterdir() if SHIPPED.is_dir() else ():
         with suppress(OSError):  # it is there already, or the cache cannot be written, which a launch will report
             cache.mkdir(parents=True, exist_ok=True)
