@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise.keys import keys
-from pagewise.process import die_with_parent
+from pagewise_shared.service_process import die_with_parent
 
 from benchmarks.scrape import Sample, scrape, total
 

@@ -31,6 +31,8 @@ _COLLECT_AFTER = 100_000
 """Allocations between two garbage collections. Every step and every token creates objects, none of them in cycles; with
 Python's default of 700 the collector would spend its time on the objects of thousands of requests."""
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # of prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE_BUFFER = 256 * 1024
 """Bytes from which a buffer has a mapping of its own."""
@@ -42,8 +44,8 @@ def exit_code_of(
 ) -> int:
     """Run a service until it ends, log the error that ended it, and return the exit code of its process.
 
-    The code is 0 if the service was stopped, ``CANNOT_START`` after errors of the ``final`` types, which a restart would
-    not help against, and 1 after any other error.
+    The code is 0 if the service was stopped, ``CANNOT_START`` after errors of the ``final`` types, which a restart
+    would not help against, and 1 after any other error.
 
     A signal during the start, before the service handles it itself, ends the process from here: with 0 for SIGTERM,
     because no work has to end first, and with 130 for Ctrl-C. Without a handler, process 1 of a container would ignore
@@ -81,6 +83,11 @@ def _members(error: Exception) -> list[Exception]:
     if isinstance(error, ExceptionGroup):
         return [member for inner in error.exceptions for member in _members(inner)]
     return [error]
+
+
+def die_with_parent() -> None:
+    """For ``preexec_fn``: have the kernel kill this process when the thread that has started it ends (Linux)."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def warn_of_variables() -> None:
@@ -151,18 +158,17 @@ def tune_allocator(*, computes: bool = False, free_unused: Callable[[], None] | 
     Free pages between buffers that are in use are returned every half a minute. ``free_unused``: called before that, to
     free what the process keeps for later.
     """
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
+    if not hasattr(_LIBC, "gnu_get_libc_version"):
         return
     if not computes:
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            libc.mallopt(parameter, _LARGE_BUFFER)
+            _LIBC.mallopt(parameter, _LARGE_BUFFER)
     threading.Thread(target=_trim_forever, args=(free_unused,), name="trim", daemon=True).start()
 
 
 def return_freed_memory() -> None:
     """Let glibc return its free pages to the operating system now; other C libraries are left alone."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    if (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         trim(0)  # without Python's lock
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from pagewise_executor.models import compilation
 from pagewise_executor.models.compilation import Ahead, Compilation, begin_compilation, link_shipped
 from pagewise_shared.config import ExecutorConfig
 
+from benchmarks.processes import alive
 from tests.model_builders import build_model
 
 CUDA = torch.device("cuda", 0)
@@ -114,6 +116,25 @@ def test_a_compilation_that_fails_is_reported_and_tried_again(tmp_path: Path, ca
     assert not done.exists()
     assert "kernels are compiled when they are launched: " in caplog.text
     assert "NotReadableError: config.json cannot be read" in caplog.text
+
+
+STARTS_ONE = """
+import os
+from pathlib import Path
+from pagewise_executor.models.compilation import Ahead, Compilation
+from pagewise_shared.config import ExecutorConfig
+compilation = Compilation(Ahead(config=ExecutorConfig(model="none"), capability=90), Path("none"))
+print(compilation._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_compilation_ends_with_the_executor() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True, check=True)
+    deadline = time.monotonic() + 1.0  # in which it would not have imported torch
+    while alive(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_kernels_that_came_with_the_installation_are_in_the_cache(

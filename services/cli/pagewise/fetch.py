@@ -17,9 +17,8 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.model_files import fetch_model, local_model
 from pagewise_shared.progress import draws_bars
-from pagewise_shared.service_process import CANNOT_START
+from pagewise_shared.service_process import CANNOT_START, die_with_parent
 
-from pagewise.process import die_with_parent
 from pagewise.supervisor import StartError
 
 

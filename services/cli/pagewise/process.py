@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess  # nosec B404
@@ -11,12 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pagewise_shared.config import VARIABLE_PREFIX
 from pagewise_shared.logs import relayed
-from pagewise_shared.service_process import CANNOT_START, reason_in
+from pagewise_shared.service_process import CANNOT_START, die_with_parent, reason_in
 
 STOP_SECONDS = 10.0
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class Service:
@@ -140,8 +136,3 @@ def _prepare() -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     die_with_parent()
-
-
-def die_with_parent() -> None:
-    """For ``preexec_fn``: have the kernel kill this process when its parent dies (Linux)."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,10 +11,9 @@ import sys
 from pagewise_shared.config import ServeConfig, build_config
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.service_process import warn_of_variables
+from pagewise_shared.service_process import die_with_parent, warn_of_variables
 
 from pagewise.gateways import url_of
-from pagewise.process import die_with_parent
 from pagewise.serve import serve, wait_until_ready
 
 

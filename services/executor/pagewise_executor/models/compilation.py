@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.service_process import die_with_parent
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
@@ -56,6 +57,7 @@ class Compilation:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # so it takes none of the GPU's memory
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            preexec_fn=die_with_parent,
         )
 
     def wait(self) -> None:
