@@ -149,8 +149,9 @@ def device_type() -> str:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether ``device`` multiplies matrices in groups of four warps (compute capability 9.0)."""
-    return capability(device) >= 90
+    """Whether ``device`` has the shared memory of Hopper or of the data centre's GPUs after it, 227 KiB for a program.
+    Those of compute capability 12 have 99 KiB."""
+    return 90 <= capability(device) < 120
 
 
 def capability(device: torch.device) -> int:

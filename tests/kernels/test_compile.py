@@ -88,6 +88,13 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         check_bars(found, BARS[VERSION])
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_kernels_fit_into_the_shared_memory_of_compute_capability_12() -> None:
+    for kernel in compiled(120, "--without", *VARIANTS, "specialised"):
+        assert int(str(kernel["shared"])) <= 99 * 1024, f"{kernel['case']}: {kernel['kernel']}"
+
+
 def in_flight(kernel: dict[str, Any]) -> int:
     """Bytes of weights that are on their way to a multiprocessor while the programs of such a kernel compute."""
     constants, shared = kernel["constants"], int(kernel["shared"])
