@@ -16,7 +16,7 @@ from pagewise_shared.protocol import (
     Heartbeat,
     Message,
     Outputs,
-    PromptToGenerate,
+    Prompt,
     Query,
     QueryAnswer,
     Refused,
@@ -86,7 +86,7 @@ class WireLoad:
 
     async def _submit(self) -> None:
         number = next(self._numbers)
-        prompt = PromptToGenerate(pack_int32s(random_prompt(self._rng)), OUTPUT_TOKENS)
+        prompt = Prompt(pack_int32s(random_prompt(self._rng)), OUTPUT_TOKENS)
         await self._send(Submit(self._epoch, number, f"wire-{number}", (prompt,), _SAMPLING))
 
     async def _receive(self) -> None:

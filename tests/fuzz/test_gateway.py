@@ -1,12 +1,11 @@
 """Whatever a scheduler sends, a gateway goes on: the next one that makes sense gets all requests, and serves them."""
 
 import asyncio
-from array import array
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_gateway.generation import GenerationError, GenerationRequest, Prompt
+from pagewise_gateway.generation import AnswerOptions, GenerationError
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.errors import RefusedError
@@ -14,6 +13,7 @@ from pagewise_shared.protocol import (
     GatewayWelcome,
     Message,
     Outputs,
+    Prompt,
     PromptFailed,
     RequestRefused,
     StreamFinished,
@@ -73,9 +73,11 @@ class Gateway:
         self.outbox = self.connection._outbox
 
     def submit(self, *, prompts: int = 1, **fields: Any) -> LiveRequest:
-        prompt = Prompt(array("i", [70, 71, 72]), LENGTH)
+        prompt = Prompt(pack_int32s([70, 71, 72]), LENGTH)
         sampling = SamplingParams(stop_token_ids=(0,))
-        return self.link.submit(GenerationRequest("r", (prompt,) * prompts, sampling, **fields))
+        options = {name: fields.pop(name) for name in AnswerOptions.__slots__ if name in fields}
+        request = Submit(0, 0, "r", (prompt,) * prompts, sampling, **fields)
+        return self.link.submit(request, AnswerOptions(**options))
 
     def finish(self, epoch: int) -> None:
         """What a good scheduler does: it lets the gateway in, and generates what is missing."""

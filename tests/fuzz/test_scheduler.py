@@ -23,7 +23,7 @@ from pagewise_shared.protocol import (
     Hello,
     Message,
     MetricsSnapshot,
-    PromptToGenerate,
+    Prompt,
     Query,
     StepPlan,
     StepResult,
@@ -187,7 +187,7 @@ def test_a_hostile_executor_disturbs_nobody(
 
 PROMPTS = st.lists(
     st.builds(
-        PromptToGenerate,
+        Prompt,
         st.one_of(st.lists(st.integers(0, 4095), min_size=1, max_size=9).map(pack_int32s), messages.BYTES),
         st.one_of(st.integers(0, 20), messages.INTS),
         st.lists(messages.of(StreamProgress, tokens=TOKENS), max_size=2).map(tuple),
@@ -199,7 +199,7 @@ GOOD_SUBMIT: dict[str, Any] = {
     "epoch": 0,
     "stream": 0,
     "request_id": "hostile",
-    "prompts": (PromptToGenerate(pack_int32s([1, 2, 3]), 9),),
+    "prompts": (Prompt(pack_int32s([1, 2, 3]), 9),),
     "sampling": SamplingParams(temperature=0),
 }
 SUBMITS = st.one_of(

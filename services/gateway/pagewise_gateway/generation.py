@@ -1,7 +1,7 @@
 """The types that the HTTP surface and the link to the scheduler exchange about a generation.
 
-``http`` builds a GenerationRequest and submits it to the link, which returns a LiveRequest. The outputs arrive as
-SequenceDeltas. Errors::
+``http`` makes a ``Submit`` of what a client asks for and hands it to the link, which returns a LiveRequest. The outputs
+arrive as SequenceDeltas. Errors::
 
     GenerationError             the generation failed
     ├── SlowReaderError         the client left too much unread
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from msgspec import Struct
-from pagewise_shared.protocol import Adapter, FinishReason, KeyLimits, PromptSegments, TokenLogprobs
-from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.protocol import FinishReason, TokenLogprobs
 
 RefusalKind = Literal["never_fits", "invalid", "overloaded", "unavailable"]
 
@@ -35,76 +34,24 @@ def token_bytes(logprobs: int | None) -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class Prompt:
-    """One prompt of a request.
+class AnswerOptions:
+    """What a client wants of the text of its outputs. The scheduler does not know it.
 
     Fields:
-        tokens: int32, at least one.
-        max_tokens: maximum number of output tokens of each sequence; 0 only computes the prompt (for its
-            log-probabilities).
-        text: the whole prompt as the client sent it, if it sent text and wants it echoed.
-        segments: of the prompt, if it has any.
-    """
-
-    tokens: "array[int]"
-    max_tokens: int
-    text: str | None = None
-    segments: PromptSegments | None = None
-
-
-@dataclass(slots=True, frozen=True)
-class GenerationRequest:
-    """A request to generate n sequences from each of its prompts.
-
-    A request without prompts only counts against the limits of its API key. It stands for work that the gateway does
-    itself, such as tokenizing, or for a request whose body has not been read yet.
-
-    Fields:
-        request_id: unique among live requests, unlike the X-Request-Id that a client may send.
-        sampling: the parameters of sequence 0; the seed of sequence i is derived from that of sequence 0 and i.
-        n: sequences to generate from each prompt.
         stop: strings that end a sequence. include_stop_str_in_output: whether they stay in its text.
         skip_special_tokens: whether special tokens are left out of the text, but for shown_tokens.
         wants_token_ids: whether deltas carry token ids.
         whole: whether all deltas arrive together, once all sequences have ended.
-        priority: a request with a lower one runs earlier.
-        cache_salt: only requests with the same salt share cached KV.
-        beam: if given, beam search finds the n likeliest sequences, instead of sampling; all output arrives at the end.
-        arrival_time: seconds of the monotonic clock.
-        client_request_id: the X-Request-Id that the client sent; it need not be unique.
-        key, limits: name of the API key that the request came with, and the limits of that key.
-        retention: seconds for which the client wants the KV of the prefix kept; 0: it says nothing.
         prompt_bytes: what the answer takes for what it repeats of the prompts.
-        adapter: with which the prompts are computed; None: with the model alone.
-        traceparent: of the span of the HTTP request; "": it is not traced.
     """
 
-    request_id: str
-    prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
-    n: int = 1
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     shown_tokens: frozenset[int] = frozenset()
     wants_token_ids: bool = False
     whole: bool = False
-    priority: int = 0
-    cache_salt: str | None = None
-    beam: BeamParams | None = None
-    arrival_time: float = 0.0
-    client_request_id: str = ""
-    key: str = ""
-    limits: KeyLimits = KeyLimits()  # noqa: RUF009 - it is frozen
     prompt_bytes: int = 0
-    retention: int = 0
-    adapter: Adapter | None = None
-    traceparent: str = ""
-
-    @property
-    def token_bytes(self) -> int:
-        """What a token of the answer takes."""
-        return token_bytes(self.sampling.logprobs)
 
 
 class Held(Protocol):

@@ -106,7 +106,7 @@ class PromptSegments(Piece, frozen=True):
     boundary: int = 0
 
 
-class PromptToGenerate(Piece, frozen=True):
+class Prompt(Piece, frozen=True):
     """One prompt of a request.
 
     Fields:
@@ -121,9 +121,17 @@ class PromptToGenerate(Piece, frozen=True):
     progress: Annotated[tuple[StreamProgress, ...], Meta(max_length=MAX_PROMPTS)] = ()
     segments: PromptSegments | None = None
 
+    @property
+    def token_ids(self) -> "memoryview[int]":
+        """The tokens, not copied."""
+        return memoryview(self.tokens).cast("i")
+
 
 class Submit(Message, frozen=True):
     """One request of a client: taken as a whole, or refused as a whole (``RequestRefused``).
+
+    The gateway makes it when it has checked the client's request, and keeps it as long as the request lives. Each time
+    it is sent, it gets the epoch, the stream and the progress of that moment.
 
     A request without prompts only counts against the limits of its key until the gateway aborts it, and is answered by
     ``Started`` or ``RequestRefused``. It stands for work of the gateway itself (tokenizing), or for a request whose
@@ -152,7 +160,7 @@ class Submit(Message, frozen=True):
     epoch: int
     stream: int
     request_id: str
-    prompts: Annotated[tuple[PromptToGenerate, ...], Meta(max_length=MAX_PROMPTS)]
+    prompts: Annotated[tuple[Prompt, ...], Meta(max_length=MAX_PROMPTS)]
     sampling: SamplingParams
     n: int = 1
     beam: BeamParams | None = None

@@ -2,14 +2,12 @@
 
 import time
 import tracemalloc
-from array import array
 
-from pagewise_gateway.generation import GenerationRequest, Prompt
+from pagewise_gateway.generation import AnswerOptions
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import StreamTable
-from pagewise_gateway.link.submission import submission
 from pagewise_gateway.metrics import Metrics
-from pagewise_shared.protocol import encode
+from pagewise_shared.protocol import Prompt, Submit, encode, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from tests.gateway.server import TOKENIZER
@@ -21,13 +19,13 @@ STOPS = tuple(chr(97 + number) * 1023 + "b" for number in range(16))
 def test_outputs_that_wait_to_be_admitted_take_little_time_and_memory() -> None:
     metrics = Metrics("demo")
     table = StreamTable(metrics)
-    prompts = tuple(Prompt(array("i", [5] * 64), 16) for _ in range(PROMPTS))
-    request = GenerationRequest("r", prompts, SamplingParams(), n=N, stop=STOPS)
+    prompts = tuple(Prompt(pack_int32s([5] * 64), 16) for _ in range(PROMPTS))
+    request = Submit(0, 0, "r", prompts, SamplingParams(), n=N)
     tracemalloc.start()
     began = time.process_time()
-    live = LiveRequest(request, TOKENIZER, metrics, table.has_news, lambda live: None)
+    live = LiveRequest(request, AnswerOptions(stop=STOPS), TOKENIZER, metrics, table.has_news, lambda live: None)
     table.add(live)
-    encode(submission(live, 1, 0.0))
+    encode(live.submission(1, 0.0))
     seconds = time.process_time() - began
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

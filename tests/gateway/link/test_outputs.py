@@ -1,17 +1,15 @@
 """What frames of outputs become: text, finish reasons, and deltas for the client."""
 
 import asyncio
-from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
 from pagewise_gateway.generation import (
     TOKEN_BYTES,
+    AnswerOptions,
     GenerationError,
-    GenerationRequest,
     NoExecutorError,
-    Prompt,
     SequenceDelta,
     SlowReaderError,
 )
@@ -25,10 +23,12 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     Outputs,
+    Prompt,
     PromptFailed,
     Started,
     StreamFinished,
     StreamPromptLogprobs,
+    Submit,
     TokenLogprobs,
     pack_int32s,
 )
@@ -54,10 +54,19 @@ class Table:
     def add(
         self, *, prompts: int = 1, max_tokens: int = 30, held: Reservation | None = None, **fields: Any
     ) -> LiveRequest:
-        prompt = Prompt(array("i", [1, 2, 3]), max_tokens)
+        prompt = Prompt(pack_int32s([1, 2, 3]), max_tokens)
         sampling = fields.pop("sampling", SamplingParams(stop_token_ids=(END,)))
-        request = GenerationRequest("r", (prompt,) * prompts, sampling, wants_token_ids=True, **fields)
-        live = LiveRequest(request, TOKENIZER, self.metrics, self.table.has_news, self._end, held)
+        options = {name: fields.pop(name) for name in AnswerOptions.__slots__ if name in fields}
+        request = Submit(0, 0, "r", (prompt,) * prompts, sampling, **fields)
+        live = LiveRequest(
+            request,
+            AnswerOptions(wants_token_ids=True, **options),
+            TOKENIZER,
+            self.metrics,
+            self.table.has_news,
+            self._end,
+            held,
+        )
         assert self.table.add(live)
         return live
 
@@ -255,7 +264,7 @@ async def test_a_client_that_leaves_too_much_unread_is_cut_off(
     monkeypatch.setattr(live_request, "MOST_UNREAD", MOST_UNREAD)
     table = Table()
     live = table.add(max_tokens=10**6, **fields)
-    limit = MOST_UNREAD // live.request.token_bytes
+    limit = MOST_UNREAD // live.token_bytes
     table.take([(0, 70)] * (limit - 1000))
     assert table.ended == []
     table.take([(0, 70)] * 2000)
@@ -328,7 +337,8 @@ async def test_an_answer_that_finds_no_memory_ends_its_request(whole: bool) -> N
 
 async def test_times() -> None:
     table = Table()
-    live = table.add(n=2, arrival_time=live_time() - 1.0)
+    live = table.add(n=2)
+    live.arrival_time -= 1.0
     table.take([(0, 70), (1, 70)], started=(Started(0, 2, 250_000, 500_000),))
     for _ in range(3):
         table.take([(0, 70), (1, 70)])

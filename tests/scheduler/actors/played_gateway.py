@@ -28,8 +28,8 @@ from pagewise_shared.protocol import (
     KeyLimits,
     Message,
     Outputs,
+    Prompt,
     PromptFailed,
-    PromptToGenerate,
     Query,
     QueryAnswer,
     Refused,
@@ -110,11 +110,10 @@ class PlayedRequest:
 
 def prompts_of(
     prompts: Sequence[Sequence[int]], max_tokens: int, progress: Sequence[tuple[StreamProgress, ...]] = ()
-) -> tuple[PromptToGenerate, ...]:
+) -> tuple[Prompt, ...]:
     progress = progress or [()] * len(prompts)
     return tuple(
-        PromptToGenerate(array("i", prompt).tobytes(), max_tokens, one)
-        for prompt, one in zip(prompts, progress, strict=True)
+        Prompt(array("i", prompt).tobytes(), max_tokens, one) for prompt, one in zip(prompts, progress, strict=True)
     )
 
 
@@ -308,7 +307,7 @@ class PlayedGateway:
         n, old = request.submit.n, request.submit
         progress = request.progress()
         prompts = tuple(
-            PromptToGenerate(prompt.tokens, prompt.max_tokens, progress[number * n : number * n + n])
+            Prompt(prompt.tokens, prompt.max_tokens, progress[number * n : number * n + n])
             for number, prompt in enumerate(old.prompts)
         )
         return await self.submit_as(msgspec.structs.replace(old, prompts=prompts, resumed=True))

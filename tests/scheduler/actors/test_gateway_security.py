@@ -24,8 +24,8 @@ from pagewise_shared.protocol import (
     MetricFamily,
     MetricSample,
     MetricsSnapshot,
+    Prompt,
     PromptSegments,
-    PromptToGenerate,
     Query,
     Refused,
     Rejoin,
@@ -42,7 +42,7 @@ from tests.scheduler.actors.stack import RawExecutor, executor, gateway, gateway
 from tests.shared.key_pairs import make_key_pairs
 
 GOOD = Submit(0, 0, "r", prompts_of([[1, 2, 3]], 4), GREEDY)
-ONE = PromptToGenerate(int32s(1), 4)
+ONE = Prompt(int32s(1), 4)
 
 
 def changed(**fields: object) -> Submit:
@@ -50,18 +50,18 @@ def changed(**fields: object) -> Submit:
 
 
 IMPOSSIBLE = [
-    changed(prompts=(PromptToGenerate(b"", 4),)),
-    changed(prompts=(PromptToGenerate(b"abc", 4),)),
-    changed(prompts=(PromptToGenerate(int32s(-1), 4),)),
-    changed(prompts=(PromptToGenerate(int32s(4096), 4),)),
-    changed(prompts=(PromptToGenerate(int32s(1), -1),)),
-    changed(prompts=(PromptToGenerate(int32s(1), 2**40),)),
-    changed(prompts=(PromptToGenerate(int32s(1), 4, (StreamProgress(b""), StreamProgress(b""))),)),
-    changed(prompts=(PromptToGenerate(int32s(1), 4, (StreamProgress(b"abc"),)),)),
-    changed(prompts=(PromptToGenerate(int32s(1), 4, (StreamProgress(int32s(-1)),)),)),
-    changed(prompts=(PromptToGenerate(int32s(1), 1, (StreamProgress(int32s(1, 2)),)),)),
+    changed(prompts=(Prompt(b"", 4),)),
+    changed(prompts=(Prompt(b"abc", 4),)),
+    changed(prompts=(Prompt(int32s(-1), 4),)),
+    changed(prompts=(Prompt(int32s(4096), 4),)),
+    changed(prompts=(Prompt(int32s(1), -1),)),
+    changed(prompts=(Prompt(int32s(1), 2**40),)),
+    changed(prompts=(Prompt(int32s(1), 4, (StreamProgress(b""), StreamProgress(b""))),)),
+    changed(prompts=(Prompt(int32s(1), 4, (StreamProgress(b"abc"),)),)),
+    changed(prompts=(Prompt(int32s(1), 4, (StreamProgress(int32s(-1)),)),)),
+    changed(prompts=(Prompt(int32s(1), 1, (StreamProgress(int32s(1, 2)),)),)),
     *(
-        changed(prompts=(PromptToGenerate(int32s(1, 2, 3, 4), 4, segments=segments),))
+        changed(prompts=(Prompt(int32s(1, 2, 3, 4), 4, segments=segments),))
         for segments in (
             PromptSegments(b"abc"),
             PromptSegments(int32s(0)),

@@ -11,7 +11,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     FinishStream,
     KeyLimits,
-    PromptToGenerate,
+    Prompt,
     Rejoin,
     StreamFinished,
     StreamProgress,
@@ -377,7 +377,7 @@ async def test_an_output_that_had_ended_is_not_generated_again(tmp_path: Path) -
     )
     async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner()):
         await stack.ready(1)
-        prompts = (PromptToGenerate(int32s(1, 2, 3), 20, progress), PromptToGenerate(int32s(4), 20, progress[:1] * 2))
+        prompts = (Prompt(int32s(1, 2, 3), 20, progress), Prompt(int32s(4), 20, progress[:1] * 2))
         request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, SEEDED, n=2, resumed=True))
         outputs = await request.result()
         assert outputs[0] == whole.tokens[0][:5]
@@ -395,7 +395,7 @@ async def test_an_output_that_ended_with_the_scheduler_is_told_so(tmp_path: Path
     sampling = SamplingParams(temperature=0, stop_token_ids=(77,) if ending == "stop" else ())
     tokens = (5, 6, 77) if ending == "stop" else (5, 6, 7)
     async with running(tmp_path) as stack:
-        prompts = (PromptToGenerate(int32s(1, 2, 3), 9 if ending == "stop" else 3, (StreamProgress(int32s(*tokens)),)),)
+        prompts = (Prompt(int32s(1, 2, 3), 9 if ending == "stop" else 3, (StreamProgress(int32s(*tokens)),)),)
         request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, sampling))
         assert await request.result() == [list(tokens)]
         assert request.finished[0].reason == ending
@@ -407,7 +407,7 @@ async def test_beam_searches_start_over(tmp_path: Path) -> None:
         await stack.ready(1)
         first = await stack.gateway.submit([1, 2, 3], beam=BeamParams(3))
         await first.result()
-        prompts = (PromptToGenerate(int32s(1, 2, 3), 8, (StreamProgress(b""),)),)
+        prompts = (Prompt(int32s(1, 2, 3), 8, (StreamProgress(b""),)),)
         again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, GREEDY, beam=BeamParams(3)))
         assert await again.result() == first.tokens
 
@@ -419,7 +419,7 @@ async def test_who_goes_on_is_not_refused_whatever_waits_and_whatever_its_key_ma
             await stack.gateway.submit([number], key="k", limits=limits if number == 0 else None)
         with pytest.raises(RefusedRequestError):
             await (await stack.gateway.submit([9], key="k", limits=limits)).result()
-        prompts = tuple(PromptToGenerate(int32s(1, 2, number), 12, (StreamProgress(int32s(5)),)) for number in range(6))
+        prompts = tuple(Prompt(int32s(1, 2, number), 12, (StreamProgress(int32s(5)),)) for number in range(6))
         submit = Submit(0, 0, "again", prompts, GREEDY, key="k", limits=limits, resumed=True)
         again = await stack.gateway.submit_as(submit)
         tokenizing = await stack.gateway.submit_as(

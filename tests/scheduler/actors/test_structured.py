@@ -13,7 +13,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     GrammarCompiled,
     Heartbeat,
-    PromptToGenerate,
+    Prompt,
     RowFailure,
     StepPlan,
     StepResult,
@@ -31,7 +31,7 @@ PROMPT = [7, *range(10, 20)]
 
 def submit(grammar: str, max_tokens: int = 8, n: int = 1, prompts: int = 1) -> Submit:
     params = SamplingParams(temperature=0, grammar=grammar)
-    asked = tuple(PromptToGenerate(pack_int32s([*PROMPT, number]), max_tokens) for number in range(prompts))
+    asked = tuple(Prompt(pack_int32s([*PROMPT, number]), max_tokens) for number in range(prompts))
     return Submit(0, 0, "r", asked, params, n=n)
 
 

@@ -6,7 +6,9 @@ All bytes are estimates: the bytes of a token (``generation.token_bytes``) times
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, Prompt, token_bytes
+from pagewise_shared.protocol import Prompt
+
+from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.memory_budget import SHARE, MemoryBudget, Reservation
 from pagewise_gateway.metrics import Metrics
@@ -81,7 +83,7 @@ class AnswerSize:
             OverloadedError: other answers have taken the memory.
         """
         copies = self.n if self.whole else 1
-        prompt_bytes = copies * self.repeated * sum(len(prompt.tokens) for prompt in prompts) + others
+        prompt_bytes = copies * self.repeated * sum(len(prompt.token_ids) for prompt in prompts) + others
         most = prompt_bytes
         if self.whole:
             most += self.n * self.token * sum(prompt.max_tokens for prompt in prompts)

@@ -4,15 +4,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from aiohttp import web
+from pagewise_shared.protocol import Prompt
 
-from pagewise_gateway.generation import Prompt
 from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.chat_answer import ChatAnswer
 from pagewise_gateway.http.chat_formats import Parsing
 from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.generate import generate
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import (
     check_common,
@@ -98,15 +98,15 @@ async def run_chat(
     size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
     default = size.default_tokens(len(tokens), repeated)
     budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
-    prompt = Prompt(tokens, budget, segments=prompt_segments(body, encoded))
+    prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded))
     continues = bool(body.continue_final_message)
     strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer, repeated)
-    del encoded  # this frame lives until the response has ended
+    del encoded, tokens  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
-    with Generation(service.link, body, [prompt], sampling, n, request, intake, prompt_bytes, shown) as generation:
-        return await respond(ChatRun(service, body, prompt, generation, parsing, start, continues))
+    with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
+        return await respond(ChatRun(service, body, live, parsing, start, continues))
 
 
 def _parsing(service: Service, body: ChatRequest) -> Parsing | None:

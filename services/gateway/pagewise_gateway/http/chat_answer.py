@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.generate import usage
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.responder import Responder
 from pagewise_gateway.http.responses import (
@@ -25,17 +26,17 @@ class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
     """The response whose content is the text of the output as it is."""
 
     def __init__(self, completion_id: str, run: ChatRun) -> None:
-        body, prompt = run.body, run.prompt
-        super().__init__(ChatChunk, completion_id, run.service, body, run.generation, logprobs=bool(body.logprobs))
+        body = run.body
+        super().__init__(ChatChunk, completion_id, run.service, body, run.live, logprobs=bool(body.logprobs))
         self._logprobs_wanted = bool(body.logprobs)
         self._token_ids_wanted = bool(body.return_token_ids)
         self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._prompt_token_ids = list(prompt.tokens) if body.return_token_ids else UNSET
+        self._prompt_token_ids = list(run.live.request.prompts[0].token_ids) if body.return_token_ids else UNSET
         self._templates: dict[int, EventTemplate] = {}
 
     def _answer(self) -> ChatResponse:
         return ChatResponse(
-            self._id, self._created, self._model, [], self._generation.usage(), prompt_token_ids=self._prompt_token_ids
+            self._id, self._created, self._model, [], usage(self._live), prompt_token_ids=self._prompt_token_ids
         )
 
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:

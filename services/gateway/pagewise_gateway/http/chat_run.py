@@ -5,11 +5,11 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagewise_gateway.generation import Prompt, SequenceDelta
+from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_formats import Parsing
 from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.link import LiveRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -22,15 +22,14 @@ class ChatRun:
     """A chat that was submitted.
 
     Fields:
-        body: without what may be large. prompt: of which the output is generated.
+        body: without what may be large.
         parsing: how its outputs are parsed; None: they are content as they are.
         start, continues: where an output begins, as a ``MessageParser`` takes it.
     """
 
     service: Service
     body: ChatRequest
-    prompt: Prompt
-    generation: Generation
+    live: LiveRequest
     parsing: Parsing | None
     start: Start
     continues: bool
@@ -49,7 +48,7 @@ class ChatRun:
 
     def quick(self) -> bool:
         """Whether what has arrived may be parsed and told at once."""
-        return self.generation.few_unread and self.service.slices.room()
+        return self.live.few_unread and self.service.slices.room()
 
 
 def cut(text: str) -> Iterator[str]:

@@ -7,12 +7,13 @@ from typing import cast
 
 from aiohttp import web
 from msgspec import Raw
+from pagewise_shared.protocol import Prompt
 
-from pagewise_gateway.generation import Capacity, Prompt, SequenceDelta
+from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import responses
 from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.generate import generate, usage
 from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
 from pagewise_gateway.http.params import (
     check_common,
@@ -31,6 +32,7 @@ from pagewise_gateway.http.schema import CompletionRequest, strip
 from pagewise_gateway.http.segments import check_segments, prompt_segments
 from pagewise_gateway.http.sse import EventTemplate, encode, event
 from pagewise_gateway.http.structured import request_grammar
+from pagewise_gateway.link import LiveRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -68,33 +70,35 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         echo=bool(body.echo),
         ids=bool(body.return_token_ids),
     )
-    prompts = await _encoded(service, given, body, capacity, request[CLIENT].name)
+    prompts, texts = await _encoded(service, given, body, capacity, request[CLIENT].name)
     del given  # this frame lives until the response has ended
     strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve(prompts, intake.answer)
-    with Generation(service.link, body, prompts, sampling, n, request, intake, prompt_bytes) as generation:
-        return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, prompts, generation).respond(request)
+    with generate(request, body, prompts, sampling, n, intake, prompt_bytes) as live:
+        return await _Completion(f"cmpl-{request[REQUEST_ID]}", service, body, texts, live).respond(request)
 
 
 async def _encoded(
     service: Service, given: list[str | list[int]], body: CompletionRequest, capacity: Capacity, key: str
-) -> list[Prompt]:
-    """Return the prompts as token ids. Nothing else refers to them, or to what they are made of, afterwards.
+) -> tuple[tuple[Prompt, ...], list[str | None]]:
+    """Return the prompts, and those texts of them that are echoed as they are. Nothing else refers to what they are
+    made of afterwards.
 
     Raises:
         InvalidRequestError, ContextLengthError: a prompt cannot be used, or is too long.
     """
     prompts: list[Prompt] = []
+    texts: list[str | None] = []
     for one in given:
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
         encoded = await encode_prompt(service, one, body, capacity, key)
         tokens = truncated(encoded.tokens, body, body.max_tokens, capacity)
         budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
-        text = one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None
-        prompts.append(Prompt(tokens, budget, text, prompt_segments(body, encoded)))
-    return prompts
+        texts.append(one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None)
+        prompts.append(Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded)))
+    return tuple(prompts), texts
 
 
 class _Completion(Responder[CompletionResponse, CompletionChoice]):
@@ -105,21 +109,20 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         completion_id: str,
         service: Service,
         body: CompletionRequest,
-        prompts: list[Prompt],
-        generation: Generation,
+        texts: list[str | None],
+        live: LiveRequest,
     ) -> None:
-        super().__init__(
-            CompletionResponse, completion_id, service, body, generation, logprobs=body.logprobs is not None
-        )
+        """``texts``: of the prompts, as far as they are echoed as they are."""
+        super().__init__(CompletionResponse, completion_id, service, body, live, logprobs=body.logprobs is not None)
         self._repeats = bool(body.echo or body.return_token_ids)
         self._choices: list[_Choice] = []
-        for prompt in prompts:
-            repeated = _Repeated(service, body, prompt, generation, len(self._choices))
-            self._choices += [_Choice(service, body, repeated) for _ in range(generation.n)]
+        for number, text in enumerate(texts):
+            repeated = _Repeated(service, body, text, live, number)
+            self._choices += [_Choice(service, body, repeated) for _ in range(live.request.n)]
         self._unopened = len(self._choices)
 
     def _answer(self) -> CompletionResponse:
-        return CompletionResponse(self._id, self._created, self._model, [], usage=self._generation.usage())
+        return CompletionResponse(self._id, self._created, self._model, [], usage=usage(self._live))
 
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, CompletionChoice | None]:
         return (yield from self._choices[delta.index].part(delta))
@@ -153,11 +156,11 @@ class _Repeated:
     """
 
     def __init__(
-        self, service: Service, body: CompletionRequest, prompt: Prompt, generation: Generation, index: int
+        self, service: Service, body: CompletionRequest, text: str | None, live: LiveRequest, number: int
     ) -> None:
-        """``index``: the index of the prompt's first choice."""
-        self.prompt = prompt
-        self._service, self._generation, self._index = service, generation, index
+        """``text``: of the prompt, if it is known. ``number``: of the prompt in the request."""
+        self.tokens = live.request.prompts[number].token_ids
+        self._service, self._text, self._live, self._number = service, text, live, number
         self._skip_special = body.skip_special_tokens is not False
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs: tuple[CompletionLogprobs, int] | None = None
@@ -165,21 +168,21 @@ class _Repeated:
     @cached_property
     def text(self) -> str:
         """The text of the prompt."""
-        if self.prompt.text is not None:
-            return self.prompt.text
-        return self._service.tokenizer.decode(self.prompt.tokens, self._skip_special)
+        if self._text is not None:
+            return self._text
+        return self._service.tokenizer.decode(self.tokens, self._skip_special)
 
     @cached_property
     def token_ids(self) -> list[int]:
         """The tokens of the prompt, as JSON."""
-        return cast("list[int]", Raw(encode(list(self.prompt.tokens))))
+        return cast("list[int]", Raw(encode(list(self.tokens))))
 
     def logprobs(self) -> Generator[bytes, None, tuple[CompletionLogprobs, int]]:
         """Return the log-probabilities of the prompt, and the length of the text that its tokens make."""
         if self._logprobs is None:
             builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special, as_ids=self._as_ids)
-            entries = self._generation.prompt_logprobs(self._index)
-            self._logprobs = (yield from builder.add(entries, self.prompt.tokens[0])), builder.offset
+            entries = self._live.prompts[self._number].logprobs
+            self._logprobs = (yield from builder.add(entries, self.tokens[0])), builder.offset
         return self._logprobs
 
 
@@ -213,7 +216,7 @@ class _Choice:
                     prompt_logprobs, offset = yield from repeated.logprobs()
                 self._logprobs = CompletionLogprobsBuilder(
                     self._service.tokenizer,
-                    repeated.prompt.tokens,
+                    repeated.tokens,
                     body.skip_special_tokens is not False,
                     offset,
                     bool(body.return_tokens_as_token_ids),

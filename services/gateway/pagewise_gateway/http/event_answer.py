@@ -40,8 +40,8 @@ class EventAnswer(ABC):
             UnavailableError: the output was ended before its end, and is not streamed.
         """
         if self._run.body.stream:
-            return await stream_events(request, self._run.generation, self)
-        pieces = self._answer(await self._run.generation.outcome())
+            return await stream_events(request, self._run.live, self)
+        pieces = self._answer(await self._run.live.outcome())
         body = await self._run.service.slices.all(request[CLIENT].name, pieces)
         return web.Response(body=body, content_type="application/json")
 

@@ -1,12 +1,11 @@
 """What is held for a request from when its head was read: its place in its key's limits, memory for body and answer."""
 
 import asyncio
-from time import monotonic
 
 from aiohttp import web
+from pagewise_shared.protocol import Submit
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_gateway.generation import GenerationRequest
 from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
@@ -77,7 +76,6 @@ class Intake:
         self.memory = Reservation(memory, client.name)
         self.answer = Reservation(answers, client.name)
         self.counted: LiveRequest | None = None
-        self.arrival_time = monotonic()
         self._client, self._request_id = client, request_id
         self._answering, self._begun = answering, False
 
@@ -92,14 +90,7 @@ class Intake:
         if not client.limited:
             return
         self.counted = link.submit(
-            GenerationRequest(
-                self._request_id,
-                (),
-                SamplingParams(),
-                arrival_time=self.arrival_time,
-                key=client.name,
-                limits=client.limits,
-            )
+            Submit(0, 0, self._request_id, (), SamplingParams(), key=client.name, limits=client.limits)
         )
         await self.counted.next()
         await self._answering.begin(client)

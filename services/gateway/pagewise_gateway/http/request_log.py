@@ -92,11 +92,11 @@ class RequestLog:
         """Remember what is known of a generation now, because afterwards its parts are let go."""
         if not live.prompts:  # it only counted against the limits of its key
             return
-        arrival = live.request.arrival_time
+        arrival = live.arrival_time
         queues = [prompt.queue_seconds for prompt in live.prompts if prompt.queue_seconds is not None]
         firsts = [prompt.first_token_time for prompt in live.prompts if prompt.first_token_time is not None]
         self._generated[live.request.request_id] = _Generated(
-            prompt_tokens=sum(len(prompt.given.tokens) for prompt in live.prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in live.request.prompts),
             cached_tokens=live.num_cached_tokens,
             output_tokens=live.num_output_tokens,
             queue=min(queues, default=None),

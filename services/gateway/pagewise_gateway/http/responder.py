@@ -10,10 +10,11 @@ from aiohttp import web
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import APIError
-from pagewise_gateway.http.generate import Generation
+from pagewise_gateway.http.generate import usage
 from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.http.sse import DONE, encode, event, stream_events
+from pagewise_gateway.link import LiveRequest
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
@@ -37,14 +38,14 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         completion_id: str,
         service: Service,
         body: GenerationFields,
-        generation: Generation,
+        live: LiveRequest,
         *,
         logprobs: bool,
     ) -> None:
         """``chunk_type`` makes a chunk of the stream from its id, creation time, model and choices. ``logprobs``:
         whether the client asked for log-probabilities."""
         self._chunk_type = chunk_type
-        self._service, self._body, self._generation = service, body, generation
+        self._service, self._body, self._live = service, body, live
         self._id, self._created, self._model = completion_id, int(time.time()), body.model or service.limits.model_name
         options = body.stream_options
         self._usage_wanted = bool(options and options.include_usage)
@@ -56,8 +57,8 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
         if self._body.stream:
-            return await stream_events(request, self._generation, self)
-        pieces = self._answer_pieces(await self._generation.outcome())
+            return await stream_events(request, self._live, self)
+        pieces = self._answer_pieces(await self._live.outcome())
         body = await self._service.slices.all(request[CLIENT].name, pieces)
         return web.Response(body=body, content_type="application/json")
 
@@ -70,7 +71,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
 
     def quick(self) -> bool:
         """Whether the events of what has arrived may be made at once."""
-        return not self._repeating() and self._generation.few_unread and self._service.slices.room()
+        return not self._repeating() and self._live.few_unread and self._service.slices.room()
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """Return the events for these deltas."""
@@ -88,7 +89,7 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         if not self._usage_wanted:
             return b""
         chunk = self._chunk([])
-        chunk.usage = self._generation.usage()
+        chunk.usage = usage(self._live)
         return event(chunk)
 
     def error(self, error: APIError) -> bytes:
@@ -131,5 +132,5 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         """Return a chunk of the stream with these choices."""
         chunk = self._chunk_type(self._id, self._created, self._model, choices)
         if self._usage_wanted:  # then OpenAI's chunks have a usage of null, except for the last one
-            chunk.usage = self._generation.usage() if self._usage_in_every_chunk else None
+            chunk.usage = usage(self._live) if self._usage_in_every_chunk else None
         return chunk

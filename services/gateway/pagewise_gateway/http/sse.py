@@ -12,9 +12,9 @@ from aiohttp import web
 from pagewise_gateway.generation import GenerationError, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
-from pagewise_gateway.http.generate import Generation
 from pagewise_gateway.http.tracing import about_request
 from pagewise_gateway.http.writing import in_time
+from pagewise_gateway.link import LiveRequest
 
 log = logging.getLogger(__name__)
 
@@ -127,26 +127,34 @@ class EventSource(Protocol):
         """Return the event that ends a stream which has failed, in the shape of its API."""
 
 
-async def stream_events(request: web.Request, generation: Generation, source: EventSource) -> web.StreamResponse:
+async def stream_events(request: web.Request, live: LiveRequest, source: EventSource) -> web.StreamResponse:
     """Answer with a stream: events of all deltas as they arrive, then the last one, then ``[DONE]``.
 
     The response begins with the first deltas. So a request that fails before them still gets an error status, and
     clients that measure the time to the first event measure the time to the first token.
     """
     writer, slices, key = EventWriter(request), request.app[Service.KEY].slices, request[CLIENT].name
-    ready, tell = writer.ready, lambda news: writer.write(source.events(news))
-    if not source.cheap:  # chosen once, because these are called with every token
 
-        def ready() -> bool:
-            return writer.ready() and source.quick()
+    def write_cheap() -> bool:
+        """Write what has arrived, if the client has taken everything before. This does not wake a task for every token,
+        which would take as long as all other work on it."""
+        if not writer.ready():
+            return False
+        writer.write(source.events(live.take_news()))
+        return True
 
-        def tell(news: list[SequenceDelta]) -> None:
-            began = monotonic()
-            writer.write(source.events(news))
-            slices.spend(monotonic() - began)
+    def write_quick() -> bool:
+        """The same for events that take longer."""
+        if not (writer.ready() and source.quick()):
+            return False
+        began = monotonic()
+        writer.write(source.events(live.take_news()))
+        slices.spend(monotonic() - began)
+        return True
 
+    follower = write_cheap if source.cheap else write_quick
     try:
-        while news := await generation.news():
+        while news := await live.next():
             if source.cheap:
                 await writer.send(source.events(news))
             else:
@@ -154,7 +162,7 @@ async def stream_events(request: web.Request, generation: Generation, source: Ev
                 del news  # so that each delta is freed once its events are made
                 while (piece := await slices.next(key, pieces)) is not None:
                     await writer.send(piece)
-            generation.follow(ready, tell)
+            live.follow(follower)
     except GenerationError as error:
         if not writer.response.prepared:
             raise

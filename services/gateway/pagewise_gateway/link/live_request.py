@@ -2,20 +2,21 @@
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable, Iterator
 from time import monotonic
 
+from msgspec.structs import replace
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.logs import about
-from pagewise_shared.protocol import FinishReason
+from pagewise_shared.protocol import FinishReason, StreamProgress, Submit
 
 from pagewise_gateway.generation import (
     AdmissionError,
-    GenerationRequest,
+    AnswerOptions,
     Held,
     SequenceDelta,
     SlowReaderError,
+    token_bytes,
 )
 from pagewise_gateway.link.output import LivePrompt, Output
 from pagewise_gateway.metrics import Metrics
@@ -28,15 +29,20 @@ MOST_UNREAD = 32 * 1024 * 1024
 """Bytes of a stream that may wait for the client before its request is stopped, as ``token_bytes`` counts them."""
 _UNCOUNTED_BYTES = 65_536
 """Up to this size, unread tokens take no memory of the budget; most requests never have more."""
+_FEW = 32
 _GROWTH_BYTES = 65_536
 """The memory is taken in steps of this size, so that it is not taken anew for every token."""
+
+_NO_PROGRESS = StreamProgress(b"", False)
 
 
 class LiveRequest:
     """One request of a client, from its submission until its outputs have ended. It outlives schedulers.
 
     Fields:
-        prompts: of the request. num_outputs: n of each; output j of prompt i has the index i * n + j.
+        request: as it was checked; each submission adds what is of the moment (``submission``).
+        arrival_time: seconds of the monotonic clock.
+        prompts: state of the request's prompts. num_outputs: n of each; output j of prompt i has the index i * n + j.
         outputs: those of which something has arrived, by index.
         stop_strings: of the request, if it has any; its outputs share them.
         stream: its first stream number under the current epoch; None while it waits to be submitted.
@@ -52,28 +58,27 @@ class LiveRequest:
 
     def __init__(
         self,
-        request: GenerationRequest,
+        request: Submit,
+        options: AnswerOptions,
         tokenizer: Tokenizer,
         metrics: Metrics,
         on_news: Callable[["LiveRequest"], None],
         on_end: Callable[["LiveRequest"], None],
         held: Held | None = None,
-        on_prompt: Callable[["array[int]", str | None], None] = lambda tokens, salt: None,
+        on_prompt: Callable[["memoryview[int]", str | None], None] = lambda tokens, salt: None,
     ) -> None:
         """``held``: the memory that is taken for the answer; without it, only ``MOST_UNREAD`` bounds what is unread.
         ``on_prompt``: is called with each prompt whose first token has arrived, and with the request's cache salt."""
-        self.request = request
-        self.stop_strings = StopStrings(request.stop, request.include_stop_str_in_output) if request.stop else None
+        self.request, self.options = request, options
+        self.stop_strings = StopStrings(options.stop, options.include_stop_str_in_output) if options.stop else None
         self.stream: int | None = None
         self.submissions = 0
-        self.submission_time = self.waiting_since = monotonic()
+        self.arrival_time = self.submission_time = self.waiting_since = monotonic()
         self.refusal: AdmissionError | None = None
         self.counted_as: LiveRequest | None = None
         self.ended = False
         self.num_taken = self.num_cached_tokens = 0
-        self.prompts = [
-            LivePrompt(self, prompt, number * request.n, metrics) for number, prompt in enumerate(request.prompts)
-        ]
+        self.prompts = [LivePrompt(self, number, metrics) for number in range(len(request.prompts))]
         self.num_outputs = len(self.prompts) * request.n
         self.outputs: dict[int, Output] = {}
         self._tokenizer = tokenizer
@@ -83,10 +88,10 @@ class LiveRequest:
         self._changed: list[Output] = []
         self._unread = 0
         self._held = held
-        self._token_bytes = request.token_bytes
-        reserved = held.size - request.prompt_bytes if held is not None else 0
-        self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self._token_bytes  # tokens, before more memory is taken
-        self._bounded = request.beam is None and not request.whole
+        self.token_bytes = token_bytes(request.sampling.logprobs)
+        reserved = held.size - options.prompt_bytes if held is not None else 0
+        self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self.token_bytes  # tokens, before more memory is taken
+        self._bounded = request.beam is None and not options.whole
         self._admitted = False
         self._error: Exception | None = None
         self._follower: Callable[[], bool] | None = None
@@ -169,9 +174,9 @@ class LiveRequest:
         return self.num_taken if self.request.prompts and self.request.prompts[0].max_tokens else 0
 
     @property
-    def num_unread(self) -> int:
-        """How many tokens and ends of outputs wait for the client."""
-        return len(self._changed) + self._unread
+    def few_unread(self) -> bool:
+        """Whether so few tokens and ends of outputs wait for the client that their events may be made at once."""
+        return len(self._changed) + self._unread <= _FEW
 
     def finish_reasons(self) -> list[FinishReason]:
         """Return why each output of a request that has ended did so."""
@@ -179,7 +184,33 @@ class LiveRequest:
         made = (self.outputs.get(index) for index in range(self.num_outputs))
         return [(output.finish_reason if output is not None else None) or cut for output in made]
 
-    # ---- for the scheduler's messages ----------------------------------------------------------------
+    # ---- for the scheduler -------------------------------------------------------------------------
+
+    def submission(self, epoch: int, now: float) -> Submit:
+        """Return the message that submits the request under its stream numbers, with the tokens that its outputs have.
+
+        ``now``: seconds of the monotonic clock.
+        """
+        assert self.stream is not None
+        again, prompts, counted = self.resumed, self.request.prompts, self.counted_as
+        if again:  # outputs without tokens have an entry too: it was accepted once
+            prompts = tuple(
+                replace(one.given, progress=tuple(map(self._progress, range(one.index, one.index + self.request.n))))
+                for one in self.prompts
+            )
+        return replace(
+            self.request,
+            epoch=epoch,
+            stream=self.stream,
+            prompts=prompts,
+            age_us=max(0, int((now - self.arrival_time) * 1e6)),
+            resumed=again,
+            counted_as=-1 if counted is None or counted.stream is None else counted.stream,
+        )
+
+    def _progress(self, index: int) -> StreamProgress:
+        output = self.outputs.get(index)
+        return _NO_PROGRESS if output is None else output.progress()
 
     def output(self, index: int) -> Output:
         """Return an output. It is made when it is first asked for: there may be thousands, of which few run at a time,
@@ -197,9 +228,8 @@ class LiveRequest:
     def prompt_computed(self, prompt: LivePrompt) -> None:
         """The first output token of a prompt has been computed."""
         self.num_cached_tokens += prompt.cached_tokens
-        request = self.request
-        adapter, salt = request.adapter, request.cache_salt
-        self._on_prompt(prompt.given.tokens, salt if adapter is None else adapter_salt(adapter.content, salt))
+        adapter, salt = self.request.adapter, self.request.cache_salt
+        self._on_prompt(prompt.given.token_ids, salt if adapter is None else adapter_salt(adapter.content, salt))
 
     def changed(self, output: Output) -> None:
         """An output has changed for the first time since the client read."""
@@ -209,7 +239,7 @@ class LiveRequest:
 
     def tell(self) -> None:
         """Pass new deltas to the follower, or wake the task that waits for them."""
-        if self.request.whole or self.ended or not self._changed:
+        if self.options.whole or self.ended or not self._changed:
             return  # a whole request is passed on at its end, which wakes the waiting task
         if self._follower is not None:
             try:
@@ -259,7 +289,7 @@ class LiveRequest:
         """
         if self.ended:
             return
-        if self.request.whole or not self.num_output_tokens:
+        if self.options.whole or not self.num_output_tokens:
             self.fail(error)
             return
         self.ended = True  # before its outputs have: they are counted together
@@ -271,7 +301,7 @@ class LiveRequest:
 
     def _take_memory(self) -> None:
         """Take memory for what waits for the client, and for a little more. The request ends if there is not enough."""
-        size = self._unread * self._token_bytes
+        size = self._unread * self.token_bytes
         try:
             if self._bounded and size > MOST_UNREAD:
                 self._metrics.slow_readers.inc()
@@ -281,9 +311,9 @@ class LiveRequest:
                 )
             size = min(size + _GROWTH_BYTES, MOST_UNREAD) if self._bounded else size + _GROWTH_BYTES
             if self._held is not None:
-                most = self.request.n * sum(prompt.max_tokens for prompt in self.request.prompts) * self._token_bytes
-                self._held.grow_to(self.request.prompt_bytes + min(size, most))
-            self._may_wait = size // self._token_bytes
+                most = self.request.n * sum(prompt.max_tokens for prompt in self.request.prompts) * self.token_bytes
+                self._held.grow_to(self.options.prompt_bytes + min(size, most))
+            self._may_wait = size // self.token_bytes
         except Exception as error:
             request_id = self.request.request_id
             extra = about(request_id, self.request.traceparent)
@@ -294,9 +324,9 @@ class LiveRequest:
 
     def _release_memory(self) -> None:
         """Give the memory back that was taken for tokens which the client has read by now."""
-        if self._held is not None and self._held.size > self.request.prompt_bytes:
-            self._held.shrink_to(self.request.prompt_bytes)
-            self._may_wait = _UNCOUNTED_BYTES // self._token_bytes
+        if self._held is not None and self._held.size > self.options.prompt_bytes:
+            self._held.shrink_to(self.options.prompt_bytes)
+            self._may_wait = _UNCOUNTED_BYTES // self.token_bytes
 
     def _end(self, reason: FinishReason) -> None:
         now = monotonic()

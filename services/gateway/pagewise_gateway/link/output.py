@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pagewise_shared.protocol import FinishReason, Started, StreamProgress, TokenLogprobs
+from pagewise_shared.protocol import FinishReason, Prompt, Started, StreamProgress, TokenLogprobs
 
-from pagewise_gateway.generation import PackedLogprobs, Prompt, SequenceDelta
+from pagewise_gateway.generation import PackedLogprobs, SequenceDelta
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -55,8 +55,8 @@ class Output:
         self._tokenizer = tokenizer
         self._text: IncrementalDetokenizer | None = None  # until the first token
         self._push: Callable[[int], str]
-        self._stops = bool(prompt.live.request.stop)
-        self._hides_stop = not prompt.live.request.include_stop_str_in_output
+        self._stops = bool(prompt.live.options.stop)
+        self._hides_stop = not prompt.live.options.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
         self._last_time = 0.0
         # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
@@ -127,7 +127,7 @@ class Output:
         delta = SequenceDelta(self.index, "".join(parts))
         if self._logprobs is not None:
             delta.logprobs, self._logprobs = self._logprobs, None
-        if self._live.request.wants_token_ids:
+        if self._live.options.wants_token_ids:
             delta.token_ids = self.tokens[self._told :].tolist()
             self._told = len(self.tokens)
         if self._delta_finish is not None:
@@ -144,7 +144,7 @@ class Output:
     def progress(self) -> StreamProgress:
         """Return what the next scheduler has to know to continue this output.
 
-        Outputs of beam search have no tokens before they end, and so they start over.
+        Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
         """
         if not self.prompt.given.max_tokens:
             return StreamProgress(b"", self.finished)
@@ -152,14 +152,14 @@ class Output:
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         if self._text is None:
-            request = self._live.request
+            options = self._live.options
             self._text = IncrementalDetokenizer(
                 self._tokenizer,
-                self.prompt.given.tokens,
-                skip_special_tokens=request.skip_special_tokens,
+                self.prompt.given.token_ids,
+                skip_special_tokens=options.skip_special_tokens,
                 stop=self._live.stop_strings,
-                min_tokens=request.sampling.min_tokens,
-                shown=request.shown_tokens,
+                min_tokens=self._live.request.sampling.min_tokens,
+                shown=options.shown_tokens,
             )
             self._push = self._text.push_one
         return self._text
@@ -172,15 +172,15 @@ class Output:
 
 
 class LivePrompt:
-    """One prompt of a live request.
+    """State of one prompt of a live request.
 
     Fields:
-        given: the prompt of the request.
         logprobs: of the prompt's tokens; complete before the first delta of its outputs.
         cached_tokens: how many of its tokens were found in a prefix cache.
         queue_seconds: from its arrival to its first step; None before its first token.
         first_token_time: seconds of the monotonic clock; None before.
-        index: of its first output. unfinished: how many of its n outputs have not ended.
+        number: of the prompt in the request. index: of its first output.
+        unfinished: how many of its n outputs have not ended.
     """
 
     __slots__ = (
@@ -189,18 +189,17 @@ class LivePrompt:
         "_started",
         "cached_tokens",
         "first_token_time",
-        "given",
         "index",
         "live",
         "logprobs",
+        "number",
         "queue_seconds",
         "unfinished",
     )
 
-    def __init__(self, live: "LiveRequest", prompt: Prompt, index: int, metrics: Metrics) -> None:
-        self.live = live
-        self.given = prompt
-        self.index = index
+    def __init__(self, live: "LiveRequest", number: int, metrics: Metrics) -> None:
+        self.live, self.number = live, number
+        self.index = number * live.request.n
         self.logprobs = PackedLogprobs()
         self._known = 0
         self.cached_tokens = 0
@@ -210,6 +209,11 @@ class LivePrompt:
         self._started = False
         self.first_token_time: float | None = None
 
+    @property
+    def given(self) -> Prompt:
+        """The prompt itself, which the request keeps."""
+        return self.live.request.prompts[self.number]
+
     def start(self, started: Started) -> None:
         """The first output token has been computed. A later scheduler that computes it again is ignored."""
         if self._started:
@@ -217,9 +221,9 @@ class LivePrompt:
         self._started = True
         self.cached_tokens = started.cached_tokens
         self.live.prompt_computed(self)
-        waited = self.live.submission_time - self.live.request.arrival_time
+        waited = self.live.submission_time - self.live.arrival_time
         self.queue_seconds = waited + started.queue_us / 1e6
-        self._metrics.prompt_tokens.inc(len(self.given.tokens))
+        self._metrics.prompt_tokens.inc(len(self.given.token_ids))
         self._metrics.request_queue_time_seconds.observe(self.queue_seconds)
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
@@ -227,7 +231,7 @@ class LivePrompt:
         """An output has received its first token."""
         if self.first_token_time is None:
             self.first_token_time = now
-            self._metrics.time_to_first_token_seconds.observe(now - self.live.request.arrival_time)
+            self._metrics.time_to_first_token_seconds.observe(now - self.live.arrival_time)
 
     def take_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
         """Add the log-probabilities of one prefill chunk. Those of a chunk that was computed again are dropped."""
@@ -238,6 +242,6 @@ class LivePrompt:
 
     def end(self, now: float) -> None:
         """All outputs of the prompt have ended."""
-        self._metrics.e2e_request_latency_seconds.observe(now - self.live.request.arrival_time)
+        self._metrics.e2e_request_latency_seconds.observe(now - self.live.arrival_time)
         if self.first_token_time is not None:
             self._metrics.request_decode_time_seconds.observe(now - self.first_token_time)

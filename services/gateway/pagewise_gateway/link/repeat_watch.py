@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from array import array
 from collections import deque
 from collections.abc import Generator
 from time import monotonic
@@ -33,14 +32,14 @@ class RepeatWatch:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._finder = RepeatFinder(REMEMBERED_KEYS)
-        self._waiting: deque[tuple[array[int], str | None]] = deque()
+        self._waiting: deque[tuple[memoryview[int], str | None]] = deque()
         self._waiting_tokens = 0
         self._busy = 0.0  # seconds of the turns since the last pause
         self._pause_ends = 0.0  # by the event loop's clock
         self._told = False
         self._current: Generator[None, None, Repeats] | None = None
 
-    def prompt(self, tokens: "array[int]", salt: str | None) -> None:
+    def prompt(self, tokens: "memoryview[int]", salt: str | None) -> None:
         """Take note of a prompt (int32) whose KV has been computed. Only prompts with the same salt are compared."""
         if len(tokens) < SHORTEST_PROMPT:
             return

@@ -29,17 +29,17 @@ from pagewise_shared.protocol import (
     Query,
     QueryAnswer,
     RequestRefused,
+    Submit,
     encode,
 )
 from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
-from pagewise_gateway.generation import AdmissionError, Capacity, GenerationError, GenerationRequest, Held
+from pagewise_gateway.generation import AdmissionError, AnswerOptions, Capacity, GenerationError, Held
 from pagewise_gateway.link.adapter_table import AdapterTable
 from pagewise_gateway.link.connection import SchedulerConnection
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.repeat_watch import RepeatWatch
 from pagewise_gateway.link.stream_table import StreamTable
-from pagewise_gateway.link.submission import submission
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -157,11 +157,16 @@ class SchedulerLink:
         raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
 
     def submit(
-        self, request: GenerationRequest, counted_as: LiveRequest | None = None, held: Held | None = None
+        self,
+        request: Submit,
+        options: AnswerOptions = AnswerOptions(),  # noqa: B008 - it is frozen
+        counted_as: LiveRequest | None = None,
+        held: Held | None = None,
     ) -> LiveRequest:
         """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
 
-        ``counted_as``: the request without prompts that it was counted as. It ends when this one takes its place.
+        ``request``: its epoch and stream are of no interest. ``counted_as``: the request without prompts that it was
+        counted as, which ends when this one takes its place.
         ``held``: the memory that is taken for its answer.
 
         Raises:
@@ -169,7 +174,14 @@ class SchedulerLink:
         """
         self._check_open()
         live = LiveRequest(
-            request, self._tokenizer, self._metrics, self._table.has_news, self._ended, held, self._repeats.prompt
+            request,
+            options,
+            self._tokenizer,
+            self._metrics,
+            self._table.has_news,
+            self._ended,
+            held,
+            self._repeats.prompt,
         )
         live.counted_as = counted_as
         self._live[live] = None
@@ -328,7 +340,7 @@ class SchedulerLink:
             return
         live.submissions += 1
         live.submission_time = now = monotonic()
-        frame = encode(submission(live, epoch, now, self._tokenizer.tool_call_ids))
+        frame = encode(live.submission(epoch, now))
         if len(frame) <= MAX_SUBMIT_BYTES:
             self._connection.send_frame(frame)
             if (counted := live.counted_as) is not None:

@@ -72,7 +72,7 @@ class RepeatFinder:
                 repeats: Repeats = end.value
                 return repeats
 
-    def examining(self, tokens: "array[int]", salt: str | None) -> Generator[None, None, Repeats]:
+    def examining(self, tokens: "array[int] | memoryview[int]", salt: str | None) -> Generator[None, None, Repeats]:
         """The same in steps of at most ``PIECE`` tokens. One prompt has to be finished before the next one is begun."""
         salted, prefixes = self._salted(salt)
         pieces: list[_Piece] = []
@@ -99,7 +99,14 @@ class RepeatFinder:
         repeated = int(np.minimum(found[1:] - found[:-1], WINDOW).sum()) + WINDOW if len(found) else 0
         return Repeats(len(tokens), prefix, repeated, found, slots, _joined(added), _joined(added_slots))
 
-    def _piece(self, tokens: "array[int]", start: int, stop: int, salted: np.uint64, prefixes: "_Prefixes") -> "_Piece":
+    def _piece(
+        self,
+        tokens: "array[int] | memoryview[int]",
+        start: int,
+        stop: int,
+        salted: np.uint64,
+        prefixes: "_Prefixes",
+    ) -> "_Piece":
         """Look up the windows that begin at ``start`` to ``stop``, and the prefixes that end with a block of these."""
         # Whether a window is in the sample depends on those around it, so a piece overlaps its neighbours.
         first, last = max(0, start - WINDOW + 1), min(len(tokens) - WINDOW + 1, stop + WINDOW - 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import KeyLimits, PromptSegments, PromptToGenerate, Submit, unpack_int32s
+from pagewise_shared.protocol import KeyLimits, Prompt, PromptSegments, Submit, unpack_int32s
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
@@ -99,7 +99,7 @@ def _check_limits(limits: KeyLimits) -> None:
             raise ImpossibleError(f"a limit of {limit}")
 
 
-def _check_prompt(prompt: PromptToGenerate, n: int, vocab_size: int) -> None:
+def _check_prompt(prompt: Prompt, n: int, vocab_size: int) -> None:
     if not prompt.tokens:
         raise ImpossibleError("a prompt of no tokens")
     if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
@@ -172,7 +172,7 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
     return requests
 
 
-def num_unfinished(prompt: PromptToGenerate, request: Request) -> int:
+def num_unfinished(prompt: Prompt, request: Request) -> int:
     """How many outputs of a prompt are still to come. Those of a beam search come all together."""
     left = request.n - sum(progress.finished for progress in prompt.progress)
     return request.n if left and request.beam is not None else left

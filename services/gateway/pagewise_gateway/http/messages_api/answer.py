@@ -8,6 +8,7 @@ from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat_run import ChatRun, finish_reason
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.generate import usage as usage_of
 from pagewise_gateway.http.messages_api.errors import error_detail
 from pagewise_gateway.http.messages_api.schema import BlockDelta, Message, MessageEvent, MessageUsage, OutputBlock
 from pagewise_gateway.text.output_parsing import Delta
@@ -98,7 +99,7 @@ class MessageAnswer(EventAnswer):
         return self._num_blocks - 1
 
     def _usage(self) -> MessageUsage:
-        usage = self._run.generation.usage()
+        usage = usage_of(self._run.live)
         cached = usage.prompt_tokens_details.cached_tokens
         return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 

@@ -15,6 +15,7 @@ from pagewise_gateway.http.answer_memory import UNCOUNTED_BYTES
 from pagewise_gateway.http.chat_run import ChatRun
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.generate import usage as usage_of
 from pagewise_gateway.http.memory_budget import Reservation
 from pagewise_gateway.http.responses_api.schema import (
     IncompleteDetails,
@@ -191,7 +192,7 @@ class ResponseAnswer(EventAnswer):
         return self._event("response.failed", response=response)
 
     def _usage(self) -> ResponseUsage:
-        usage = self._run.generation.usage()
+        usage = usage_of(self._run.live)
         return ResponseUsage(
             usage.prompt_tokens,
             InputDetails(usage.prompt_tokens_details.cached_tokens),
