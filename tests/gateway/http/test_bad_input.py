@@ -402,7 +402,7 @@ async def test_failures_of_our_own(stream: bool, after: int, monkeypatch: pytest
 
     events = completions._Completion.events
     monkeypatch.setattr(completions._Completion, "events", fail)
-    monkeypatch.setattr(completions.Generation, "outcome", fail)
+    monkeypatch.setattr(completions.LiveRequest, "outcome", fail)
     async with serving(FakeScheduler(step_seconds=0.005)) as server:
         body = {"prompt": ["the fox", "the dog"], "stream": stream}
         async with server.http.post(server.url + COMPLETION, json=body) as response:

@@ -10,8 +10,8 @@ import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.engine import Engine, Life
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.mailbox import Received
 from pagewise_scheduler.actors.submissions import Submission
 from pagewise_scheduler.core.requests.request import Request, Sequence
@@ -67,11 +67,10 @@ async def test_a_result_that_breaks_the_core_costs_its_engine_alone(tmp_path: Pa
 async def test_a_request_that_breaks_every_engine_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve = Engine.serve
 
-    def fail(engine: Engine, live: object) -> None:
-        if getattr(live, "request").request_id == "poison":  # noqa: B009
-            serve(engine, live)  # type: ignore[arg-type]
+    def fail(engine: Engine, live: ClientRequest) -> None:
+        serve(engine, live)
+        if live.request_id == "poison":
             raise KeyError("poison")
-        serve(engine, live)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "serve", fail)
     async with running(tmp_path, unplaced_timeout=30.0) as stack, executor(tmp_path, "one"):
@@ -179,7 +178,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
                 await request.result()
             await stack.all_free()
             await asyncio.sleep(0.05)  # what was in flight has come back
-            kinds = (LiveRequest, Submission, Request, Sequence)
+            kinds = (ClientRequest, Submission, Request, Sequence)
             stack.coordinator._report_memory_events()  # which refer to sequences until they are counted
             left = [thing for thing in gc.get_objects() if type(thing) in kinds]
             assert left == []

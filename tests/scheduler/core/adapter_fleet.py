@@ -94,7 +94,9 @@ class Fleet:
             scheduler.update(self._results.popleft())
 
     def _answer(self, load: LoadAdapter) -> None:
-        if load.adapter.path in self._broken or load.epoch < self.scheduler.epoch:
+        if load.epoch < self.scheduler.epoch:
+            return  # sessions drop answers of an earlier epoch
+        if load.adapter.path in self._broken:
             answer = AdapterLoaded(load.epoch, load.number, error="it is broken")
         else:
             self.slots[load.slot] = load.adapter.content

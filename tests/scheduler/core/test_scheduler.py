@@ -201,7 +201,6 @@ def test_results_out_of_step_are_refused_and_change_nothing() -> None:
     assert plan is not None
     good = executor.execute(plan)
     for bad in (
-        StepResult(epoch=2, step=1, tokens=good.tokens),
         StepResult(epoch=1, step=2, tokens=good.tokens),
         StepResult(epoch=1, step=1, tokens=b""),
     ):

@@ -144,7 +144,7 @@ class Output:
     def progress(self) -> StreamProgress:
         """Return what the next scheduler has to know to continue this output.
 
-        Outputs of beam search and ``best_of`` have no tokens before they end, and so they start over.
+        Outputs of beam search have no tokens before they end, and so they start over.
         """
         if not self.prompt.given.max_tokens:
             return StreamProgress(b"", self.finished)

@@ -5,7 +5,7 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from pagewise_scheduler.actors.admission_error import AdmissionError
-from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.scheduling.waiting_queue import queue_time_of
 
@@ -24,9 +24,9 @@ class Load(NamedTuple):
     tokens: int = 0
 
     @staticmethod
-    def of(live: LiveRequest) -> "Load":
+    def of(live: ClientRequest) -> "Load":
         """Of one request."""
-        return Load(live.request.num_sequences, len(live.request.prompt_token_ids))
+        return Load(live.num_sequences, len(live.prompt_token_ids))
 
     def plus(self, other: "Load") -> "Load":
         """Both together."""
@@ -43,47 +43,47 @@ class Unplaced:
     def __init__(self) -> None:
         self.load = Load()
         self._of_key: dict[str, Load] = {}
-        self._since: dict[LiveRequest, float] = {}
+        self._since: dict[ClientRequest, float] = {}
 
     def __len__(self) -> int:
         return len(self._since)
 
-    def __iter__(self) -> Iterator[LiveRequest]:
+    def __iter__(self) -> Iterator[ClientRequest]:
         return iter(self._since)
 
-    def add(self, live: LiveRequest, now: float, cause: WaitCause = "no executor") -> None:
+    def add(self, live: ClientRequest, now: float, cause: WaitCause = "no executor") -> None:
         """Let a request wait from ``now`` (seconds) on."""
-        live.request.timeline.begin(cause, now)
-        key, load = live.request.key, Load.of(live)
+        live.timeline.begin(cause, now)
+        key, load = live.key, Load.of(live)
         self._since[live] = now
         self.load = self.load.plus(load)
         self._of_key[key] = self.of_key(key).plus(load)
 
-    def discard(self, live: LiveRequest, now: float) -> bool:
+    def discard(self, live: ClientRequest, now: float) -> bool:
         """Let a request wait no more; whether it did."""
         since = self._since.pop(live, None)
         if since is None:
             return False
         live.unplaced_seconds += now - since
-        live.request.timeline.end(now)
+        live.timeline.end(now)
         self.load = self.load.minus(Load.of(live))
-        left = self._of_key.pop(live.request.key).minus(Load.of(live))
+        left = self._of_key.pop(live.key).minus(Load.of(live))
         if left != Load():
-            self._of_key[live.request.key] = left
+            self._of_key[live.key] = left
         return True
 
     def of_key(self, key: str) -> Load:
         """Of the requests of one key."""
         return self._of_key.get(key, Load())
 
-    def expired(self, timeout: float, now: float) -> list[LiveRequest]:
+    def expired(self, timeout: float, now: float) -> list[ClientRequest]:
         """Those that have waited for ``timeout`` seconds. Executors that come and cannot hold a request do not make it
         wait longer."""
         return [live for live, since in self._since.items() if live.unplaced_seconds + now - since >= timeout]
 
-    def take_all(self, now: float) -> list[LiveRequest]:
+    def take_all(self, now: float) -> list[ClientRequest]:
         """Let nobody wait any more; returns who did, by priority and arrival as in the queues of the engines."""
-        members = sorted(self._since, key=lambda live: queue_time_of(live.request))
+        members = sorted(self._since, key=lambda live: queue_time_of(live))
         for live in members:
             self.discard(live, now)
         return members

@@ -297,7 +297,7 @@ class Console:
 
     def _requests_frame(self, now: float) -> RequestsFrame:
         running: list[RequestLine] = []
-        waiting = [request_line("", live.request, None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
+        waiting = [request_line("", live, None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
         truncated = len(waiting) < len(self._router.unplaced)
         for engine in self._fleet.engines:
             room = _MOST_REQUESTS - min(len(running), len(waiting))

@@ -17,6 +17,7 @@ from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
 from pagewise_scheduler.actors.adapters import AdapterRegistry
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.draining import Draining
@@ -25,7 +26,6 @@ from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
 from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick, Unreachable
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
@@ -54,7 +54,7 @@ class Coordinator:
         *,
         keys: Keys | None = None,
         unplaced_timeout: float = 60.0,
-        on_traced: Callable[[LiveRequest, float], None] | None = None,
+        on_traced: Callable[[ClientRequest, float], None] | None = None,
     ) -> None:
         """Bind both sockets. ``on_traced``: see ``Gateways``.
 
@@ -127,7 +127,7 @@ class Coordinator:
         self,
         config: SchedulerConfig,
         keys: Keys | None,
-        on_traced: Callable[[LiveRequest, float], None] | None,
+        on_traced: Callable[[ClientRequest, float], None] | None,
     ) -> Gateways:
         socket = RouterSocket(
             "gateway",

@@ -9,14 +9,14 @@ from pagewise_shared.block_hash import is_adapter_salt, rope_salt, without_rope
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.placement import could_serve
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.core.tiers.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.metrics import Metrics
 
@@ -40,8 +40,8 @@ class _Drain:
     engine: Engine
     room_deadline: float
     deadline: float
-    moved: list[LiveRequest] = field(default_factory=list)
-    copies: list[LiveRequest] = field(default_factory=list)
+    moved: list[ClientRequest] = field(default_factory=list)
+    copies: list[ClientRequest] = field(default_factory=list)
 
 
 class Draining:
@@ -73,7 +73,7 @@ class Draining:
                 if engine.life is Life.STOPPING and not engine.scheduler.num_in_flight:
                     drain.moved = engine.move_all()
                     for live in drain.moved:
-                        live.request.timeline.left(engine.executor_id, "drain", now)
+                        live.timeline.left(engine.executor_id, "drain", now)
                     self._router.place(drain.moved)
                     drain.copies = self._copy_cache(engine)
             if engine.life is Life.LOST or now >= drain.deadline or (engine.life is Life.DRAINED and self._done(drain)):
@@ -123,23 +123,23 @@ class Draining:
         )
         self._fleet.dismiss(engine)
 
-    def _copy_cache(self, engine: Engine) -> list[LiveRequest]:
+    def _copy_cache(self, engine: Engine) -> list[ClientRequest]:
         """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""
         room = {
             other: int(_SHARE_OF_FREE * other.scheduler.kv.pool.num_free)
             for other in self._others(engine)
             if other.scheduler.recoveries.endpoint and engine.scheduler.recoveries.endpoint
         }
-        copies: list[LiveRequest] = []
+        copies: list[ClientRequest] = []
         for prefix in hottest_prefixes(engine.scheduler.kv.pool, _MOST_CHAINS) if room else ():
             target = max(room, key=lambda other: room[other])
             live = _copy_request(prefix)
-            request, num_tokens = live.request, len(live.request.prompt_token_ids)
-            if is_adapter_salt(request.cache_salt):
+            num_tokens = len(live.prompt_token_ids)
+            if is_adapter_salt(live.cache_salt):
                 continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
-            if rope_salt(request.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
+            if rope_salt(live.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
                 continue  # a prompt of this length has other KV
-            fits = target.scheduler.fits(num_tokens, 0, request.segments)
+            fits = target.scheduler.fits(num_tokens, 0, live.segments)
             if room[target] < prefix.num_blocks + 1 or not fits:
                 continue
             room[target] -= prefix.num_blocks
@@ -149,14 +149,14 @@ class Draining:
         return copies
 
 
-def _copy_request(prefix: HotPrefix) -> LiveRequest:
+def _copy_request(prefix: HotPrefix) -> ClientRequest:
     """A request that makes an executor hold a prefix. Nobody is told of it."""
     # One token more than is cached: the last one of a prompt is always computed.
     tokens = array("i", prefix.tokens)
     segments = find_segments(tokens)
     tokens.append(0)
     now = clock()
-    request = Request(
+    return ClientRequest(
         request_id=f"copy-{uuid4().hex}",
         prompt_token_ids=tokens,
         max_tokens=0,
@@ -165,14 +165,17 @@ def _copy_request(prefix: HotPrefix) -> LiveRequest:
         cache_salt=without_rope(prefix.cache_salt),
         arrival_time=now,
         segments=segments,
+        outputs=OutputBuilder(),
+        on_end=lambda live: None,
+        arrived=now,
+        unfinished=1,
     )
-    return LiveRequest(request, 0, OutputBuilder(), lambda live: None, now, unfinished=1)
 
 
-def _has_started(live: LiveRequest) -> bool:
+def _has_started(live: ClientRequest) -> bool:
     """Whether another executor has taken it on, so that it has fetched or is fetching what it needs."""
     if live.done:
         return True
     engine = live.engine
     taken = engine is not None and engine.life is not Life.DRAINED and engine.serves(live)
-    return taken and all(sequence.status is not SequenceStatus.WAITING for sequence in live.request.sequences)
+    return taken and all(sequence.status is not SequenceStatus.WAITING for sequence in live.sequences)

@@ -9,9 +9,9 @@ from pagewise_shared.logs import BoundedLog, about, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome, tier_name
 from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.executor_link import GONE, ExecutorLink
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.recent_requests import RecentRequests
@@ -80,7 +80,7 @@ class Engine:
         self._link = link
         self._agenda = agenda
         self._metrics = metrics
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, ClientRequest] = {}
         self.recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
         self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
@@ -91,39 +91,35 @@ class Engine:
 
     # ---- requests ------------------------------------------------------------------------------------
 
-    def serve(self, live: LiveRequest) -> None:
+    def serve(self, live: ClientRequest) -> None:
         """Take a request on."""
-        request = live.request
         live.engine = self
-        request.placed(self.executor_id, clock())
-        self._live[request.request_id] = live
+        live.placed(self.executor_id, clock())
+        self._live[live.request_id] = live
         self.touch()
-        if request.max_tokens and request.beam is None:
-            request.send_tokens_to(live.outputs, live.stream)
         try:
-            self.scheduler.add(request)
+            self.scheduler.add(live)
         except ValueError as error:
             self._forget(live)
-            live.fail("internal", str(error), clock())
+            live.report_failure("internal", str(error), clock())
 
-    def serves(self, live: LiveRequest) -> bool:
+    def serves(self, live: ClientRequest) -> bool:
         """Whether the request runs or waits here."""
-        return self._live.get(live.request.request_id) is live
+        return self._live.get(live.request_id) is live
 
-    def abort(self, live: LiveRequest) -> None:
+    def abort(self, live: ClientRequest) -> None:
         """Nobody wants the request any more: free its blocks."""
         if self.serves(live):
-            self.scheduler.abort(live.request.request_id)
+            self.scheduler.abort(live.request_id)
             self._forget(live)
             self.touch()
         live.end(clock())
 
-    def finish(self, live: LiveRequest, index: int) -> None:
+    def finish(self, live: ClientRequest, index: int) -> None:
         """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
-        request = live.request
-        if not self.serves(live) or request.beam is not None or index >= len(request.sequences):
+        if not self.serves(live) or live.beam is not None or index >= len(live.sequences):
             return
-        sequence = request.sequences[index]
+        sequence = live.sequences[index]
         if not sequence.finished:
             self.scheduler.finish(sequence, "stop")
             self._finish(sequence, clock(), tell=False)
@@ -191,14 +187,14 @@ class Engine:
     def _fail_outputs(self, result: StepResult) -> None:
         """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
         step = next(iter(self.scheduler.steps_in_flight), None)
-        for sequence, failure in failed(step, result, self.scheduler.epoch, self._live):
+        for sequence, failure in failed(step, result, self._live):
             self._metrics.grammar_failures.inc()
             message = printable(failure.message, _MAX_ERROR_TEXT)
             live = self._live[sequence.request.request_id]
             live.log(logging.WARNING, f"fails: {message}")
             self.scheduler.abort(sequence.request.request_id)
             self._forget(live)
-            live.fail("invalid" if failure.invalid else "internal", message, clock())
+            live.report_failure("invalid" if failure.invalid else "internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
         """Copies have been made, or have failed."""
@@ -221,7 +217,7 @@ class Engine:
         for request in self.scheduler.adapter_loaded(message, clock()):
             self.fail(request, printable(message.error, _MAX_ERROR_TEXT))
 
-    def _answered(self, live: LiveRequest, now: float) -> None:
+    def _answered(self, live: ClientRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""
         if (placement := live.placement) is not None and placement.waits:
             self._metrics.placement_answered(placement.predicted, now - placement.time)
@@ -249,10 +245,10 @@ class Engine:
             self._forget(live)
         live.take_finish(sequence, now, tell=tell)
 
-    def _forget(self, live: LiveRequest) -> None:
-        now, request = clock(), live.request
-        self.recent.add(request_report(request, self.scheduler, now, _RECENT_LIMIT, ended=True), now)
-        del self._live[request.request_id]
+    def _forget(self, live: ClientRequest) -> None:
+        now = clock()
+        self.recent.add(request_report(live, self.scheduler, now, _RECENT_LIMIT, ended=True), now)
+        del self._live[live.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
         """Something failed: reset the executor under a new epoch and recompute from the tokens."""
@@ -261,7 +257,7 @@ class Engine:
         self.oldest_step_time, now = None, clock()
         self._reset = self._reset or Reset(now, self.executor_id)
         for live in self._live.values():
-            live.request.timeline.interrupted(self._reset, now)
+            live.timeline.interrupted(self._reset, now)
         for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
@@ -278,7 +274,7 @@ class Engine:
         """A request has failed in the scheduler: tell its gateway why."""
         live = self._live[request.request_id]
         self._forget(live)
-        live.fail("internal", message, clock())
+        live.report_failure("internal", message, clock())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
         """What admits the executor under the scheduler's current epoch."""
@@ -318,12 +314,12 @@ class Engine:
 
     # ---- leaving -------------------------------------------------------------------------------------
 
-    def let_go(self, request: Request) -> LiveRequest:
+    def let_go(self, request: Request) -> ClientRequest:
         """A request that has left the scheduler after its prompt, to go on at another engine."""
         self._metrics.request_moves("decode").inc()
         return self._live.pop(request.request_id)
 
-    def move_all(self) -> list[LiveRequest]:
+    def move_all(self) -> list[ClientRequest]:
         """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""
         self.scheduler.release_all()
         self.life = Life.DRAINED
@@ -331,7 +327,7 @@ class Engine:
         self._metrics.request_moves("left").inc(len(moved))
         return moved
 
-    def lose(self, loss: Loss) -> list[LiveRequest]:
+    def lose(self, loss: Loss) -> list[ClientRequest]:
         """The executor is gone: all its requests, to go on elsewhere from their tokens."""
         self.life = Life.LOST
         self._agenda.pop(self, None)
@@ -359,7 +355,7 @@ class Engine:
             suspects |= step.requests
             self._tell_step(step.step, step.requests, "has not come back")
         for live in self._live.values():
-            if live.request in suspects:
+            if live in suspects:
                 live.blame()
 
     # ---- reports -------------------------------------------------------------------------------------
@@ -370,7 +366,7 @@ class Engine:
 
     def runs(self, request: Request) -> bool:
         """Whether a request that has not ended is here, running or waiting."""
-        return (live := self._live.get(request.request_id)) is not None and live.request is request
+        return self._live.get(request.request_id) is request
 
     def request_report(self, request: Request, limit: int) -> RequestReport:
         """What a request holds that is here, lists cut to ``limit``."""

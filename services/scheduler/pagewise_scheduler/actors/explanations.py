@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Query
 
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
@@ -62,7 +62,7 @@ class Explanations:
     def __len__(self) -> int:
         return self._sizes.total()
 
-    def ended(self, live: LiveRequest) -> None:
+    def ended(self, live: ClientRequest) -> None:
         """Keep the explanation of a request of which nothing runs any more, and which still has its sequences.
 
         The request ends whatever happens here: an error is logged, and there is no explanation of it then.
@@ -70,12 +70,10 @@ class Explanations:
         try:
             self._keep(live)
         except Exception:
-            self._complaints.warning(
-                "request %s cannot be explained: %s", live.request.request_id, traceback.format_exc()
-            )
+            self._complaints.warning("request %s cannot be explained: %s", live.request_id, traceback.format_exc())
 
-    def _keep(self, live: LiveRequest) -> None:
-        request, now = live.request, clock()
+    def _keep(self, request: ClientRequest) -> None:
+        now = clock()
         told = explain(request, now, time.time() - now, ended=True)
         kept = self._of_keys.setdefault(request.key, OrderedDict())
         if kept.pop(request.request_id, None) is None:

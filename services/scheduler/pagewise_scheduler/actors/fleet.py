@@ -336,7 +336,7 @@ class Fleet(Sessions[Executor]):
         self.router.left(engine)
         moved = engine.lose(loss)
         for live in moved:
-            live.request.timeline.left(engine.executor_id, loss.value, clock())
+            live.timeline.left(engine.executor_id, loss.value, clock())
         endpoint = self.sharing.end(engine)
         if endpoint is not None:
             for other in self.engines:

@@ -29,10 +29,10 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
 from pagewise_scheduler.actors.key_limits import KeyUsages
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.recent_requests import newest_called
 from pagewise_scheduler.actors.request_names import RequestNames
@@ -45,9 +45,8 @@ from pagewise_scheduler.actors.submissions import (
     Submission,
     check,
     end_of,
-    names_of,
+    name_of,
     num_streams,
-    num_unfinished,
     requests_of,
 )
 from pagewise_scheduler.core.requests.request import Request
@@ -79,7 +78,7 @@ class Gateway:
     told_version: int = -1
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
-    streams: dict[int, LiveRequest] = field(default_factory=dict)
+    streams: dict[int, ClientRequest] = field(default_factory=dict)
 
     def has_free(self, streams: range) -> bool:
         """Whether none of these stream numbers is in use."""
@@ -119,7 +118,7 @@ class Gateways(Sessions[Gateway]):
         next_epoch: Callable[[], int],
         answer: Answer,
         registry: AdapterRegistry,
-        on_traced: Callable[[LiveRequest, float], None] | None = None,
+        on_traced: Callable[[ClientRequest, float], None] | None = None,
         *,
         end_any: bool = False,
     ) -> None:
@@ -139,7 +138,7 @@ class Gateways(Sessions[Gateway]):
         self._told = Capacity()
         self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
-        self.on_ended: Callable[[LiveRequest], None] = lambda live: None
+        self.on_ended: Callable[[ClientRequest], None] = lambda live: None
 
     def flush(self) -> None:
         """Tell every gateway what is new, in one frame each."""
@@ -254,7 +253,7 @@ class Gateways(Sessions[Gateway]):
             check(submit, self._router.capacity.vocab_size)
             if submit.adapter is not None and (refusal := self._registry.refusal(submit.adapter)) is not None:
                 raise ImpossibleError(f"an adapter that it may not use: {refusal}")
-            submission, requests = self._admitted(gateway, submit)
+            submission = self._admitted(gateway, submit)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
@@ -265,7 +264,7 @@ class Gateways(Sessions[Gateway]):
             kind = "never_fits" if error.kind == "invalid" else error.kind
             self._refuse(gateway, submit, RequestRefused(submit.stream, kind, str(error), error.retry_after, invalid))
         else:
-            self._begin(gateway, submission, requests, submit)
+            self._begin(gateway, submission, submit)
 
     def _refuse(self, gateway: Gateway, submit: Submit, refused: RequestRefused) -> None:
         gateway.outputs.refused.append(refused)
@@ -273,16 +272,24 @@ class Gateways(Sessions[Gateway]):
         if counted is not None and not counted.prompts and counted.usage.name == submit.key:
             self._end(gateway, counted)
 
-    def _admitted(self, gateway: Gateway, submit: Submit) -> tuple[Submission, list[Request]]:
-        """What a request is counted as, and the core's requests for its prompts.
+    def _admitted(self, gateway: Gateway, submit: Submit) -> Submission:
+        """What a request is counted as, with the core's requests for its prompts.
 
         Raises:
             AdmissionError: it is not taken.
-            ImpossibleError: it was counted as something that is not there.
+            ImpossibleError: something in its prompts cannot be, or it was counted as something that is not there.
         """
         now, resumed = clock(), submit.resumed
-        began = now
         usage = self._usages.of(submit.key, submit.limits, now)
+        submission = Submission(submit.stream, usage, now)
+        submission.prompts = requests_of(
+            submit,
+            self._unique(submit),
+            now,
+            self._router.capacity.vocab_size,
+            outputs=gateway.outputs,
+            on_end=lambda live: self._prompt_ended(gateway, submission, live),
+        )
         if submit.counted_as >= 0:
             counted = gateway.submissions.get(submit.counted_as)
             if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
@@ -290,59 +297,47 @@ class Gateways(Sessions[Gateway]):
             # Requests that were counted before this one may have used up the tokens since it was counted.
             usage.check_tokens(now)
             del gateway.submissions[submit.counted_as]
-            began = counted.began
+            submission.began = counted.began
         elif resumed:
             usage.resume()
         else:
             usage.begin(now)
-        requests = requests_of(submit, self._unique(submit), now)
-        if requests:
+        if submission.prompts:
             try:
-                self._router.admit(requests, resumed=resumed)
+                self._router.admit(submission.prompts, resumed=resumed)
             except AdmissionError:
                 usage.cancel(charged=submit.counted_as >= 0)
                 raise
-        return Submission(submit.stream, usage, began), requests
+        return submission
 
     def _unique(self, submit: Submit) -> str:
         """The name of a request, made unique among those that live: gateways do not know each other's."""
         name, number = submit.request_id, 1
-        while any(each in self.names for each in names_of(name, len(submit.prompts))):
+        while any(name_of(name, index) in self.names for index in range(len(submit.prompts))):
             number += 1
             name = f"{submit.request_id}~{number}"
         return name
 
-    def _begin(self, gateway: Gateway, submission: Submission, requests: list[Request], submit: Submit) -> None:
+    def _begin(self, gateway: Gateway, submission: Submission, submit: Submit) -> None:
         now = clock()
         gateway.submissions[submission.stream] = submission
-        if not requests:
+        if not submission.prompts:
             gateway.outputs.started.append(Started(submission.stream))
             return
         if not submit.resumed:
-            submission.usage.use("prompt", sum(len(request.prompt_token_ids) for request in requests))
-        for number, (request, prompt) in enumerate(zip(requests, submit.prompts, strict=True)):
-            live = LiveRequest(
-                request,
-                submit.stream + number * submit.n,
-                gateway.outputs,
-                lambda live: self._prompt_ended(gateway, submission, live),
-                now,
-                unfinished=num_unfinished(prompt, request),
-                tokens_before=sum(len(sequence.output_token_ids) for sequence in request.sequences),
-                traceparent=submit.traceparent,
-            )
-            request.timeline.resumed = now if submit.resumed else None
-            submission.prompts.append(live)
-            submission.running += 1
-            self.names.add(request, request.arrival_time)
-            gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + submit.n), live))
+            submission.usage.use("prompt", sum(len(live.prompt_token_ids) for live in submission.prompts))
+        submission.running = len(submission.prompts)
+        for live in submission.prompts:
+            live.timeline.resumed = now if submit.resumed else None
+            self.names.add(live, live.arrival_time)
+            gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + live.n), live))
         for live in list(submission.prompts):
             self._settle(live, now)
         self._router.place([live for live in submission.prompts if not live.done])
 
-    def _settle(self, live: LiveRequest, now: float) -> None:
+    def _settle(self, live: ClientRequest, now: float) -> None:
         """End what has already come to its end, of a request that goes on from somewhere."""
-        for sequence in live.request.sequences:
+        for sequence in live.sequences:
             if not sequence.finished and (end := end_of(sequence)) is not None:
                 sequence.end(*end)
                 live.take_finish(sequence, now)
@@ -358,9 +353,9 @@ class Gateways(Sessions[Gateway]):
         """
         gateways = list(self) if self._end_any else [asker]
         lives = [live for each in gateways for one in each.peer.submissions.values() for live in one.prompts]
-        found = newest_called((live.request for live in lives if not live.done), name, "") if name else None
+        found = newest_called((live for live in lives if not live.done), name, "") if name else None
         for live in lives:
-            if live.request is found:
+            if live is found:
                 live.tell_abort(clock())
                 self._router.abort(live)
         return found is not None
@@ -371,12 +366,12 @@ class Gateways(Sessions[Gateway]):
         for live in list(submission.prompts):
             self._router.abort(live)
 
-    def _prompt_ended(self, gateway: Gateway, submission: Submission, live: LiveRequest) -> None:
+    def _prompt_ended(self, gateway: Gateway, submission: Submission, live: ClientRequest) -> None:
         if live.traceparent and self._on_traced is not None:
             self._on_traced(live, clock())
-        self.names.remove(live.request)
+        self.names.remove(live)
         self.on_ended(live)
-        for stream in range(live.stream, live.stream + live.request.n):
+        for stream in range(live.stream, live.stream + live.n):
             gateway.streams.pop(stream, None)
         submission.running -= 1
         if not submission.running:

@@ -6,9 +6,9 @@ from itertools import count
 
 from pagewise_shared.protocol import Found
 
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
 from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.metrics import Metrics
@@ -25,7 +25,7 @@ _MOST_ORIGINALS = 64
 class _Waiting:
     """A request that is not placed before so many answers have come. ``until``: seconds of ``clock``."""
 
-    live: LiveRequest
+    live: ClientRequest
     num_missing: int
     until: float
 
@@ -46,19 +46,18 @@ class LookUps:
     ``place``: called with requests whose answers are there, or late; it has to know those that do not wait any more.
     """
 
-    def __init__(self, place: Callable[[LiveRequest], None], metrics: Metrics) -> None:
+    def __init__(self, place: Callable[[ClientRequest], None], metrics: Metrics) -> None:
         self._place = place
         self._metrics = metrics
         self._numbers = count(1)
         self._questions: dict[int, _Question] = {}
 
-    def begin(self, live: LiveRequest, engines: Sequence[Engine]) -> bool:
+    def begin(self, request: ClientRequest, engines: Sequence[Engine]) -> bool:
         """Ask for a request that is about to be placed on one of ``engines``; returns whether it has to wait.
 
         One executor is asked for each identity. Nobody is asked for what an executor holds anyway, or about all of it:
         the prompt itself, and what its segments are moved from.
         """
-        request = live.request
         request.stored.clear()
         request.stored_originals.clear()
         asked: dict[str, tuple[Engine, HashTier]] = {}
@@ -83,7 +82,7 @@ class LookUps:
         ]
         if not lacked:
             return False
-        waiting = _Waiting(live, len(asked) * len(lacked), clock() + ANSWER_SECONDS)
+        waiting = _Waiting(request, len(asked) * len(lacked), clock() + ANSWER_SECONDS)
         for engine, tier in asked.values():
             for tokens, stored in lacked:
                 number = next(self._numbers)

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 
 from pagewise_shared.protocol import ROLES, Role
 
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.moves import Move, Moves
@@ -70,27 +70,27 @@ class Placer:
         """Sequences placed on an engine that have not finished."""
         return self._views[engine].load
 
-    def place(self, live: LiveRequest, able: Sequence[Engine]) -> Engine:
+    def place(self, live: ClientRequest, able: Sequence[Engine]) -> Engine:
         """Choose one of the engines that can hold a request, at least one, and remember the request there."""
         began, now = perf_counter(), clock()
         if live.placement is not None:  # it was elsewhere before
             live.placement.end(now)
         views = [self._views[engine] for engine in able]
-        placement = place(self._policy, live.request, views, now, self._roles)
+        placement = place(self._policy, live, views, now, self._roles)
         engine = self._engines[placement.executor]
         self._moves[engine].placed(placement)
         if self.lacks is not None:
             self._metrics.requests_without_role(self.lacks).inc()
         return self._placed(live, placement, began)
 
-    def place_decoding(self, live: LiveRequest, view: ExecutorView) -> Engine:
+    def place_decoding(self, live: ClientRequest, view: ExecutorView) -> Engine:
         """Remember a request at the executor of ``view``, for which it has left the one that computed its prompt."""
         began, now = perf_counter(), clock()
         assert live.placement is not None
         live.placement.end(now)
-        return self._placed(live, place_decoding(live.request, live.placement.executor, view, now), began)
+        return self._placed(live, place_decoding(live, live.placement.executor, view, now), began)
 
-    def _placed(self, live: LiveRequest, placement: Placement, began: float) -> Engine:
+    def _placed(self, live: ClientRequest, placement: Placement, began: float) -> Engine:
         live.placement = placement
         self._metrics.placements(placement.reason).inc()
         self._metrics.placement_predicted_seconds.observe(placement.predicted)

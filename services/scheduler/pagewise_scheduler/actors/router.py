@@ -9,9 +9,9 @@ from pagewise_shared.logs import about
 
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.backlog import Backlog, Load, Unplaced
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
-from pagewise_scheduler.actors.live_request import LiveRequest
 from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.actors.placement import Placer, could_serve
 from pagewise_scheduler.core.requests.request import Request
@@ -190,23 +190,23 @@ class Router:
 
     # ---- requests ------------------------------------------------------------------------------------
 
-    def place(self, requests: Sequence[LiveRequest]) -> None:
+    def place(self, requests: Sequence[ClientRequest]) -> None:
         """Give each of these requests to an engine, or let it wait for one."""
         for live in requests:
             self._place_guarded(live, look_up=True)
 
-    def _place_guarded(self, live: LiveRequest, *, look_up: bool = False) -> None:
+    def _place_guarded(self, live: ClientRequest, *, look_up: bool = False) -> None:
         try:
             self._place(live, look_up=look_up)
         except Exception:
             log.exception(
                 "request %s could not be placed",
-                live.request.request_id,
-                extra=about(live.request.request_id, live.traceparent),
+                live.request_id,
+                extra=about(live.request_id, live.traceparent),
             )
-            live.fail("internal", "it could not be placed", clock())
+            live.report_failure("internal", "it could not be placed", clock())
 
-    def _looked_up(self, live: LiveRequest) -> None:
+    def _looked_up(self, live: ClientRequest) -> None:
         """It is known how much of a request is in storage, or not waited for any more."""
         if self.unplaced.discard(live, clock()):  # else it has been placed, or has ended
             self._place_guarded(live)
@@ -250,18 +250,17 @@ class Router:
                 "invalid", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
             )
 
-    def _place(self, live: LiveRequest, *, look_up: bool) -> None:
+    def _place(self, live: ClientRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
         if live.done:
             return
         if live.deaths > MAX_DEATHS:
-            live.fail("internal", f"{live.deaths} executors in a row died while they ran it", clock())
+            live.report_failure("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
-        request = live.request
-        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, request)]
+        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
         # Where loads of adapters do not return, a request would only fail: so it goes there last.
-        able = [engine for engine in able if engine.scheduler.adapters.can_take(request.adapter)] or able
-        request.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=request.short_rope_len)
+        able = [engine for engine in able if engine.scheduler.adapters.can_take(live.adapter)] or able
+        live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
         if not able or self._expected_engines:
             live.engine = None
             self.unplaced.add(live, clock(), "restart" if self._expected_engines else "no executor")
@@ -287,7 +286,7 @@ class Router:
             with self._guard(target):
                 target.serve(live)
 
-    def abort(self, live: LiveRequest) -> None:
+    def abort(self, live: ClientRequest) -> None:
         """Nobody wants the request any more, wherever it is."""
         while not live.done:  # again if its engine failed instead, and it has moved on
             if self.unplaced.discard(live, clock()) or live.engine is None:
@@ -296,14 +295,14 @@ class Router:
                 with self._guard(live.engine):
                     live.engine.abort(live)
 
-    def finish(self, live: LiveRequest, index: int) -> None:
+    def finish(self, live: ClientRequest, index: int) -> None:
         """Output ``index`` of a request takes no more tokens: its gateway has found a stop string in its text."""
         if live.engine is not None:
             with self._guard(live.engine):
                 live.engine.finish(live, index)
-        elif index < len(live.request.sequences) and not live.request.sequences[index].finished:
-            live.request.sequences[index].end("stop")
-            live.take_finish(live.request.sequences[index], clock(), tell=False)
+        elif index < len(live.sequences) and not live.sequences[index].finished:
+            live.sequences[index].end("stop")
+            live.take_finish(live.sequences[index], clock(), tell=False)
             if live.done:
                 self.unplaced.discard(live, clock())
 
@@ -316,4 +315,4 @@ class Router:
         self.look_ups.give_up(now)
         for live in self.unplaced.expired(self.timeout, now):
             self.unplaced.discard(live, now)
-            live.fail("unavailable", f"no executor could take the request within {self.timeout:g} s", now)
+            live.report_failure("unavailable", f"no executor could take the request within {self.timeout:g} s", now)

@@ -91,7 +91,7 @@ class Sessions(ABC, Generic[PeerT]):
     """Who is in over one socket. Belongs to the coordinator; subclasses say what a Hello and a message mean.
 
     This is the one place where epochs are checked: when a message is handled, after everything that came before it,
-    because handling one may begin a new epoch.
+    because handling one may begin a new epoch. The core takes each message that it gets to be of its present epoch.
     """
 
     hello_type: type[Message]

@@ -1,6 +1,8 @@
 """What gateways submit: checked beyond its types, and made into requests of the core."""
 
 import re
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
@@ -11,9 +13,10 @@ from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.actors.adapters import flaw_of_adapter
 from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.key_limits import KeyUsage
-from pagewise_scheduler.actors.live_request import LiveRequest
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.actors.outputs import OutputBuilder
+from pagewise_scheduler.core.requests.request import FinishReason, Sequence
 
 MAX_STREAM = 2**31 - 1
 """The greatest stream number."""
@@ -42,7 +45,7 @@ class Submission:
     stream: int
     usage: KeyUsage
     began: float
-    prompts: list[LiveRequest] = field(default_factory=list)
+    prompts: list[ClientRequest] = field(default_factory=list)
     running: int = 0
 
 
@@ -51,13 +54,13 @@ def num_streams(submit: Submit) -> int:
     return max(1, len(submit.prompts) * submit.n)
 
 
-def names_of(request_id: str, num_prompts: int) -> list[str]:
-    """What the prompts of a request are called: the first one as the request, the others with a number behind it."""
-    return [f"{request_id}-{number}" if number else request_id for number in range(num_prompts)]
+def name_of(request_id: str, number: int) -> str:
+    """What a prompt of a request is called: the first one as the request, the others with a number behind it."""
+    return f"{request_id}-{number}" if number else request_id
 
 
 def check(submit: Submit, vocab_size: int) -> None:
-    """Look at a request. ``vocab_size``: 0 if it is not known.
+    """Look at a request, but for its prompts. ``vocab_size``: 0 if it is not known.
 
     Raises:
         ImpossibleError: something in it cannot be; the text says what.
@@ -89,8 +92,6 @@ def check(submit: Submit, vocab_size: int) -> None:
         raise ImpossibleError(flaw)
     if (size := len(submit.sampling.grammar.encode())) > MAX_GRAMMAR_BYTES:
         raise ImpossibleError(f"a grammar of {size} bytes")
-    for prompt in submit.prompts:
-        _check_prompt(prompt, submit.n, vocab_size)
 
 
 def _check_limits(limits: KeyLimits) -> None:
@@ -99,24 +100,14 @@ def _check_limits(limits: KeyLimits) -> None:
             raise ImpossibleError(f"a limit of {limit}")
 
 
-def _check_prompt(prompt: Prompt, n: int, vocab_size: int) -> None:
-    if not prompt.tokens:
-        raise ImpossibleError("a prompt of no tokens")
-    if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
-        raise ImpossibleError(f"{prompt.max_tokens} output tokens")
-    if prompt.progress and len(prompt.progress) != n:
-        raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {n}")
-    for packed in (prompt.tokens, *(one.tokens for one in prompt.progress)):
-        try:
-            tokens = unpack_int32s(packed)
-        except ProtocolError as error:
-            raise ImpossibleError(f"{len(packed)} bytes of tokens") from error
-        if tokens and not (min(tokens) >= 0 and (not vocab_size or max(tokens) < vocab_size)):
-            raise ImpossibleError(f"a token outside the vocabulary of {vocab_size}")
-        if packed is prompt.tokens and prompt.segments is not None:
-            _segments_of(len(tokens), prompt.segments)
-        if packed is not prompt.tokens and len(tokens) > prompt.max_tokens:
-            raise ImpossibleError(f"{len(tokens)} output tokens of at most {prompt.max_tokens}")
+def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":
+    try:
+        tokens = unpack_int32s(packed)
+    except ProtocolError as error:
+        raise ImpossibleError(f"{len(packed)} bytes of tokens") from error
+    if tokens and not (min(tokens) >= 0 and (not vocab_size or max(tokens) < vocab_size)):
+        raise ImpossibleError(f"a token outside the vocabulary of {vocab_size}")
+    return tokens
 
 
 def _segments_of(num_tokens: int, given: PromptSegments) -> tuple[Segment, ...]:
@@ -132,21 +123,38 @@ def _width(submit: Submit) -> int:
     return max(submit.n, submit.beam.width if submit.beam is not None else 0)
 
 
-def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
-    """The core's requests for the prompts of a request that was checked.
+def requests_of(
+    submit: Submit,
+    request_id: str,
+    now: float,
+    vocab_size: int,
+    *,
+    outputs: OutputBuilder,
+    on_end: Callable[[ClientRequest], None],
+) -> list[ClientRequest]:
+    """The core's requests for the prompts of a request that was checked but for them. Their tokens are unpacked here.
 
     Those that go on from somewhere already have their sequences. ``request_id``: a name that is unique; ``now``:
-    seconds of ``clock``.
+    seconds of ``clock``. ``outputs``, ``on_end``: of each.
+
+    Raises:
+        ImpossibleError: something in a prompt cannot be; the text says what.
     """
     arrival = now - min(max(0, submit.age_us), _MAX_AGE_US) * 1e-6
     salt, adapter = submit.cache_salt, submit.adapter
     if adapter is not None:
         salt = adapter_salt(adapter.content, salt)
     requests = []
-    for name, prompt in zip(names_of(request_id, len(submit.prompts)), submit.prompts, strict=True):
-        request = Request(
-            request_id=name,
-            prompt_token_ids=unpack_int32s(prompt.tokens),
+    for number, prompt in enumerate(submit.prompts):
+        if not prompt.tokens:
+            raise ImpossibleError("a prompt of no tokens")
+        if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
+            raise ImpossibleError(f"{prompt.max_tokens} output tokens")
+        if prompt.progress and len(prompt.progress) != submit.n:
+            raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {submit.n}")
+        request = ClientRequest(
+            request_id=name_of(request_id, number),
+            prompt_token_ids=_tokens_of(prompt.tokens, vocab_size),
             max_tokens=prompt.max_tokens,
             sampling=submit.sampling,
             n=submit.n,
@@ -158,24 +166,37 @@ def requests_of(submit: Submit, request_id: str, now: float) -> list[Request]:
             key=submit.key,
             client_request_id=submit.client_request_id,
             reuse=submit.reuse,
+            stream=submit.stream + number * submit.n,
+            outputs=outputs,
+            on_end=on_end,
+            arrived=now,
+            unfinished=submit.n - sum(progress.finished for progress in prompt.progress),
+            traceparent=submit.traceparent,
         )
-        if prompt.progress and request.beam is None:  # a beam search starts over: no client has seen any of its tokens
-            request.create_sequences(every=True)
-            for sequence, progress in zip(request.sequences, prompt.progress, strict=True):
-                sequence.output_token_ids = unpack_int32s(progress.tokens)
-                if progress.finished:
-                    sequence.end(None)
+        if prompt.max_tokens and request.beam is None:  # the outputs of a beam search are told at its end
+            request.sink = outputs
         if prompt.segments is not None:
             request.segments = _segments_of(len(request.prompt_token_ids), prompt.segments)
             mark_segments(request.prompt_token_ids, request.segments)
+        _resume(request, prompt, vocab_size)
         requests.append(request)
     return requests
 
 
-def num_unfinished(prompt: Prompt, request: Request) -> int:
-    """How many outputs of a prompt are still to come. Those of a beam search come all together."""
-    left = request.n - sum(progress.finished for progress in prompt.progress)
-    return request.n if left and request.beam is not None else left
+def _resume(request: ClientRequest, prompt: Prompt, vocab_size: int) -> None:
+    """Let a request go on behind the tokens that its gateway has."""
+    tokens = [_tokens_of(progress.tokens, vocab_size) for progress in prompt.progress]
+    if (most := max(map(len, tokens), default=0)) > prompt.max_tokens:
+        raise ImpossibleError(f"{most} output tokens of at most {prompt.max_tokens}")
+    if request.beam is not None:  # a beam search starts over: no client has seen any of its tokens
+        request.unfinished = request.n if request.unfinished else 0
+    elif tokens:
+        request.create_sequences(every=True)
+        for sequence, known, progress in zip(request.sequences, tokens, prompt.progress, strict=True):
+            sequence.output_token_ids = known
+            if progress.finished:
+                sequence.end(None)
+        request.tokens_before = sum(map(len, tokens))
 
 
 def end_of(sequence: Sequence) -> tuple[FinishReason, int | None] | None:

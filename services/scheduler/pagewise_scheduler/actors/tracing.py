@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.tracing import Attributes, Tracing, child_context, wall_ns
 
-from pagewise_scheduler.actors.live_request import LiveRequest
+from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.core.requests.request import Preempted, Request
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
@@ -30,7 +30,7 @@ class RequestTraces:
         self._tracing = tracing
         self._complaints = BoundedLog(log)
 
-    def ended(self, live: LiveRequest, now: float) -> None:
+    def ended(self, live: ClientRequest, now: float) -> None:
         """Make the spans of one prompt, whose sequences are still there. A request ends whether that works or not.
 
         ``now``: seconds of ``clock``.
@@ -40,32 +40,32 @@ class RequestTraces:
         except Exception:
             self._complaints.warning("spans could not be made: %s", traceback.format_exc())
 
-    def _make(self, live: LiveRequest, now: float) -> None:
+    def _make(self, request: ClientRequest, now: float) -> None:
         """Make the spans of one prompt.
 
         ``llm_request`` is a child of the gateway's span. Its children are ``queue``, ``recovery``, ``prefill``,
         ``decode``, and one ``executor`` for each executor that it was placed on; preemptions and moves are its events.
         """
-        request, tracing = live.request, self._tracing
+        tracing = self._tracing
         whole = tracing.begin(
             "llm_request",
-            tracing.parent({"traceparent": live.traceparent}),
-            live.arrived,
+            tracing.parent({"traceparent": request.traceparent}),
+            request.arrived,
             server=True,
-            attributes=_attributes(live, now),
+            attributes=_attributes(request, now),
         )
         if not whole.is_recording():
             return
         here = child_context(whole)
         scheduled = now if isnan(request.scheduled_time) else request.scheduled_time
         first = now if isnan(request.first_token_time) else request.first_token_time
-        tracing.span("queue", here, live.arrived, scheduled)
+        tracing.span("queue", here, request.arrived, scheduled)
         if scheduled < now:
             tracing.span(
                 "prefill", here, scheduled, first, {"gen_ai.usage.input_tokens": len(request.prompt_token_ids)}
             )
         if first < now:
-            tracing.span("decode", here, first, now, {"gen_ai.usage.output_tokens": live.num_generated_tokens})
+            tracing.span("decode", here, first, now, {"gen_ai.usage.output_tokens": request.num_generated_tokens})
         for began, ended, attributes in _recoveries(request, now):
             tracing.span("recovery", here, began, ended, attributes)
         for index, (began, executor_id) in enumerate(request.executors):
@@ -74,13 +74,12 @@ class RequestTraces:
             tracer = tracing.tracer("pagewise-executor", executor_id)
             tracing.span("executor", here, began, ended, attributes, tracer)
         _tell_events(whole, request)
-        if live.failure:
-            whole.set_status(Status(StatusCode.ERROR, live.failure))
+        if request.failure:
+            whole.set_status(Status(StatusCode.ERROR, request.failure))
         whole.end(wall_ns(now))
 
 
-def _attributes(live: LiveRequest, now: float) -> Attributes:
-    request = live.request
+def _attributes(request: ClientRequest, now: float) -> Attributes:
     sampling = request.sampling
     found: dict[str, str | bool | int | float | tuple[str, ...]] = {
         "gen_ai.request.id": request.request_id,
@@ -89,11 +88,11 @@ def _attributes(live: LiveRequest, now: float) -> Attributes:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.n": request.n,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-        "gen_ai.usage.output_tokens": live.num_generated_tokens,
+        "gen_ai.usage.output_tokens": request.num_generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
         # The names that vLLM gives to the same.
         "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
-        "gen_ai.usage.completion_tokens": live.num_generated_tokens,
+        "gen_ai.usage.completion_tokens": request.num_generated_tokens,
         "gen_ai.usage.num_sequences": request.num_sequences,
         "gen_ai.latency.e2e": now - request.arrival_time,
         "pagewise.priority": request.priority,
@@ -101,8 +100,8 @@ def _attributes(live: LiveRequest, now: float) -> Attributes:
         "pagewise.moves": max(0, len(request.executors) - 1),
     }
     reasons: list[str] = [sequence.finish_reason or "abort" for sequence in request.sequences]
-    if live.failure or reasons:
-        found["gen_ai.response.finish_reasons"] = ("error",) if live.failure else tuple(reasons)
+    if request.failure or reasons:
+        found["gen_ai.response.finish_reasons"] = ("error",) if request.failure else tuple(reasons)
     for source, tokens in request.loaded_tokens.items():
         found[f"pagewise.cached_tokens.{source}"] = tokens
     scheduled, first = request.scheduled_time, request.first_token_time

@@ -288,13 +288,6 @@ class Request:
         self.num_pending -= 1
         return made
 
-    def send_tokens_to(self, sink: TokenSink, stream: int) -> None:
-        """Send the tokens of its unfinished outputs to ``sink`` from now on; ``stream`` is that of the first one."""
-        self.sink, self.stream = sink, stream
-        for sequence in self.sequences:
-            if not sequence.finished:
-                sequence.sink, sequence.stream = sink, stream + sequence.index
-
     def replace_sequences(self, sequences: list[Sequence]) -> None:
         """Have these sequences from now on, and forget what happened to the others.
 

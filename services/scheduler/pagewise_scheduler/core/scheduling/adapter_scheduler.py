@@ -79,8 +79,6 @@ class AdapterScheduler(Scheduler):
 
     def adapter_loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
         """The executor has loaded an adapter, or could not: the requests that waited for it then fail."""
-        if message.epoch != self.epoch:
-            return []
         return _fail(self.adapters.loaded(message, now))
 
     def give_up_loads(self, now: float, most: float) -> list[Request]:

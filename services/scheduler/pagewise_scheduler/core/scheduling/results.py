@@ -13,7 +13,7 @@ TakeCandidates = Callable[[Sequence, TokenLogprobs, StepOutput], None]
 
 
 def check_result(
-    step: StepInFlight | None, result: StepResult, epoch: int, tokens: ReadOnlyList[int] | None = None
+    step: StepInFlight | None, result: StepResult, tokens: ReadOnlyList[int] | None = None
 ) -> tuple[StepInFlight, ReadOnlyList[int]]:
     """The oldest step in flight, and the tokens that ``result`` has for it, which the caller may have unpacked already.
 
@@ -21,9 +21,9 @@ def check_result(
         StepMismatchError: it is another step's, or of the wrong shape.
         ProtocolError: its tokens are no whole number of int32 values.
     """
-    if step is None or result.epoch != epoch or result.step != step.step:
-        expected = f"epoch {epoch} step {step.step}" if step else "none in flight"
-        raise StepMismatchError(f"result of epoch {result.epoch} step {result.step}, expected {expected}")
+    if step is None or result.step != step.step:
+        expected = f"step {step.step}" if step else "none in flight"
+        raise StepMismatchError(f"result of step {result.step}, expected {expected}")
     if tokens is None:
         tokens = unpack_int32s(result.tokens)
     if len(tokens) != len(step.sampled):
@@ -34,13 +34,13 @@ def check_result(
 
 
 def failed(
-    step: StepInFlight | None, result: StepResult, epoch: int, requests: Container[str]
+    step: StepInFlight | None, result: StepResult, requests: Container[str]
 ) -> Iterator[tuple[Sequence, RowFailure]]:
     """The sequences that cannot go on, as ``result`` says, and why; nothing if it does not answer ``step``.
 
     Each request once, and only those among ``requests``, by their ids.
     """
-    if step is None or (result.epoch, result.step) != (epoch, step.step):
+    if step is None or result.step != step.step:
         return
     for failure in result.failures:
         sequence = step.sampled[failure.index] if failure.index < len(step.sampled) else None

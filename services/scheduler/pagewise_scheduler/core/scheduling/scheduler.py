@@ -310,7 +310,7 @@ class Scheduler:
             StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
         """
         oldest = self.steps_in_flight[0] if self.steps_in_flight else None
-        step, tokens = check_result(oldest, result, self.epoch, tokens)
+        step, tokens = check_result(oldest, result, tokens)
         self.steps_in_flight.popleft()
         self.kv.step_returned(step.step)
         self.limits.step_succeeded()
@@ -329,8 +329,8 @@ class Scheduler:
         return output
 
     def copied(self, message: Copied) -> None:
-        """Copies of a step between tiers have been made; those of another epoch and unknown ones are ignored."""
-        for sequence in self.recoveries.copied(message) if message.epoch == self.epoch else ():
+        """Copies of a step between tiers have been made; unknown ones are ignored."""
+        for sequence in self.recoveries.copied(message):
             self._preempt(sequence, BLOCKS_SPOILED)
 
     def peer_lost(self, peer: str) -> None:

@@ -1,4 +1,4 @@
-"""A prompt that is being served: the core's request, and whom what becomes of it is told."""
+"""A request of the core that a gateway has submitted: where its outputs go, and which engine has it."""
 
 import logging
 from collections.abc import Callable
@@ -20,14 +20,13 @@ log = logging.getLogger(__name__)
 FailureKind = Literal["internal", "unavailable", "invalid"]
 
 
-@dataclass(slots=True, eq=False)
-class LiveRequest:
+@dataclass(slots=True, eq=False, kw_only=True)
+class ClientRequest(Request):
     """One prompt of a client's request. It outlives engines: what one leaves undone goes on at the next.
 
-    It holds no text and no tokens but the core's. What becomes of it is told to its gateway through ``outputs``.
+    What becomes of it is told to its gateway through ``outputs``; output ``i`` is stream ``stream + i`` there.
 
     Fields:
-        stream: the number of its first output at its gateway; output ``i`` is stream ``stream + i``.
         on_end: called once, when nothing of it runs any more.
         arrived: when it came to the scheduler, seconds of ``clock``.
         unfinished: outputs that take more tokens. done: nothing runs any more.
@@ -40,10 +39,8 @@ class LiveRequest:
         traceparent: the span of its gateway, "" if it is not traced. failure: why it failed, if it did.
     """
 
-    request: Request
-    stream: int
     outputs: OutputBuilder
-    on_end: Callable[["LiveRequest"], None]
+    on_end: Callable[["ClientRequest"], None]
     arrived: float
     unfinished: int
     tokens_before: int = 0
@@ -66,14 +63,13 @@ class LiveRequest:
         if self._started:
             return
         self._started = True
-        request = self.request
-        request.first_token_time = now
-        request.timeline.answered(now)
-        scheduled = request.scheduled_time if request.scheduled_time == request.scheduled_time else now  # NaN: never
+        self.first_token_time = now
+        self.timeline.answered(now)
+        scheduled = self.scheduled_time if self.scheduled_time == self.scheduled_time else now  # NaN: never
         self.outputs.started.append(
             Started(
                 self.stream,
-                request.num_cached_tokens,
+                self.num_cached_tokens,
                 max(0, int((scheduled - self.arrived) * 1e6)),
                 max(0, int((now - scheduled) * 1e6)),
             )
@@ -97,7 +93,7 @@ class LiveRequest:
         if self.unfinished <= 0:
             self.end(now)
 
-    def fail(self, kind: FailureKind, message: str, now: float) -> None:
+    def report_failure(self, kind: FailureKind, message: str, now: float) -> None:
         """All of it failed; it is the client's fault only if ``kind`` is "invalid"."""
         if not self.done:
             self.failure = kind
@@ -107,10 +103,9 @@ class LiveRequest:
     def tell_abort(self, now: float) -> None:
         """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
         self.started(now)
-        request = self.request
-        ended = set[int]() if request.beam is not None else {one.index for one in request.sequences if one.finished}
+        ended = set[int]() if self.beam is not None else {one.index for one in self.sequences if one.finished}
         self.outputs.finished += [
-            StreamFinished(self.stream + index, "abort") for index in range(request.n) if index not in ended
+            StreamFinished(self.stream + index, "abort") for index in range(self.n) if index not in ended
         ]
 
     def end(self, now: float) -> None:
@@ -120,20 +115,20 @@ class LiveRequest:
         self.done = True
         if self.placement is not None:
             self.placement.end(now)
-        tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences) - self.tokens_before
-        self.request.timeline.ended(now)
-        self.num_generated_tokens = max(tokens, self.request.num_sampled_tokens)
+            self.placement = None  # it refers to the request: nothing is left to the garbage collector
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences) - self.tokens_before
+        self.timeline.ended(now)
+        self.num_generated_tokens = max(tokens, self.num_sampled_tokens)
         self.on_end(self)
-        self.request.replace_sequences([])
+        self.replace_sequences([])
 
     def log(self, level: int, text: str) -> None:
         """Log a line about it, which names it and its executor."""
-        request_id = self.request.request_id
         where = f"{self.engine.executor_id}: " if self.engine is not None else ""
-        log.log(level, "%srequest %s %s", where, request_id, text, extra=about(request_id, self.traceparent))
+        log.log(level, "%srequest %s %s", where, self.request_id, text, extra=about(self.request_id, self.traceparent))
 
     def blame(self) -> None:
         """An executor died in a step of this request; tokens since the last time speak for its innocence."""
-        tokens = sum(len(sequence.output_token_ids) for sequence in self.request.sequences)
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences)
         self.deaths = self.deaths + 1 if tokens <= self._tokens_at_death else 1
         self._tokens_at_death = tokens
