@@ -5,7 +5,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from pagewise_shared.config.kinds import Positive, described
-from pagewise_shared.config.observability_options import LoggingOptions, TracingOptions
 from pagewise_shared.errors import ConfigError
 
 MAX_LORAS = 1024
@@ -34,29 +33,10 @@ AllowRuntimeLoraUpdating = Annotated[
 MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]
 
 
-class GatewayLoraOptions(TracingOptions, frozen=True, kw_only=True):
-    """Options of a gateway: which adapters there are.
-
-    It has those of traces as its base because a struct of msgspec can have one base with fields only.
-    """
-
-    enable_lora: EnableLora = False
-    max_lora_rank: MaxLoraRank = 16
-    lora_modules: LoraModules = ()
-    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
-
-
-class ExecutorLoraOptions(LoggingOptions, frozen=True, kw_only=True):
-    """Options of an executor: how many adapters it holds, and where. It has those of logs as its base, as above."""
-
-    enable_lora: EnableLora = False
-    max_lora_rank: MaxLoraRank = 16
-    max_loras: Annotated[
-        int, Meta(ge=1, le=MAX_LORAS), described("adapters on the device at a time: the most that a batch mixes", "N")
-    ] = 1
-    max_cpu_loras: Annotated[Positive | None, described("adapters kept in host memory (default: --max-loras)", "N")] = (
-        None
-    )
+MaxLoras = Annotated[
+    int, Meta(ge=1, le=MAX_LORAS), described("adapters on the device at a time: the most that a batch mixes", "N")
+]
+MaxCpuLoras = Annotated[Positive | None, described("adapters kept in host memory (default: --max-loras)", "N")]
 
 
 def check_lora(values: dict[str, object], *, loads: bool) -> None:

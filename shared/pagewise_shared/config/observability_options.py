@@ -3,8 +3,6 @@
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from msgspec import Struct
-
 from pagewise_shared.config.kinds import described
 from pagewise_shared.errors import ConfigError
 
@@ -27,29 +25,15 @@ ServiceStatusFile = Annotated[
 ]
 
 
-class LoggingOptions(Struct, frozen=True, kw_only=True):
-    """Options of every service: what it logs, and how."""
-
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "text"
-
-
-class TracingOptions(LoggingOptions, frozen=True, kw_only=True):
-    """Options of the services that send traces.
-
-    It has those of logs as its base because a struct of msgspec can have one base with fields only.
-    """
-
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        described(
-            "OpenTelemetry collector to which traces of requests are sent, such as http://collector:4318 (default: "
-            "none)",
-            "URL",
-            "OTLP over HTTP; a URL without a path gets `/v1/traces`. It needs `pip install pagewise[otel]`. "
-            "[observability.md](observability.md#traces) tells what is in a trace.",
-        ),
-    ] = None
+TracesEndpoint = Annotated[
+    str | None,
+    described(
+        "OpenTelemetry collector to which traces of requests are sent, such as http://collector:4318 (default: none)",
+        "URL",
+        "OTLP over HTTP; a URL without a path gets `/v1/traces`. It needs `pip install pagewise[otel]`. "
+        "[observability.md](observability.md#traces) tells what is in a trace.",
+    ),
+]
 
 
 def check_tracing(values: dict[str, object]) -> None:

@@ -2,15 +2,20 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from pagewise_shared.config.console_options import ConsoleConfig
-from pagewise_shared.config.gateway_rights import GatewayRights
 from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
-from pagewise_shared.config.lora_options import ExecutorLoraOptions
-from pagewise_shared.config.observability_options import ServiceStatusFile
+from pagewise_shared.config.lora_options import (
+    AllowRuntimeLoraUpdating,
+    EnableLora,
+    LoraModules,
+    MaxCpuLoras,
+    MaxLoraRank,
+    MaxLoras,
+)
+from pagewise_shared.config.observability_options import LogFormat, LogLevel, ServiceStatusFile, TracesEndpoint
 from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
@@ -39,14 +44,40 @@ KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
 Plaintext = Annotated[bool, _help("allow connections with other hosts without keys, unencrypted")]
+ConsoleShowsText = Annotated[
+    bool,
+    _help(
+        "let the console show operators the text of cached blocks, which is that of clients' prompts",
+        more="The gateway and the scheduler both need it: without it, the scheduler sends no gateway the tokens of "
+        "cached blocks.",
+    ),
+]
+ToolCallParser = Literal[
+    "deepseek_v3", "deepseek_v31", "glm45", "hermes", "llama3_json", "mistral", "openai", "pythonic"
+]
+ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3"]
 
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
 
 
-class SchedulerConfig(GatewayRights, frozen=True, kw_only=True):
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise-scheduler``. It loads no model: ``model`` and ``served_model_name`` label its metrics."""
 
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: TracesEndpoint = None
+    console_shows_text: ConsoleShowsText = False
+    gateways_end_any_request: Annotated[
+        bool,
+        _help(
+            "let each gateway's operators end requests of all gateways",
+            more="Without it, a gateway ends its own requests only. `pagewise serve` and `pagewise up` set it, because "
+            "they start all gateways, unless others may join (`--listen-gateways`).",
+        ),
+    ] = False
+    lora_modules: LoraModules = ()
+    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
     model: Model = DEMO_MODEL
     served_model_name: ServedModelName = None
     max_num_seqs: MaxNumSeqs = None
@@ -123,9 +154,37 @@ class SchedulerConfig(GatewayRights, frozen=True, kw_only=True):
     ] = 268_435_456
 
 
-class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
+class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise-gateway``."""
 
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    otlp_traces_endpoint: TracesEndpoint = None
+    enable_lora: EnableLora = False
+    max_lora_rank: MaxLoraRank = 16
+    lora_modules: LoraModules = ()
+    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
+    enable_auto_tool_choice: Annotated[
+        bool,
+        _help(
+            "let the model decide whether it calls a tool; needs --tool-call-parser",
+            more="[tools.md](tools.md) tells more of tools and reasoning.",
+        ),
+    ] = False
+    tool_call_parser: Annotated[ToolCallParser | None, _help("format in which the model writes tool calls")] = None
+    reasoning_parser: Annotated[ReasoningParser | None, _help("format in which the model writes its reasoning")] = None
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        _help("variables of the chat template that requests need not give, as JSON", "JSON"),
+    ] = None
+    console: Annotated[
+        bool,
+        _help(
+            "serve the console at /console, a page that shows memory, requests and processes",
+            more="Its data is for operators, as that of `/debug` is. [console.md](console.md) tells what it shows.",
+        ),
+    ] = True
+    console_shows_text: ConsoleShowsText = False
     model: Model = DEMO_MODEL
     revision: Revision = None
     served_model_name: ServedModelName = None
@@ -218,9 +277,15 @@ class GatewayConfig(ConsoleConfig, frozen=True, kw_only=True):
     ] = False
 
 
-class ExecutorConfig(ExecutorLoraOptions, frozen=True, kw_only=True):
+class ExecutorConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise-executor``."""
 
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    enable_lora: EnableLora = False
+    max_lora_rank: MaxLoraRank = 16
+    max_loras: MaxLoras = 1
+    max_cpu_loras: MaxCpuLoras = None
     model: Model = DEMO_MODEL
     revision: Revision = None
     max_num_seqs: MaxNumSeqs = None
