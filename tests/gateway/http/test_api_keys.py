@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from pagewise_gateway.http import watched_files
 from pagewise_gateway.http.access import make_keyring
-from pagewise_gateway.http.clients import EVERYBODY, Client, Keyring
-from pagewise_gateway.http.key_file import KeyTable, Rights, digest_of, read_keys, read_variable
+from pagewise_gateway.http.clients import (
+    EVERYBODY,
+    Client,
+    Keyring,
+    KeyTable,
+    Rights,
+    digest_of,
+    read_keys,
+    read_variable,
+)
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.block_hash import root_hash
 from pagewise_shared.config import GatewayConfig
@@ -130,7 +138,7 @@ def test_keys_are_found_by_digests_that_nobody_else_can_make(key_file: Path) -> 
     for key, name in (("sk-alice-1", "alice"), ("sk-bob", "bob"), ("nobody", None), ("sk-\udcff", None)):
         found = keyring.find(key)
         assert (found and found.name) == name
-    code = "from pagewise_gateway.http.key_file import digest_of; print(digest_of('sk-bob').hex())"
+    code = "from pagewise_gateway.http.clients import digest_of; print(digest_of('sk-bob').hex())"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert len(digest_of("sk-bob")) == 32
     assert output.strip() != digest_of("sk-bob").hex()

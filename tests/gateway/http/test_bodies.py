@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
-from pagewise_gateway.http.parsing import parse_request
+from pagewise_gateway.http.parsing import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, check_structure, parse_request
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest
-from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, check_structure
 from pagewise_shared.config import ServeConfig
 from pagewise_shared.config.reading import build_config
 from pagewise_shared.errors import ConfigError

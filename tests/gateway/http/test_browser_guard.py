@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.http.browser_guard import BrowserGuard
+from pagewise_gateway.http.access import BrowserGuard
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 

@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 from pagewise.main import main
-from pagewise_gateway.http.explain import Deliveries
+from pagewise_gateway.http.writing import Deliveries
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.raw_connections import COMPLETION, LONG, http_bytes, read_late

@@ -9,7 +9,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpProcessingError, HttpRequestParser
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pagewise_gateway.http.framing import BODY_PER_FRAMING, MAX_FRAMING_BYTES, Framing
+from pagewise_gateway.http.client_connection import BODY_PER_FRAMING, MAX_FRAMING_BYTES, Framing
 
 from tests.gateway.raw_connections import connection, http_bytes
 from tests.gateway.server import Server, serving

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.prompts import mark_parts, unmark
 from pagewise_gateway.http.schema import ChatMessage, ContentPart
-from pagewise_gateway.http.segments import mark_parts, unmark
 from pagewise_shared.protocol import PromptSegments, unpack_int32s
 from pagewise_shared.segments import ALL_BEFORE
 

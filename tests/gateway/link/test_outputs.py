@@ -13,9 +13,8 @@ from pagewise_gateway.generation import (
     SequenceDelta,
     SlowReaderError,
 )
-from pagewise_gateway.http.answer_memory import AnswerMemory
 from pagewise_gateway.http.errors import OverloadedError
-from pagewise_gateway.http.memory_budget import Reservation
+from pagewise_gateway.http.memory_budget import AnswerMemory, Reservation
 from pagewise_gateway.link import live_request
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import MOST_STREAMS, StreamTable

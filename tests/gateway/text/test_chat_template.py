@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.text.chat_template import ChatTemplate
 from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
-from pagewise_gateway.text.template import Dialect
+from pagewise_gateway.text.template import ChatTemplate, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.errors import ModelError
 from transformers import AutoTokenizer

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.text.chat_template import ChatTemplate
 from pagewise_gateway.text.errors import ChatTemplateError
-from pagewise_gateway.text.template import renderer
+from pagewise_gateway.text.template import ChatTemplate, renderer
 
 from tests.gateway.text.strict_templates import (
     GEMMA,

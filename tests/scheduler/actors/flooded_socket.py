@@ -7,7 +7,7 @@ import time
 
 import zmq
 from pagewise_scheduler.actors import router_socket
-from pagewise_scheduler.actors.mailbox import Mailbox
+from pagewise_scheduler.actors.router_socket import Mailbox
 from pagewise_scheduler.metrics import Metrics
 from pagewise_shared.protocol import decode_from_executor
 

@@ -12,7 +12,7 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.engine import Engine, Life
-from pagewise_scheduler.actors.mailbox import Received
+from pagewise_scheduler.actors.router_socket import Received
 from pagewise_scheduler.actors.submissions import Submission
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_shared.config import ExecutorConfig
@@ -150,7 +150,7 @@ async def test_an_executor_that_leaves_goes_through_its_life(tmp_path: Path, mon
         assert sorted(set(lives), key=lambda life: life.value) == list(dict.fromkeys(lives)), "never back"
         assert {Life.DRAINING, Life.STOPPING, Life.DRAINED} <= set(lives)
         assert stack.metric("executors_drained_total") == 1
-        assert not stack.coordinator.draining
+        assert not stack.coordinator.draining.drains
 
 
 async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(tmp_path: Path) -> None:

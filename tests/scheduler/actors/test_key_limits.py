@@ -2,7 +2,7 @@
 
 import pytest
 from pagewise_scheduler.actors.admission_error import AdmissionError
-from pagewise_scheduler.actors.key_limits import KeyUsages
+from pagewise_scheduler.actors.submissions import KeyUsages
 from pagewise_scheduler.metrics import Metrics
 from pagewise_shared.protocol import KeyLimits
 

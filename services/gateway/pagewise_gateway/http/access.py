@@ -1,6 +1,11 @@
-"""Access control: if API keys are configured, every path needs one but the health probes and the console's page."""
+"""Access control: if API keys are configured, every path needs one but the health probes and the console's page.
 
+Without keys, requests that a page of another site makes a browser send are refused.
+"""
+
+import ipaddress
 import re
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -8,12 +13,101 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
-from pagewise_gateway.http.browser_guard import BrowserGuard
 from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT, is_messages
-from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError
+from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError, MediaTypeError
 from pagewise_gateway.metrics import Metrics
+
+ANY_HOST = "*"
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
+_WITH_PORT = re.compile(rf"({_HOST.pattern})(?::\d*)?")
+_FORMS = frozenset({"", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
+"""Types of bodies that a page may send to another site without asking it."""
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN = frozenset({"same-origin", "none"})
+_PORTS = {"http": 80, "https": 443}
+
+
+class BrowserGuard:
+    """Checks the requests of a server without API keys."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Read ``--allowed-hosts``. Without it, and if the server does not listen on loopback, all hosts are allowed.
+
+        Raises:
+            ConfigError: an entry is no name of a host.
+        """
+        entries = [
+            entry.strip().lower().rstrip(".") for entry in (config.allowed_hosts or "").split(",") if entry.strip()
+        ]
+        for entry in entries:
+            if entry != ANY_HOST and (_HOST.fullmatch(entry) is None or ANY_HOST in entry):
+                raise ConfigError(f"--allowed-hosts: {entry!r} is no name of a host; give names without a port")
+        self._any = ANY_HOST in entries or not (entries or _is_loopback(config.host))
+        self._names = {*entries, config.host.lower()}
+
+    def check(self, request: web.Request) -> None:
+        """Check where a request comes from.
+
+        Raises:
+            ForbiddenError: from a page of another site, or for a host that is not allowed.
+            MediaTypeError: it may change something, and its Content-Type is one that pages may send, or missing.
+        """
+        host = request.headers.get("Host")
+        if host is not None and not self._is_allowed(host):
+            raise ForbiddenError(
+                f"the host {host[:100]!r} is not allowed: this server has no API keys, so it answers to localhost, "
+                "addresses and names without a dot only; start it with --allowed-hosts to allow more, or with API keys"
+            )
+        # What no handler takes (404, 405) changes nothing either.
+        reads = request.method in _READING or request.match_info.http_exception is not None
+        site = request.headers.get("Sec-Fetch-Site", "none").lower()
+        # The browser compares whole addresses, and knows its own also if a proxy rewrites Host.
+        if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
+            raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
+        origin = request.headers.get("Origin")
+        if origin is not None and not (site == "same-origin" or _is_own(origin, host)):
+            raise ForbiddenError(f"a page of {origin[:100]!r} sends this: a server without API keys does not take it")
+        media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if not reads and media_type in _FORMS:
+            raise MediaTypeError(
+                f"the request has {f'the Content-Type {media_type}' if media_type else 'no Content-Type'}: send "
+                "Content-Type: application/json"
+            )
+
+    def _is_allowed(self, host: str) -> bool:
+        if (found := _WITH_PORT.fullmatch(host.lower())) is None:
+            return self._any
+        name = found[1].rstrip(".")
+        # Nobody can register a name without a dot, nor one below .internal (host.docker.internal), or make a page whose
+        # name is an address.
+        private = "." not in name or name.endswith((".localhost", ".internal"))
+        return self._any or private or name in self._names or _is_address(name)
+
+
+def _is_own(origin: str, host: str | None) -> bool:
+    """Whether an Origin is the page of the host that a request is for, over HTTP or HTTPS, which a proxy may end."""
+    try:
+        parts = urlsplit(origin.lower())
+        default = _PORTS[parts.scheme]
+        own = urlsplit(f"//{host}".lower())
+        return host is not None and (parts.hostname, parts.port or default) == (own.hostname, own.port or default)
+    except (KeyError, ValueError):
+        return False
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host.strip("[]")).is_loopback)
+
 
 _PROBES = frozenset({"/health", "/version"})
 _PAGE = frozenset({"/", "/console", "/console/assets/{name}"})

@@ -17,13 +17,11 @@ from pagewise_shared.version import package_version
 from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.adapters import load_lora_adapter, unload_lora_adapter
-from pagewise_gateway.http.answer_memory import AnswerMemory
-from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.chat import create_chat_completion
-from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
+from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import (
     APIError,
@@ -35,15 +33,16 @@ from pagewise_gateway.http.errors import (
     from_http_exception,
     shortened,
 )
-from pagewise_gateway.http.explain import Deliveries, debug_explain
+from pagewise_gateway.http.explain import debug_explain
 from pagewise_gateway.http.intake import Answering, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
 from pagewise_gateway.http.messages_api.errors import error_response
 from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import check_tokenizable, encode_chat
+from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
 from pagewise_gateway.http.refused_requests import RefusedRequests
 from pagewise_gateway.http.request_log import RequestLog
 from pagewise_gateway.http.responses import (
@@ -63,10 +62,9 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.segments import Piece, check_segments
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.tracing import RequestTraces, about_request
-from pagewise_gateway.http.writing import discard_body, write_early, write_if_large
+from pagewise_gateway.http.writing import Deliveries, discard_body, write_early, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.structured.grammars import Grammars
@@ -329,7 +327,7 @@ async def tokenize(request: web.Request) -> web.Response:
         encoded = await encode_chat(service, body, capacity, key)
     else:
         check_tokenizable(body.prompt, capacity, "prompt")
-        encoded = await service.encode([Piece(body.prompt)], body.add_special_tokens is not False, key)
+        encoded = await encode_text(service, [Piece(body.prompt)], body.add_special_tokens is not False, key)
     tokens = encoded.tokens
     strings: list[str] | None = None
     if body.return_token_strs:

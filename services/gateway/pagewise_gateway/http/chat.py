@@ -6,29 +6,26 @@ from dataclasses import replace
 from aiohttp import web
 from pagewise_shared.protocol import Prompt
 
-from pagewise_gateway.http.answer_memory import AnswerSize
-from pagewise_gateway.http.chat_answer import ChatAnswer
-from pagewise_gateway.http.chat_formats import Parsing
-from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.chat_answer import ChatAnswer, ChatRun, ParsedAnswer
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.generate import generate
 from pagewise_gateway.http.intake import Intake
+from pagewise_gateway.http.memory_budget import AnswerSize
 from pagewise_gateway.http.params import (
     check_common,
     check_output_length,
     check_priority,
     output_budget,
     sampling_params,
+    strip,
     truncated,
 )
-from pagewise_gateway.http.parsed_answer import ParsedAnswer
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import encode_bad_words, encode_chat
-from pagewise_gateway.http.schema import ChatRequest, strip
-from pagewise_gateway.http.segments import check_segments, prompt_segments
-from pagewise_gateway.http.structured import grammar_of, wanted_grammar
-from pagewise_gateway.http.tool_grammar import answer_grammar
+from pagewise_gateway.http.prompts import check_segments, encode_bad_words, encode_chat, prompt_segments
+from pagewise_gateway.http.responder import generate
+from pagewise_gateway.http.schema import ChatRequest
+from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
 from pagewise_gateway.text.output_parsing import Start
 
 

@@ -11,10 +11,9 @@ from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import responses
-from pagewise_gateway.http.answer_memory import AnswerSize
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
-from pagewise_gateway.http.generate import generate, usage
 from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
+from pagewise_gateway.http.memory_budget import AnswerSize
 from pagewise_gateway.http.params import (
     check_common,
     check_num_sequences,
@@ -22,16 +21,22 @@ from pagewise_gateway.http.params import (
     check_priority,
     output_budget,
     sampling_params,
+    strip,
     truncated,
 )
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encode_prompt
-from pagewise_gateway.http.responder import Responder
+from pagewise_gateway.http.prompts import (
+    check_prompts,
+    check_segments,
+    encode_bad_words,
+    encode_prompt,
+    prompt_segments,
+)
+from pagewise_gateway.http.responder import Responder, generate, usage
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
-from pagewise_gateway.http.schema import CompletionRequest, strip
-from pagewise_gateway.http.segments import check_segments, prompt_segments
-from pagewise_gateway.http.sse import EventTemplate, encode, event
+from pagewise_gateway.http.schema import CompletionRequest
 from pagewise_gateway.http.structured import request_grammar
+from pagewise_gateway.http.writing import EventTemplate, encode, event
 from pagewise_gateway.link import LiveRequest
 
 DEFAULT_MAX_TOKENS = 16

@@ -1,19 +1,16 @@
 """What every request handler needs; it is kept in the application."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from aiohttp import web
 
-from pagewise_gateway.http.answer_memory import AnswerMemory
-from pagewise_gateway.http.body_memory import BodyMemory
-from pagewise_gateway.http.chat_formats import ChatFormats
 from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.http.loop_turns import LoopTurns
+from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
 from pagewise_gateway.http.params import Limits
-from pagewise_gateway.http.segments import Encoded, Piece, encode_pieces
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -32,10 +29,6 @@ MAX_CLIENT_REQUEST_ID = 128
 
 CLIENT = web.RequestKey("client", Client)
 """The client that sent the request."""
-
-SHORT_CHARACTERS = 2_000
-"""Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
-
 
 _MESSAGES = "/v1/messages"
 
@@ -75,20 +68,6 @@ class Service:
     slices: Slices
     turns: LoopTurns
     grammars: Grammars
-
-    async def encode(self, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
-        """Return the tokens of a text, and its segments. A long text is tokenized on another thread.
-
-        ``key``: name of the API key for which this is done.
-        """
-
-        def encoded() -> Encoded:
-            return encode_pieces(self.tokenizer, pieces, add_special_tokens)
-
-        characters = sum(len(piece.text) for piece in pieces)
-        if characters <= SHORT_CHARACTERS:
-            return await self.turns.call(key, encoded)
-        return await self.tokenizer.off_loop(encoded, key, characters)
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

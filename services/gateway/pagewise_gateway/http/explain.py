@@ -4,46 +4,19 @@ The scheduler tells most of it. Whether the client read slowly is known by the g
 no other.
 """
 
-from collections import OrderedDict
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import NotFoundError
 from pagewise_gateway.http.parsing import count_request
+from pagewise_gateway.http.writing import Deliveries
 
-MOST_DELIVERIES = 4096
-"""Requests of which is remembered how long their clients let them wait."""
 _LONGEST_NAME = 256
 _LEAST_SECONDS = 1e-3
-
-
-class Deliveries:
-    """How long the last requests waited for their clients to read, in seconds, by our id: at most ``most`` of them."""
-
-    KEY: ClassVar[web.AppKey["Deliveries"]] = web.AppKey("deliveries")
-
-    def __init__(self, most: int = MOST_DELIVERIES) -> None:
-        self._most = most
-        self._blocked: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, request_id: str, seconds: float) -> None:
-        """A request was served here, or one that is being served has waited so much longer."""
-        self._blocked[request_id] = self._blocked.pop(request_id, 0.0) + seconds
-        if len(self._blocked) > self._most:
-            self._blocked.popitem(last=False)
-
-    def blocked(self, request_id: str) -> float | None:
-        """How long that request has waited; None: it was not served here, or too long ago."""
-        return self._blocked.get(request_id)
-
-
-def waited_for_client(request: web.Request, seconds: float) -> None:
-    """Note that the answer of a request waited so long for its client to read."""
-    request.app[Deliveries.KEY].add(request[REQUEST_ID], seconds)
 
 
 async def debug_explain(request: web.Request) -> web.Response:

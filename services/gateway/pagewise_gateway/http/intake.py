@@ -6,11 +6,9 @@ from aiohttp import web
 from pagewise_shared.protocol import Submit
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_gateway.http.answer_memory import AnswerMemory
-from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.errors import OverloadedError
-from pagewise_gateway.http.memory_budget import Reservation
+from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory, Reservation
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 

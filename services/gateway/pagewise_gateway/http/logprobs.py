@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from pagewise_gateway.generation import PackedLogprobs
 from pagewise_gateway.http.responses import ChosenTokenLogprob, TokenLogprob
-from pagewise_gateway.http.sse import encode
+from pagewise_gateway.http.writing import encode
 from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
 

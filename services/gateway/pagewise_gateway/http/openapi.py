@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
-from pagewise_gateway.http.answer_memory import AnswerMemory
-from pagewise_gateway.http.body_memory import BodyMemory
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
+from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
 from pagewise_gateway.http.messages_api.schema import (
     CountRequest,
     Message,
@@ -19,7 +18,7 @@ from pagewise_gateway.http.messages_api.schema import (
     TokenCount,
 )
 from pagewise_gateway.http.params import Limits
-from pagewise_gateway.http.parsing import BODY_SECONDS
+from pagewise_gateway.http.parsing import BODY_SECONDS, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 from pagewise_gateway.http.responses import (
     ChatChunk,
     ChatResponse,
@@ -41,7 +40,6 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from pagewise_gateway.http.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 
 # Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
 _POSTS: dict[str, tuple[str, type, type, type | None]] = {

@@ -15,7 +15,7 @@ from pagewise_gateway.http.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-from pagewise_gateway.http.schema import GenerationFields
+from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, GenerationFields
 from pagewise_gateway.link import AdapterTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -287,6 +287,21 @@ def retention_seconds(body: GenerationFields) -> int:
     if given is None or given.startswith("in"):
         return 0
     return int(given[:-1]) * {"s": 1, "m": 60, "h": 3600}[given[-1]]
+
+
+def strip(body: CompletionRequest | ChatRequest) -> None:
+    """Remove from a body what may be large. Its prompts and sampling parameters have been made of that before.
+
+    A body lives as long as its response, which reads its small fields, but the memory of it counts as given back when
+    its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
+    """
+    body.logit_bias = body.bad_words = body.allowed_token_ids = None
+    body.response_format = body.structured_outputs = None
+    body.user = body.safety_identifier = body.prompt_cache_key = body.segments = None
+    if isinstance(body, CompletionRequest):
+        body.prompt = ""
+    else:
+        body.messages, body.chat_template_kwargs, body.tools = [], None, None
 
 
 def stop_texts(body: GenerationFields) -> tuple[str, ...]:

@@ -1,7 +1,12 @@
-"""Turns the bytes of a body into a checked request struct."""
+"""Reads a body and turns it into a checked request struct.
+
+Its structure is counted before it is decoded, and compressed bodies are inflated piece by piece, so that no body takes
+more memory than its size allows. Fields of OpenAI's API that Pagewise does not have are refused by name here.
+"""
 
 import asyncio
 import re
+import zlib
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -21,13 +26,242 @@ from pagewise_gateway.http.errors import (
     UnsupportedParameterError,
     shortened,
 )
-from pagewise_gateway.http.inflating import PIECE, inflater
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.integers import with_integers
-from pagewise_gateway.http.schema import ChatRequest, TokenizeRequest
-from pagewise_gateway.http.structure import check_structure
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
 from pagewise_gateway.http.tracing import RequestTrace
-from pagewise_gateway.http.unsupported import drop_unsupported
+
+MAX_CONTAINERS = 16_384
+"""Most arrays and objects of a body."""
+MAX_STRINGS = 65_536
+"""Most strings of a body, names of fields included."""
+MAX_VALUES = 1_048_576
+"""Most elements of all arrays and objects of a body, such as token ids."""
+_ALWAYS_FAST = 32_768
+"""Bodies of so many bytes are not looked at."""
+
+
+def check_structure(body: bytearray) -> None:
+    """Count the arrays, objects, strings and other values of a body that is going to be decoded.
+
+    What is inside strings does not count: code is full of brackets. If the body is no JSON, the counts are right up to
+    where the decoder stops.
+
+    Raises:
+        InvalidRequestError: there are too many of them.
+    """
+    if len(body) <= _ALWAYS_FAST:
+        return
+    few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and body.count(b",") < MAX_VALUES
+    if few and body.count(b'"') <= 2 * MAX_STRINGS:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    strings = (bare.count(b'"') + 1) // 2
+    if strings > MAX_STRINGS:
+        raise InvalidRequestError(
+            f"the body contains {strings} strings (names of fields included), the limit is {MAX_STRINGS}"
+        )
+    outside = b"".join(bare.split(b'"')[::2])
+    containers = outside.count(b"[") + outside.count(b"{")
+    if containers > MAX_CONTAINERS:
+        raise InvalidRequestError(f"the body contains {containers} arrays and objects, the limit is {MAX_CONTAINERS}")
+    if (values := outside.count(b",") + 1) > MAX_VALUES:
+        raise InvalidRequestError(f"the body contains {values} values, the limit is {MAX_VALUES}")
+
+
+PIECE = 16_384
+"""The most bytes that are inflated at a time, and the most that this returns: it takes 5 ms at worst."""
+
+_ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
+
+
+class Inflater:
+    """Inflates one body, which is one member of gzip or deflate.
+
+    To be used in this order: ``feed`` at most ``PIECE`` bytes, call ``piece`` until it returns none, and repeat this
+    for the whole body; then call ``end``.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        """``encoding``: gzip or deflate."""
+        self._encoding = encoding
+        self._input = b""
+        self._inflate, self._begun = zlib.decompressobj(), False
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the body, at least one."""
+        self._input = data
+
+    def piece(self) -> bytes:
+        """Return at most ``PIECE`` inflated bytes; none when the bytes that were fed hold no more.
+
+        Raises:
+            InvalidRequestError: the body is not valid in this encoding.
+        """
+        if not self._begun:
+            self._begun = True
+            # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
+            deflate = _ZLIB if self._input[0] & 0xF == 8 else _RAW
+            self._inflate = zlib.decompressobj(_GZIP if self._encoding == "gzip" else deflate)
+        try:
+            piece = self._inflate.decompress(self._input, PIECE)
+        except zlib.error as error:
+            raise InvalidRequestError(f"the body is not valid {self._encoding}: {error}") from None
+        self._input = self._inflate.unconsumed_tail
+        if self._inflate.unused_data:
+            raise InvalidRequestError(f"the body goes on behind the end of what is compressed with {self._encoding}")
+        return piece
+
+    def end(self) -> None:
+        """Check that the body is complete.
+
+        Raises:
+            InvalidRequestError: it is not complete.
+        """
+        if not self._inflate.eof:
+            raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
+
+
+def inflater(encodings: list[str]) -> Inflater | None:
+    """Return the inflater for a body with these ``Content-Encoding`` headers; None: it is not compressed.
+
+    Raises:
+        MediaTypeError: the encoding is not supported.
+    """
+    encoding = ",".join(encodings).strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        return Inflater(encoding.removeprefix("x-"))
+    raise MediaTypeError(f"the body is encoded as {encoding}: send it with gzip, with deflate, or as it is")
+
+
+# Field -> values that ask for nothing. Null always counts as one.
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": (),
+    "conversation": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "max_tool_calls": (),
+    "include_reasoning": (True, False),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default", "standard_only"),
+    "store": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("low", "medium", "high"),
+    "web_search_options": (),
+    # Anthropic
+    "compaction": (),
+    "container": (),
+    "diagnostics": (),
+    "fallbacks": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
+    # vLLM
+    "chat_template": (),
+    "documents": ([],),
+    "ec_transfer_params": (),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "logits_processors": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": (),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "routed_experts_prompt_start": (0,),
+    "session_id": (),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+
+# The same for the fields of a message.
+_MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": ("",),
+}
+
+
+def drop_unsupported(fields: dict[str, Any], known: frozenset[str], of_chat: bool) -> dict[str, Any]:
+    """Return the fields without nulls and without unsupported fields whose values ask for nothing.
+
+    ``known``: the fields that the request's struct has; they are left alone. ``of_chat``: whether it has messages of a
+    chat.
+
+    Raises:
+        UnsupportedParameterError: a field asks for something Pagewise does not do.
+    """
+    kept = _drop(fields, _FIELDS, known, "")
+    if of_chat and isinstance(messages := kept.get("messages"), list):
+        kept["messages"] = [_drop_in_message(message, i) for i, message in enumerate(messages)]
+    return kept
+
+
+def _drop(
+    fields: dict[str, Any], table: dict[str, tuple[Any, ...]], known: frozenset[str], prefix: str
+) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if value is None:
+            # An unknown name is kept, so that it is refused even as null.
+            if name not in table and name not in known:
+                kept[name] = value
+        elif name in known or name not in table:
+            kept[name] = value
+        elif not any(type(value) is type(harmless) and value == harmless for harmless in table[name]):
+            raise UnsupportedParameterError(f"{prefix}{name} is not supported by Pagewise", f"{prefix}{name}")
+    return kept
+
+
+_MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
+
+
+def _drop_in_message(message: Any, index: int) -> Any:
+    if not isinstance(message, dict):
+        return message
+    place = f"messages[{index}]"
+    if message.get("role") == "function":
+        raise UnsupportedParameterError(f"{place}: messages of role function are not supported; tool is", place)
+    kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{place}.")
+    if isinstance(parts := kept.get("content"), list):
+        for i, part in enumerate(parts):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                raise UnsupportedParameterError(
+                    f"{place}.content[{i}]: parts of type {kind} are not supported: only text is",
+                    f"{place}.content[{i}]",
+                )
+    return kept
+
 
 RequestT = TypeVar("RequestT", bound=Struct)
 

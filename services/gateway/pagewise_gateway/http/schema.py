@@ -333,21 +333,6 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     ) = None
 
 
-def strip(body: CompletionRequest | ChatRequest) -> None:
-    """Remove from a body what may be large. Its prompts and sampling parameters have been made of that before.
-
-    A body lives as long as its response, which reads its small fields, but the memory of it counts as given back when
-    its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
-    """
-    body.logit_bias = body.bad_words = body.allowed_token_ids = None
-    body.response_format = body.structured_outputs = None
-    body.user = body.safety_identifier = body.prompt_cache_key = body.segments = None
-    if isinstance(body, CompletionRequest):
-        body.prompt = ""
-    else:
-        body.messages, body.chat_template_kwargs, body.tools = [], None, None
-
-
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /tokenize``: a prompt or messages."""
 

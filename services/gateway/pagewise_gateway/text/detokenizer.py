@@ -4,8 +4,7 @@ import codecs
 from collections.abc import Callable, Sequence
 
 from pagewise_gateway.text.stop_matcher import StopMatcher, StopStrings
-from pagewise_gateway.text.token_bytes import TokenBytes
-from pagewise_gateway.text.tokenizer import Tokenizer
+from pagewise_gateway.text.tokenizer import TokenBytes, Tokenizer
 
 _CONTEXT_TOKENS = 6
 """How many of the prompt's last tokens are taken into account when output tokens are decoded."""

@@ -26,10 +26,18 @@ from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
 from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, MailboxMessage, Received, Tick, Unreachable
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.actors.router_socket import RouterSocket, Wire
+from pagewise_scheduler.actors.router_socket import (
+    ConnectionsBroke,
+    Mailbox,
+    MailboxMessage,
+    Received,
+    RouterSocket,
+    Tick,
+    Unreachable,
+    Wire,
+)
 from pagewise_scheduler.actors.service_watch import ServiceWatch
 from pagewise_scheduler.metrics import Metrics
 
@@ -185,7 +193,7 @@ class Coordinator:
                 self._handle(message)
             except Exception:  # of this message alone: the others in the batch are handled
                 log.exception("a %s was not handled", type(message).__name__)
-        if self.draining:
+        if self.draining.drains:
             self.draining.advance()
         self.fleet.plan()
         self.gateways.flush()
@@ -209,7 +217,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_SECONDS_WHILE_DRAINING if self.draining else self._tick_seconds)
+            await asyncio.sleep(_TICK_SECONDS_WHILE_DRAINING if self.draining.drains else self._tick_seconds)
             self._mailbox.put(Tick())
 
     def _watch(self) -> None:

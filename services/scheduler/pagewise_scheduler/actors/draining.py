@@ -9,13 +9,11 @@ from pagewise_shared.block_hash import is_adapter_salt, rope_salt, without_rope
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
-from pagewise_scheduler.actors.client_request import ClientRequest
+from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
-from pagewise_scheduler.actors.outputs import OutputBuilder
-from pagewise_scheduler.actors.placement import could_serve
-from pagewise_scheduler.actors.router import Router
+from pagewise_scheduler.actors.router import Router, could_serve
 from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.core.tiers.hottest_prefixes import HotPrefix, hottest_prefixes
 from pagewise_scheduler.metrics import Metrics
@@ -45,26 +43,23 @@ class _Drain:
 
 
 class Draining:
-    """Lets executors go, a step at a time: ``advance`` is called after every round, and every so often."""
+    """Lets executors go, a step at a time: ``advance`` is called after every round while there are ``drains``."""
 
     def __init__(self, fleet: Fleet, router: Router, metrics: Metrics) -> None:
         self._fleet = fleet
         self._router = router
         self._metrics = metrics
-        self._drains: list[_Drain] = []
-
-    def __len__(self) -> int:
-        return len(self._drains)
+        self.drains: list[_Drain] = []
 
     def begin(self, engine: Engine, seconds: float) -> None:
         """Let an engine's work and cache go to others within ``seconds``. It takes no requests any more."""
         now, seconds = clock(), min(seconds, _LONGEST) * _SHARE_OF_TIME
-        self._drains.append(_Drain(engine, now + _SHARE_FOR_ROOM * seconds, now + seconds))
+        self.drains.append(_Drain(engine, now + _SHARE_FOR_ROOM * seconds, now + seconds))
 
     def advance(self) -> None:
         """Take every executor that leaves as far as it gets now."""
         now = clock()
-        for drain in list(self._drains):
+        for drain in list(self.drains):
             engine = drain.engine
             with self._fleet.guarded(engine):
                 # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and some finishes.
@@ -77,7 +72,7 @@ class Draining:
                     self._router.place(drain.moved)
                     drain.copies = self._copy_cache(engine)
             if engine.life is Life.LOST or now >= drain.deadline or (engine.life is Life.DRAINED and self._done(drain)):
-                self._drains.remove(drain)
+                self.drains.remove(drain)
                 self._conclude(drain, now)
 
     def _others(self, engine: Engine) -> list[Engine]:

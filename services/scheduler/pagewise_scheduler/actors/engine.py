@@ -9,11 +9,10 @@ from pagewise_shared.logs import BoundedLog, about, printable
 from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome, tier_name
 from pagewise_shared.protocol.adapter_messages import AdapterLoaded
 
-from pagewise_scheduler.actors.client_request import ClientRequest
+from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.executor_link import GONE, ExecutorLink
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
-from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.recent_requests import RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.inspection import memory_report, request_report

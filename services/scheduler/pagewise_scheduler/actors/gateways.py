@@ -29,11 +29,9 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.checks import ImpossibleError
-from pagewise_scheduler.actors.client_request import ClientRequest
+from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
-from pagewise_scheduler.actors.key_limits import KeyUsages
-from pagewise_scheduler.actors.outputs import OutputBuilder
 from pagewise_scheduler.actors.recent_requests import newest_called
 from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.actors.router import Capacity, Router
@@ -42,6 +40,7 @@ from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sess
 from pagewise_scheduler.actors.submissions import (
     MAX_STREAM,
     MAX_STREAMS,
+    KeyUsages,
     Submission,
     check,
     end_of,

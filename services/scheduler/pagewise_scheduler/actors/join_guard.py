@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pagewise_shared.curve import Keys
 
-from pagewise_scheduler.actors.mailbox import PeerKind
+from pagewise_scheduler.actors.router_socket import PeerKind
 
 MAX_TEXT = 256
 """Characters of a name."""

@@ -9,7 +9,7 @@ from pagewise_shared.protocol import Found
 from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
-from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import PrefixQuery
 from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.metrics import Metrics
 

@@ -1,4 +1,4 @@
-"""A ROUTER socket that executors or gateways connect to: it receives, decodes and sends, and decides nothing.
+"""A ROUTER socket that executors or gateways connect to, and the mailbox into which it puts their messages.
 
 The socket is read by a callback of the event loop, without pyzmq's futures: those cost more than everything else that
 is done for a frame. ZeroMQ's file descriptor tells of changes only, so whoever has sent something has to look for
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -20,10 +21,68 @@ from pagewise_shared.protocol import Message, encode
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
 from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
-from pagewise_scheduler.actors.mailbox import ConnectionsBroke, Mailbox, PeerKind, Received, Unreachable
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+
+PeerKind = Literal["executor", "gateway"]
+"""What a process is that connects to the scheduler."""
+
+
+class Received(NamedTuple):
+    """A frame has come over the socket for ``kind``, from the connection ``identity``.
+
+    ``key``: the public key (Z85 text) that the connection has proved to own, "" without CURVE. ``message``: what the
+    frame says, or why it is no message.
+    """
+
+    kind: PeerKind
+    identity: bytes
+    key: str
+    message: Message | ProtocolError
+
+
+class ConnectionsBroke(NamedTuple):
+    """Connections of the socket for ``kind`` have broken; it is not known whose."""
+
+    kind: PeerKind
+
+
+class Unreachable(NamedTuple):
+    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. What was received before
+    is in front of this message in the mailbox."""
+
+    kind: PeerKind
+    identity: bytes
+
+
+class Tick(NamedTuple):
+    """Time has passed: look for those that are late."""
+
+
+MailboxMessage = Received | ConnectionsBroke | Unreachable | Tick
+
+
+class Mailbox:
+    """Messages in the order in which they came. Anybody on the event loop may leave one; one task takes them out."""
+
+    def __init__(self) -> None:
+        self._messages: list[MailboxMessage] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, message: MailboxMessage) -> None:
+        """Leave a message; returns at once."""
+        self._messages.append(message)
+        self._arrived.set()
+
+    async def take_all(self) -> list[MailboxMessage]:
+        """All messages that have come in; waits until there is one."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
 
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""

@@ -26,8 +26,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.mailbox import Received
-from pagewise_scheduler.actors.router_socket import RouterSocket
+from pagewise_scheduler.actors.router_socket import Received, RouterSocket
 from pagewise_scheduler.metrics import Drop, Metrics
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from pagewise_shared.traces import TraceRequest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.moves import Moves
+from pagewise_scheduler.core.routing.moves import Moves, Roles
 from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place, place_decoding
-from pagewise_scheduler.core.routing.roles import Roles
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery

@@ -13,7 +13,7 @@ from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
 
 from pagewise_gateway.generation import AdmissionError
 from pagewise_gateway.http.console.block_text import with_text
-from pagewise_gateway.http.sse import encode
+from pagewise_gateway.http.writing import encode
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer

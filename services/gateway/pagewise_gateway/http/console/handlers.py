@@ -16,7 +16,7 @@ from pagewise_gateway.http.console.block_text import with_text
 from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Feeds
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError, OverloadedError
-from pagewise_gateway.http.sse import EventWriter
+from pagewise_gateway.http.writing import EventWriter
 
 _PAGE = "/console"
 Query = TypeVar("Query", bound=Struct)

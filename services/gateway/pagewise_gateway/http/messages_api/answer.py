@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.chat_run import ChatRun, finish_reason
+from pagewise_gateway.http.chat_answer import ChatRun, finish_reason
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
-from pagewise_gateway.http.generate import usage as usage_of
 from pagewise_gateway.http.messages_api.errors import error_detail
 from pagewise_gateway.http.messages_api.schema import BlockDelta, Message, MessageEvent, MessageUsage, OutputBlock
+from pagewise_gateway.http.responder import usage as usage_of
 from pagewise_gateway.text.output_parsing import Delta
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -11,12 +11,11 @@ from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.answer_memory import UNCOUNTED_BYTES
-from pagewise_gateway.http.chat_run import ChatRun
+from pagewise_gateway.http.chat_answer import ChatRun
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
-from pagewise_gateway.http.generate import usage as usage_of
-from pagewise_gateway.http.memory_budget import Reservation
+from pagewise_gateway.http.memory_budget import UNCOUNTED_BYTES, Reservation
+from pagewise_gateway.http.responder import usage as usage_of
 from pagewise_gateway.http.responses_api.schema import (
     IncompleteDetails,
     InputDetails,
@@ -29,7 +28,7 @@ from pagewise_gateway.http.responses_api.schema import (
     ResponsesRequest,
     ResponseUsage,
 )
-from pagewise_gateway.http.sse import encode
+from pagewise_gateway.http.writing import encode
 from pagewise_gateway.text.output_parsing import Delta
 
 _KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}

@@ -5,15 +5,123 @@ request goes on fetches them: those of each chunk as soon as it is computed, so 
 request that nobody has room for stays where it is and decodes there, until there is room.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
-from pagewise_scheduler.core.routing.roles import Roles, may_move
+from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Placement, PrefixQuery
 from pagewise_scheduler.core.scheduling.departures import begin_leaving, leaves
 from pagewise_scheduler.core.scheduling.step import StepOutput
+
+_LATELY = 0.02
+_FIRST_GUESS = 128.0
+_WEIGHT_OF_PAUSES = 5.0
+"""What a second costs by which a prompt holds up a sequence at an executor for decoding, in seconds to a first token.
+
+Found by replays (``benchmarks/roles/run.py``): with 1 much of the gain in the time between tokens was lost, with 20
+first tokens waited while executors for decoding had time for them.
+"""
+
+
+class Continuation(NamedTuple):
+    """Where a request goes on after its prompt, None: where that was computed; and the seconds that this costs."""
+
+    decoder: ExecutorView | None
+    seconds: float
+
+
+class Roles:
+    """What is known of a fleet whose executors have roles. ``output_tokens``: of a sequence, lately. ``num_ended``:
+    sequences that have ended."""
+
+    def __init__(self) -> None:
+        self.output_tokens = _FIRST_GUESS
+        self.num_ended = 0
+
+    def ended(self, num_output_tokens: int) -> None:
+        """A sequence has ended after so many tokens."""
+        self.num_ended += 1
+        self.output_tokens += _LATELY * (num_output_tokens - self.output_tokens)
+
+    def after(
+        self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float
+    ) -> "AfterPrompt":
+        """What may come after the prompt of a request, at those of ``executors`` that could hold and serve it."""
+        size = len(request.prompt_token_ids), request.max_tokens
+        able = [executor for executor in executors if executor.scheduler.fits(*size) and executor.serves(request)]
+        return AfterPrompt(query, able, self.output_tokens, now, moves=may_move(request))
+
+
+class AfterPrompt:
+    """What may come after the prompt of ``query``. ``moves``: it may go on elsewhere than where it was computed."""
+
+    def __init__(
+        self, query: PrefixQuery, executors: Sequence[ExecutorView], output_tokens: float, now: float, *, moves: bool
+    ) -> None:
+        self._query = query
+        decoders = [executor for executor in executors if executor.role != "prefill"] if moves else []
+        self._decoders = {decoder: decoder.find(query) for decoder in decoders}
+        self._output_tokens = output_tokens
+        self._now = now
+
+    def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
+        """The cheapest continuation of a prompt that is computed at ``executor``, with what others lose by that: who
+        decodes there waits meanwhile. Executors for decoding are spared that, as long as others are not too busy."""
+        if executor.role == "prefill":
+            moving = self.best_elsewhere(executor, estimate.recovery)
+            if moving.decoder is not None:
+                return moving._replace(seconds=moving.seconds + estimate.recovery * executor.num_decoding)
+        waiting = max(executor.num_decoding, executor.costs.decoding)  # or who is to come meanwhile
+        if executor.role == "decode":
+            waiting *= _WEIGHT_OF_PAUSES
+        return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
+
+    def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
+        """The cheapest executor to go on at. ``computing``: seconds that the prompt takes at ``executor``."""
+        best = Continuation(None, inf)
+        for decoder in self._decoders:
+            if decoder is not executor:
+                seconds = self._move_seconds(executor, decoder, computing) + self._decode_seconds(decoder)
+                if seconds < best.seconds:
+                    best = Continuation(decoder, seconds)
+        return best
+
+    def has_room(self, decoder: ExecutorView | None) -> bool:
+        """Whether there are a row and blocks at a decoder now; None has none."""
+        if decoder not in self._decoders or decoder is None:
+            return False
+        return not decoder.room_seconds(self._query, self._num_blocks(decoder), self._now)
+
+    def _num_blocks(self, decoder: ExecutorView) -> int:
+        """Blocks that the prompt takes beside those that are there."""
+        kv = decoder.scheduler.kv
+        return kv.blocks_for(self._query.num_tokens) - self._decoders[decoder].device // kv.block_size
+
+    def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
+        """Until the KV and the adapter are there, from when the prompt is computed; infinite if KV cannot come."""
+        peer = executor.scheduler.recoveries.endpoint
+        if not decoder.scheduler.recoveries.can_fetch_from(peer):
+            return inf
+        kv, link, num_blocks = decoder.scheduler.kv, decoder.costs.link(peer), self._num_blocks(decoder)
+        # All but what the last chunk computes is fetched while later chunks are computed.
+        last = min(num_blocks, kv.blocks_for(executor.scheduler.limits.max_num_batched_tokens))
+        fetching = max(link.seconds(last, link.num_loading), link.seconds(num_blocks, link.num_loading) - computing)
+        room = decoder.room_seconds(self._query, num_blocks, self._now)
+        return fetching + room + decoder.eviction_seconds(num_blocks) + decoder.adapter_seconds(self._query)
+
+    def _decode_seconds(self, executor: ExecutorView) -> float:
+        return self._output_tokens * executor.costs.token_seconds(executor.load + executor.num_expected + 1)
+
+
+def may_move(request: Request) -> bool:
+    """Whether a request may go on elsewhere after its prompt, and has something left to do there.
+
+    What is chosen among several sequences is decided where they are, log-probabilities of a prompt come from computing
+    it, and outputs that share blocks stay together once they have begun.
+    """
+    begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
+    return request.max_tokens > 1 and request.beam is None and request.sampling.prompt_logprobs is None and not begun
 
 
 class Move(NamedTuple):

@@ -13,9 +13,8 @@ from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
-from pagewise_scheduler.core.routing.prefix_query import PrefixQuery
-from pagewise_scheduler.core.routing.roles import Continuation, Roles
+from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.moves import Continuation, Roles
 from pagewise_scheduler.core.tiers.copy_costs import Link
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
