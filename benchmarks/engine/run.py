@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import transformers
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request

@@ -8,7 +8,7 @@ import torch
 import transformers
 from pagewise_executor import model_runner
 from pagewise_executor.attention.mapped_attention import MappedBackend
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.kv.cuda_memory import CudaMemory, load_driver
 from pagewise_executor.kv.page_tables import PageTables
 from pagewise_executor.model_runner import ModelRunner

@@ -4,8 +4,8 @@ import threading
 from pathlib import Path
 
 import torch
+from pagewise_kernels.cpu.library import empty, free_unused
 from pagewise_kernels.cpu.operations import rms_norm
-from pagewise_kernels.cpu.results import empty, free_unused
 
 from tests.cpu_kernels import need_cpu_kernels
 

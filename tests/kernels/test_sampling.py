@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_executor.sampling.philox import gumbel_noise
+from pagewise_executor.sampling.token_sampler import gumbel_noise
 from pagewise_executor.sampling.token_sampler import sample_tokens as sample_in_torch
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.penalties import penalise

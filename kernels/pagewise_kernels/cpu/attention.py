@@ -8,9 +8,8 @@ import numpy.typing as npt
 import torch
 
 from pagewise_kernels.cpu.arguments import AttentionArguments
-from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
-from pagewise_kernels.cpu.results import empty
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 60

@@ -3,8 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu import huge_pages
-from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
-from pagewise_kernels.cpu.results import empty
+from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 
 MAX_INPUTS = 65_536
 """With more inputs, the sum of products of eight bits may not fit into 32."""

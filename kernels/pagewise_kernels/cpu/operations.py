@@ -2,8 +2,7 @@
 
 import torch
 
-from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
-from pagewise_kernels.cpu.results import empty
+from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 
 TYPES = (torch.float32, torch.bfloat16)
 

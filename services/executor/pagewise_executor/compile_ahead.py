@@ -27,7 +27,7 @@ from pagewise_executor.attention.triton_attention import TritonBackend, TritonSt
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.engine_choice import EngineChoice, triton_engine
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation

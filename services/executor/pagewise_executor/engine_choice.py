@@ -7,8 +7,7 @@ import torch
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.engines.model_engine import ModelEngine
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engines.model_engine import ModelEngine, TorchEngine
 from pagewise_executor.kv.kv_pool import kv_dtype_for
 from pagewise_executor.kv.page_tables import PhysicalMemory
 from pagewise_executor.lora.adapters import Adapters

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def free_unused() -> None:
     """Free the memory for results of the CPU operations that none has lain in since the last call."""
     # Not imported here: it imports torch, which the worker does in its own time, or never.
-    if (results := sys.modules.get("pagewise_kernels.cpu.results")) is not None:
+    if (results := sys.modules.get("pagewise_kernels.cpu.library")) is not None:
         results.free_unused()
 
 

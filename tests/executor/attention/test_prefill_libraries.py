@@ -18,7 +18,7 @@ from pagewise_executor.attention.prefill_libraries import (
     error_of,
     layer_shapes,
 )
-from pagewise_executor.engines.torch_engine import TorchEngine
+from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
 from pagewise_shared.config import ExecutorConfig

@@ -12,9 +12,8 @@ import torch
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
-from pagewise_executor.sampling.philox import gumbel_noise, philox
 from pagewise_executor.sampling.sampler import Sampler
-from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler, gumbel_noise, philox
 from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_kernels.logprobs import token_logprobs

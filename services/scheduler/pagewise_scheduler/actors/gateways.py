@@ -280,15 +280,16 @@ class Gateways(Sessions[Gateway]):
         """
         now, resumed = clock(), submit.resumed
         usage = self._usages.of(submit.key, submit.limits, now)
-        submission = Submission(submit.stream, usage, now)
-        submission.prompts = requests_of(
+        stream = submit.stream
+        prompts = requests_of(
             submit,
             self._unique(submit),
             now,
             self._router.capacity.vocab_size,
             outputs=gateway.outputs,
-            on_end=lambda live: self._prompt_ended(gateway, submission, live),
+            on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
+        submission = Submission(stream, usage, now, prompts)
         if submit.counted_as >= 0:
             counted = gateway.submissions.get(submit.counted_as)
             if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
@@ -365,13 +366,14 @@ class Gateways(Sessions[Gateway]):
         for live in list(submission.prompts):
             self._router.abort(live)
 
-    def _prompt_ended(self, gateway: Gateway, submission: Submission, live: ClientRequest) -> None:
+    def _prompt_ended(self, gateway: Gateway, stream: int, live: ClientRequest) -> None:
+        submission = gateway.submissions[stream]
         if live.traceparent and self._on_traced is not None:
             self._on_traced(live, clock())
         self.names.remove(live)
         self.on_ended(live)
-        for stream in range(live.stream, live.stream + live.n):
-            gateway.streams.pop(stream, None)
+        for each in range(live.stream, live.stream + live.n):
+            gateway.streams.pop(each, None)
         submission.running -= 1
         if not submission.running:
             self._end(gateway, submission)
