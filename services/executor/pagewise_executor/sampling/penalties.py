@@ -10,11 +10,6 @@ from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.uploads import Uploads
 
 
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether any penalty is in effect."""
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-
-
 class Penalties(Protocol):
     """Counts the tokens of the rows that have penalties, and applies the penalties to their logits."""
 

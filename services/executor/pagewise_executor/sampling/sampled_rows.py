@@ -14,7 +14,6 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.sampling.constraint_tables import ConstraintTable
-from pagewise_executor.sampling.penalties import has_penalties
 from pagewise_executor.uploads import Uploads
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
@@ -57,7 +56,7 @@ def sampling_state(
     num_held_back = max(0, params.min_tokens - (len(tokens) - num_prompt_tokens)) if params.stop_token_ids else 0
     return SamplingState(
         params,
-        penalised=has_penalties(params),
+        penalised=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0),
         num_held_back=num_held_back,
         held_back=np.array(params.stop_token_ids, np.int64) if num_held_back else _NO_TOKENS,
         table=table,

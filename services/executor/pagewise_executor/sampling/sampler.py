@@ -42,6 +42,7 @@ class Sampler:
         self._states: dict[int, SamplingState] = {}
         self._plain: set[int] = set()
         self._simple: set[int] = set()
+        self._grammars: set[int] = set()
         self._sampled: SampledRows | None = None
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -51,6 +52,7 @@ class Sampler:
         if state.penalised:
             self._penalties.join(row, tokens, num_prompt_tokens, params)
         if params.grammar:
+            self._grammars.add(row)
             self._structured.join(row, params.grammar, tokens[num_prompt_tokens:].tobytes(), beam=params.beam)
         self._token_sampler.join(row, params)
         self._sampled = None
@@ -58,9 +60,12 @@ class Sampler:
 
     def leave(self, row: int) -> None:
         """Forget the sequence in ``row``."""
-        self._states.pop(row, None)
-        self._structured.leave(row)
-        self._penalties.leave(row)
+        state = self._states.pop(row, None)
+        if state is not None and state.params.grammar:
+            self._grammars.discard(row)
+            self._structured.leave(row)
+        if state is not None and state.penalised:
+            self._penalties.leave(row)
         self._token_sampler.leave(row)
         self._plain.discard(row)
         self._simple.discard(row)
@@ -120,7 +125,7 @@ class Sampler:
 
     def take_failures(self) -> list[RowFailure]:
         """Return the rows that cannot go on since the last call, by the indices of their tokens."""
-        return self._structured.take_failures()
+        return self._structured.take_failures() if self._grammars else []
 
     def _classify(self, row: int, state: SamplingState) -> None:
         """Note how little the sequence in ``row`` needs."""
