@@ -78,7 +78,7 @@ class LiveRequest:
         self.counted_as: LiveRequest | None = None
         self.ended = False
         self.num_taken = self.num_cached_tokens = 0
-        self.prompts = [LivePrompt(self, number, metrics) for number in range(len(request.prompts))]
+        self.prompts = [LivePrompt(self, prompt, number, metrics) for number, prompt in enumerate(request.prompts)]
         self.num_outputs = len(self.prompts) * request.n
         self.outputs: dict[int, Output] = {}
         self._tokenizer = tokenizer

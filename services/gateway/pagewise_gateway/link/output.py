@@ -179,7 +179,7 @@ class LivePrompt:
         cached_tokens: how many of its tokens were found in a prefix cache.
         queue_seconds: from its arrival to its first step; None before its first token.
         first_token_time: seconds of the monotonic clock; None before.
-        number: of the prompt in the request. index: of its first output.
+        given: the prompt, which the request keeps. index: of its first output.
         unfinished: how many of its n outputs have not ended.
     """
 
@@ -189,16 +189,16 @@ class LivePrompt:
         "_started",
         "cached_tokens",
         "first_token_time",
+        "given",
         "index",
         "live",
         "logprobs",
-        "number",
         "queue_seconds",
         "unfinished",
     )
 
-    def __init__(self, live: "LiveRequest", number: int, metrics: Metrics) -> None:
-        self.live, self.number = live, number
+    def __init__(self, live: "LiveRequest", prompt: Prompt, number: int, metrics: Metrics) -> None:
+        self.live, self.given = live, prompt
         self.index = number * live.request.n
         self.logprobs = PackedLogprobs()
         self._known = 0
@@ -208,11 +208,6 @@ class LivePrompt:
         self._metrics = metrics
         self._started = False
         self.first_token_time: float | None = None
-
-    @property
-    def given(self) -> Prompt:
-        """The prompt itself, which the request keeps."""
-        return self.live.request.prompts[self.number]
 
     def start(self, started: Started) -> None:
         """The first output token has been computed. A later scheduler that computes it again is ignored."""
