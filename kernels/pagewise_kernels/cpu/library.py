@@ -19,8 +19,14 @@ from pagewise_kernels.cpu.build import FOLDER, VARIANTS, Variant, machine
 
 log = logging.getLogger(__name__)
 
-
 _REMEDY = "python -m pagewise_kernels.cpu.build builds it, with ziglang"
+Block = npt.NDArray[np.uint8]
+_LEAST = 1 << 20
+"""Bytes below which the C library keeps what is freed: the results of decode steps are that small."""
+_free: defaultdict[int, list[Block]] = defaultdict(list)
+"""Blocks that nothing lies in, by size: powers of two, of which only what has been written takes memory."""
+_least_free: defaultdict[int, int] = defaultdict(int)
+"""Of each size, how many have been free all the time since ``free_unused`` was called last."""
 
 
 class LibraryMissingError(Exception):
@@ -109,18 +115,6 @@ def _open(path: Path) -> Library:
             f"{path} is of another version, whose arguments of attention have {size} bytes, not {expected}; {_REMEDY}"
         )
     return library
-
-
-Block = npt.NDArray[np.uint8]
-
-_LEAST = 1 << 20
-"""Bytes below which the C library keeps what is freed: the results of decode steps are that small."""
-
-_free: defaultdict[int, list[Block]] = defaultdict(list)
-"""Blocks that nothing lies in, by size: powers of two, of which only what has been written takes memory."""
-
-_least_free: defaultdict[int, int] = defaultdict(int)
-"""Of each size, how many have been free all the time since ``free_unused`` was called last."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

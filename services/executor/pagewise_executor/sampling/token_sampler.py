@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+_NEGATIVE = float("-inf")
 
 
 def philox(key: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,9 +55,6 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     # 23 bits and a half: never 0 and never 1, exact in float32.
     uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform.flatten(1)[:, :vocab_size]))
-
-
-_NEGATIVE = float("-inf")
 
 
 class TokenSampler(Protocol):

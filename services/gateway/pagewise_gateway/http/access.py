@@ -27,6 +27,11 @@ _FORMS = frozenset({"", "application/x-www-form-urlencoded", "multipart/form-dat
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
+_PROBES = frozenset({"/health", "/version"})
+_PAGE = frozenset({"/", "/console", "/console/assets/{name}"})
+"""The console's page and its files, which hold no data: the page asks its user for a key."""
+_SCHEME = "bearer"
+_MODELS = re.compile("/v1/models(/|$)")
 
 
 class BrowserGuard:
@@ -107,13 +112,6 @@ def _is_address(name: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host.strip("[]")).is_loopback)
-
-
-_PROBES = frozenset({"/health", "/version"})
-_PAGE = frozenset({"/", "/console", "/console/assets/{name}"})
-"""The console's page and its files, which hold no data: the page asks its user for a key."""
-_SCHEME = "bearer"
-_MODELS = re.compile("/v1/models(/|$)")
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:

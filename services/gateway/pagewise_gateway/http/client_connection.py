@@ -14,7 +14,6 @@ from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-
 MAX_FRAMING_BYTES = 65_536
 """Bytes of the head of a request, or of what a chunked body has besides its content: sizes, extensions, trailers."""
 BODY_PER_FRAMING = 8
@@ -29,6 +28,12 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding:(?:[^\r\n]*,)?[ \t]*chunked[ \t]*
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,18})[ \t]*\r\n", re.IGNORECASE)
 _TOO_LONG = b"The head of a request may have %d bytes\r\n" % MAX_FRAMING_BYTES * 2
 """The parser's error quotes it. It comes twice, because the head may end within a line."""
+LINGER_SECONDS = 5
+"""For how long the rest of a refused body is read and thrown away before the connection is closed."""
+LINGER_BODIES = 4
+"""How much of it is thrown away, as a multiple of the largest body that is allowed, before the connection is closed."""
+_PIECE = 16_384
+"""Bytes that are parsed at a time: 3 ms if they are chunks of one byte."""
 
 
 class Framing:
@@ -157,15 +162,8 @@ class Framing:
             self.problem = f"its trailers are not valid: {line[:40]!r} is not a header"
 
 
-LINGER_SECONDS = 5
-"""For how long the rest of a refused body is read and thrown away before the connection is closed."""
-LINGER_BODIES = 4
-"""How much of it is thrown away, as a multiple of the largest body that is allowed, before the connection is closed."""
-
 _REQUEST_SECONDS, _CLOSE_SECONDS = 0.0001, 0.0001
 """About the time that aiohttp takes for a request, however small, and for the end of a connection."""
-_PIECE = 16_384
-"""Bytes that are parsed at a time: 3 ms if they are chunks of one byte."""
 
 
 class ConnectionFaults:

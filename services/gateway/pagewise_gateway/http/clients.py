@@ -19,7 +19,6 @@ from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-
 SOLE_NAME = "default"
 """The name of a key that the environment variable holds without a name. It is the owner's, and so an operator's."""
 
@@ -39,6 +38,9 @@ LOWEST_PRIORITY = 0
 MOST_KEYS = 10_000
 """How many keys there may be."""
 _SECRET = secrets.token_bytes(32)
+_MOST_FILE_BYTES = 4 * 1024 * 1024
+_NAMED = 10
+"""Operators that are named in the log."""
 
 
 class Rights(Struct, frozen=True):
@@ -149,11 +151,6 @@ def _priority(value: str, where: str) -> int:
     if re.fullmatch(r"0|-[0-9]{1,10}", value) and int(value) >= _LEAST_PRIORITY:
         return int(value)
     raise ConfigError(f"{where}: priority takes a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed")
-
-
-_MOST_FILE_BYTES = 4 * 1024 * 1024
-_NAMED = 10
-"""Operators that are named in the log."""
 
 
 @dataclass(slots=True, frozen=True)

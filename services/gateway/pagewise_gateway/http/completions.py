@@ -35,7 +35,7 @@ from pagewise_gateway.http.prompts import (
 from pagewise_gateway.http.responder import Responder, generate, usage
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
-from pagewise_gateway.http.structured import request_grammar
+from pagewise_gateway.http.structured import grammar_of, wanted_grammar
 from pagewise_gateway.http.writing import EventTemplate, encode, event
 from pagewise_gateway.link import LiveRequest
 
@@ -63,7 +63,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
-        grammar=await request_grammar(service, body, capacity, request[CLIENT].name),
+        grammar=await grammar_of(service, wanted_grammar(body), capacity, request[CLIENT].name),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

@@ -18,7 +18,6 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-
 _OF_ASSISTANT = ("tool_calls", "reasoning", "reasoning_content")
 
 

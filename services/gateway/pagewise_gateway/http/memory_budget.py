@@ -14,6 +14,12 @@ from pagewise_gateway.metrics import Metrics
 
 SHARE = 4
 """An API key may use this fraction of the memory: one part in ``SHARE``."""
+UNCOUNTED_BYTES = 65_536
+"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
+size."""
+_LARGE = 4
+"""The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
+runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
 
 
 class MemoryBudget:
@@ -111,14 +117,6 @@ class BodyMemory(MemoryBudget):
         )
         self.largest = largest_body
         metrics.http_body_bytes.set_function(lambda: self.used)
-
-
-UNCOUNTED_BYTES = 65_536
-"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
-size."""
-_LARGE = 4
-"""The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
-runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
 
 
 class AnswerMemory(MemoryBudget):

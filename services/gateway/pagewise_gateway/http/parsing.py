@@ -39,103 +39,8 @@ MAX_VALUES = 1_048_576
 """Most elements of all arrays and objects of a body, such as token ids."""
 _ALWAYS_FAST = 32_768
 """Bodies of so many bytes are not looked at."""
-
-
-def check_structure(body: bytearray) -> None:
-    """Count the arrays, objects, strings and other values of a body that is going to be decoded.
-
-    What is inside strings does not count: code is full of brackets. If the body is no JSON, the counts are right up to
-    where the decoder stops.
-
-    Raises:
-        InvalidRequestError: there are too many of them.
-    """
-    if len(body) <= _ALWAYS_FAST:
-        return
-    few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and body.count(b",") < MAX_VALUES
-    if few and body.count(b'"') <= 2 * MAX_STRINGS:
-        return
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    strings = (bare.count(b'"') + 1) // 2
-    if strings > MAX_STRINGS:
-        raise InvalidRequestError(
-            f"the body contains {strings} strings (names of fields included), the limit is {MAX_STRINGS}"
-        )
-    outside = b"".join(bare.split(b'"')[::2])
-    containers = outside.count(b"[") + outside.count(b"{")
-    if containers > MAX_CONTAINERS:
-        raise InvalidRequestError(f"the body contains {containers} arrays and objects, the limit is {MAX_CONTAINERS}")
-    if (values := outside.count(b",") + 1) > MAX_VALUES:
-        raise InvalidRequestError(f"the body contains {values} values, the limit is {MAX_VALUES}")
-
-
 PIECE = 16_384
 """The most bytes that are inflated at a time, and the most that this returns: it takes 5 ms at worst."""
-
-_ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
-
-
-class Inflater:
-    """Inflates one body, which is one member of gzip or deflate.
-
-    To be used in this order: ``feed`` at most ``PIECE`` bytes, call ``piece`` until it returns none, and repeat this
-    for the whole body; then call ``end``.
-    """
-
-    def __init__(self, encoding: str) -> None:
-        """``encoding``: gzip or deflate."""
-        self._encoding = encoding
-        self._input = b""
-        self._inflate, self._begun = zlib.decompressobj(), False
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body, at least one."""
-        self._input = data
-
-    def piece(self) -> bytes:
-        """Return at most ``PIECE`` inflated bytes; none when the bytes that were fed hold no more.
-
-        Raises:
-            InvalidRequestError: the body is not valid in this encoding.
-        """
-        if not self._begun:
-            self._begun = True
-            # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
-            deflate = _ZLIB if self._input[0] & 0xF == 8 else _RAW
-            self._inflate = zlib.decompressobj(_GZIP if self._encoding == "gzip" else deflate)
-        try:
-            piece = self._inflate.decompress(self._input, PIECE)
-        except zlib.error as error:
-            raise InvalidRequestError(f"the body is not valid {self._encoding}: {error}") from None
-        self._input = self._inflate.unconsumed_tail
-        if self._inflate.unused_data:
-            raise InvalidRequestError(f"the body goes on behind the end of what is compressed with {self._encoding}")
-        return piece
-
-    def end(self) -> None:
-        """Check that the body is complete.
-
-        Raises:
-            InvalidRequestError: it is not complete.
-        """
-        if not self._inflate.eof:
-            raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
-
-
-def inflater(encodings: list[str]) -> Inflater | None:
-    """Return the inflater for a body with these ``Content-Encoding`` headers; None: it is not compressed.
-
-    Raises:
-        MediaTypeError: the encoding is not supported.
-    """
-    encoding = ",".join(encodings).strip().lower()
-    if encoding in ("", "identity"):
-        return None
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        return Inflater(encoding.removeprefix("x-"))
-    raise MediaTypeError(f"the body is encoded as {encoding}: send it with gzip, with deflate, or as it is")
-
-
 # Field -> values that ask for nothing. Null always counts as one.
 _FIELDS: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -201,7 +106,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-
 # The same for the fields of a message.
 _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -209,6 +113,108 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "refusal": ("",),
 }
+_MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
+RequestT = TypeVar("RequestT", bound=Struct)
+BODY_SECONDS = 60.0
+"""How long a client may take to send its body."""
+_SMALL_BODY_BYTES = 65_536
+"""Bodies of up to this size are parsed in turns with other short work; larger ones one after the other."""
+_PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
+_OTHER_KIND = re.compile(r"Invalid (?:enum )?value ('.*')$", re.DOTALL)
+
+
+def check_structure(body: bytearray) -> None:
+    """Count the arrays, objects, strings and other values of a body that is going to be decoded.
+
+    What is inside strings does not count: code is full of brackets. If the body is no JSON, the counts are right up to
+    where the decoder stops.
+
+    Raises:
+        InvalidRequestError: there are too many of them.
+    """
+    if len(body) <= _ALWAYS_FAST:
+        return
+    few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and body.count(b",") < MAX_VALUES
+    if few and body.count(b'"') <= 2 * MAX_STRINGS:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    strings = (bare.count(b'"') + 1) // 2
+    if strings > MAX_STRINGS:
+        raise InvalidRequestError(
+            f"the body contains {strings} strings (names of fields included), the limit is {MAX_STRINGS}"
+        )
+    outside = b"".join(bare.split(b'"')[::2])
+    containers = outside.count(b"[") + outside.count(b"{")
+    if containers > MAX_CONTAINERS:
+        raise InvalidRequestError(f"the body contains {containers} arrays and objects, the limit is {MAX_CONTAINERS}")
+    if (values := outside.count(b",") + 1) > MAX_VALUES:
+        raise InvalidRequestError(f"the body contains {values} values, the limit is {MAX_VALUES}")
+
+
+_ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
+
+
+class Inflater:
+    """Inflates one body, which is one member of gzip or deflate.
+
+    To be used in this order: ``feed`` at most ``PIECE`` bytes, call ``piece`` until it returns none, and repeat this
+    for the whole body; then call ``end``.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        """``encoding``: gzip or deflate."""
+        self._encoding = encoding
+        self._input = b""
+        self._inflate, self._begun = zlib.decompressobj(), False
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the body, at least one."""
+        self._input = data
+
+    def piece(self) -> bytes:
+        """Return at most ``PIECE`` inflated bytes; none when the bytes that were fed hold no more.
+
+        Raises:
+            InvalidRequestError: the body is not valid in this encoding.
+        """
+        if not self._begun:
+            self._begun = True
+            # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
+            deflate = _ZLIB if self._input[0] & 0xF == 8 else _RAW
+            self._inflate = zlib.decompressobj(_GZIP if self._encoding == "gzip" else deflate)
+        try:
+            piece = self._inflate.decompress(self._input, PIECE)
+        except zlib.error as error:
+            raise InvalidRequestError(f"the body is not valid {self._encoding}: {error}") from None
+        self._input = self._inflate.unconsumed_tail
+        if self._inflate.unused_data:
+            raise InvalidRequestError(f"the body goes on behind the end of what is compressed with {self._encoding}")
+        return piece
+
+    def end(self) -> None:
+        """Check that the body is complete.
+
+        Raises:
+            InvalidRequestError: it is not complete.
+        """
+        if not self._inflate.eof:
+            raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
+
+
+def inflater(encodings: list[str]) -> Inflater | None:
+    """Return the inflater for a body with these ``Content-Encoding`` headers; None: it is not compressed.
+
+    Raises:
+        MediaTypeError: the encoding is not supported.
+    """
+    encoding = ",".join(encodings).strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        return Inflater(encoding.removeprefix("x-"))
+    raise MediaTypeError(f"the body is encoded as {encoding}: send it with gzip, with deflate, or as it is")
 
 
 def drop_unsupported(fields: dict[str, Any], known: frozenset[str], of_chat: bool) -> dict[str, Any]:
@@ -242,9 +248,6 @@ def _drop(
     return kept
 
 
-_MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
-
-
 def _drop_in_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
@@ -261,20 +264,6 @@ def _drop_in_message(message: Any, index: int) -> Any:
                     f"{place}.content[{i}]",
                 )
     return kept
-
-
-RequestT = TypeVar("RequestT", bound=Struct)
-
-BODY_SECONDS = 60.0
-"""How long a client may take to send its body."""
-
-_SMALL_BODY_BYTES = 65_536
-"""Bodies of up to this size are parsed in turns with other short work; larger ones one after the other."""
-
-_PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
-_MISSING = re.compile(r"Object missing required field `(.*?)`")
-_OTHER_KIND = re.compile(r"Invalid (?:enum )?value ('.*')$", re.DOTALL)
 
 
 async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:

@@ -46,6 +46,12 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 _NAME = re.compile("(\ue000[0-9a-f]{24}\ue001)")
 """What stands for a marked part while the chat template is rendered."""
+SHORT_CHARACTERS = 2_000
+"""Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
+_END_CHARACTERS = 64
+"""So many last characters of a prompt tell whether it begins the reasoning of its answer."""
+_FEW_PIECES = 32
+"""Conversations of so many messages, parts and calls are rendered on the event loop, in turns."""
 
 
 class Piece(NamedTuple):
@@ -194,14 +200,6 @@ def num_marked(messages: Sequence[ChatMessage]) -> int:
     """Return how many parts of some messages are marked as segments."""
     parts = (message.content for message in messages if isinstance(message.content, list))
     return sum(bool(part.segment) for content in parts for part in content)
-
-
-SHORT_CHARACTERS = 2_000
-"""Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
-_END_CHARACTERS = 64
-"""So many last characters of a prompt tell whether it begins the reasoning of its answer."""
-_FEW_PIECES = 32
-"""Conversations of so many messages, parts and calls are rendered on the event loop, in turns."""
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -22,6 +22,11 @@ from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.http.writing import DONE, encode, event, stream_events, waited_for_client
 from pagewise_gateway.link import LiveRequest
 
+ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
+ChoiceT = TypeVar("ChoiceT")
+_NO_CHOICES = b'"choices":[]'
+"""The place of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
+
 
 @contextmanager
 def generate(
@@ -85,13 +90,6 @@ def usage(live: LiveRequest) -> Usage:
     """Return the token counts of a request so far."""
     prompt, output = sum(len(prompt.token_ids) for prompt in live.request.prompts), live.num_output_tokens
     return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))
-
-
-ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
-ChoiceT = TypeVar("ChoiceT")
-
-_NO_CHOICES = b'"choices":[]'
-"""The place of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
 
 
 class Responder(ABC, Generic[ChunkT, ChoiceT]):

@@ -47,36 +47,22 @@ class Wanted(NamedTuple):
     make: Make
 
 
-async def request_grammar(service: Service, body: GenerationFields, capacity: Capacity, key: str) -> str:
-    """Return the grammar that the output of a request has to match; empty: it asks for none.
+async def grammar_of(service: Service, wanted: Wanted | None, capacity: Capacity, key: str) -> str:
+    """Make the grammar that the output of a request has to match, check it, and count it; empty: it asks for none.
 
     ``key``: name of the API key.
 
     Raises:
-        InvalidRequestError: the grammar cannot be used, or the request asks for several.
+        InvalidRequestError: the grammar cannot be used.
         UnsupportedParameterError: the executors follow no grammars.
+        OverloadedError: too many of this key wait.
     """
-    return await grammar_of(service, wanted_grammar(body), capacity, key)
-
-
-async def grammar_of(service: Service, wanted: Wanted | None, capacity: Capacity, key: str) -> str:
-    """Return the grammar that a request asks for, checked; empty: it asks for none. As ``request_grammar``."""
     if wanted is None:
         return ""
     if capacity.no_grammars:
         raise UnsupportedParameterError(
             f"{wanted.field}: outputs cannot be structured here: {capacity.no_grammars}", wanted.field
         )
-    return await checked_grammar(service, wanted, key)
-
-
-async def checked_grammar(service: Service, wanted: Wanted, key: str) -> str:
-    """Make a grammar, check it, and count it. ``key``: name of the API key.
-
-    Raises:
-        InvalidRequestError: it cannot be used.
-        OverloadedError: too many of this key wait.
-    """
     began = perf_counter()
     try:
         grammar = await service.grammars.checked(wanted.make, key)

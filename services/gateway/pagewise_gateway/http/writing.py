@@ -20,11 +20,15 @@ from pagewise_gateway.link import LiveRequest
 
 log = logging.getLogger(__name__)
 
-
 MOST_DELIVERIES = 4096
 """Requests of which is remembered how long their clients let them wait."""
 _PIECE = 65_536
 """Bytes that are written at a time, as many as a transport buffers."""
+DONE = b"data: [DONE]\n\n"
+_MARK = "\x00text"
+"""The placeholder of the text in a template; no chunk contains it otherwise."""
+encode = msgspec.json.Encoder().encode
+"""Encodes a value as JSON."""
 
 
 class Deliveries:
@@ -128,15 +132,6 @@ async def discard_body(request: web.Request) -> None:
 
 def _rest_is_small(request: web.Request) -> bool:
     return request.content_length is not None and request.content_length <= _PIECE
-
-
-DONE = b"data: [DONE]\n\n"
-
-_MARK = "\x00text"
-"""The placeholder of the text in a template; no chunk contains it otherwise."""
-
-encode = msgspec.json.Encoder().encode
-"""Encodes a value as JSON."""
 
 
 def event(data: object) -> bytes:

@@ -12,7 +12,6 @@ from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
 
 log = logging.getLogger(__name__)
 
-
 Message = dict[str, Any]
 _USER: Message = {"role": "user", "content": "probe_user"}
 _ASSISTANT: Message = {"role": "assistant", "content": "probe_assistant"}
@@ -20,6 +19,20 @@ _SYSTEM: Message = {"role": "system", "content": "probe_system"}
 _FUNCTION = {"name": "probe_tool", "description": "probe", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _LONG_ID = "call_0123456789abcdef"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that templates name."""
+RESERVED_NAMES = {
+    "conversations",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    *SPECIAL_TOKENS,
+}
+"""Variables that requests may not set."""
 
 
 class Dialect(NamedTuple):
@@ -187,22 +200,6 @@ def _named(message: Message, template: str) -> Message:
     if "reasoning_content" in named and ".thinking" in template:  # the name that gpt-oss has for it
         named["thinking"] = named["reasoning_content"]
     return named
-
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that templates name."""
-RESERVED_NAMES = {
-    "conversations",
-    "messages",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
-    *SPECIAL_TOKENS,
-}
-"""Variables that requests may not set."""
 
 
 class ChatTemplate:

@@ -28,8 +28,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+T = TypeVar("T")
+_TOOL_CALL_TOKENS = (
+    "<tool_call>",  # Qwen, Hermes, GLM
+    "[TOOL_CALLS]",  # Mistral
+    "<|python_tag|>",  # Llama
+    "<|call|>",  # gpt-oss
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
+    "<|tool_calls_section_begin|>",  # Kimi
+    "<|tool_call|>",  # Granite, Phi
+    "<|START_ACTION|>",  # Command
+    "<|action_start|>",  # InternLM
+    "<tool_calls>",  # Jamba
+)
+_THREADS = 2
+_LARGE_CHARACTERS = 262_144
+"""Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
+_TRIMMED_CHARACTERS = 65_536
+"""After a longer text free memory is given back: the library takes 300 bytes for a token, which the allocator keeps."""
+_LONG_DECODE = 4096
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -95,30 +115,6 @@ def _from_byte_level(token: str) -> bytes:
 def _from_sentencepiece(token: str) -> bytes:
     match = _BYTE_TOKEN.fullmatch(token)
     return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
-
-
-T = TypeVar("T")
-
-_TOOL_CALL_TOKENS = (
-    "<tool_call>",  # Qwen, Hermes, GLM
-    "[TOOL_CALLS]",  # Mistral
-    "<|python_tag|>",  # Llama
-    "<|call|>",  # gpt-oss
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
-    "<|tool_calls_section_begin|>",  # Kimi
-    "<|tool_call|>",  # Granite, Phi
-    "<|START_ACTION|>",  # Command
-    "<|action_start|>",  # InternLM
-    "<tool_calls>",  # Jamba
-)
-_THREADS = 2
-_LARGE_CHARACTERS = 262_144
-"""Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
-_TRIMMED_CHARACTERS = 65_536
-"""After a longer text free memory is given back: the library takes 300 bytes for a token, which the allocator keeps."""
-_LONG_DECODE = 4096
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
 
 
 class Tokenizer:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FailureKind = Literal["internal", "unavailable", "invalid"]
+
 
 class OutputBuilder:
     """Collects the fields of the next ``Outputs`` frame of one gateway.
@@ -80,9 +82,6 @@ class OutputBuilder:
         ):  # fmt: skip
             pieces.clear()
         return outputs
-
-
-FailureKind = Literal["internal", "unavailable", "invalid"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

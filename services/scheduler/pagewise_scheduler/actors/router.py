@@ -25,6 +25,15 @@ from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+MAX_DEATHS = 8
+"""Executors in a row that may die in steps of one request before it is given up: it may be what kills them."""
+STARTING_SECONDS = 10.0
+"""A scheduler is starting for so long: executors and gateways of the one before are still joining it."""
+REJOIN_SECONDS = 1.0
+"""Longest that requests wait, in a scheduler that is starting, for the executors that served before."""
+Guard = Callable[[Engine], AbstractContextManager[None]]
+"""What is done to an engine inside of it may fail: then the engine is lost, its requests move on, nothing is raised."""
+
 
 class Placer:
     """Chooses engines for requests, and remembers which request is where.
@@ -128,10 +137,6 @@ def _lacking(present: set[Role]) -> Role | None:
     return None
 
 
-MAX_DEATHS = 8
-"""Executors in a row that may die in steps of one request before it is given up: it may be what kills them."""
-
-
 class Capacity(NamedTuple):
     """What the executors that take work could hold: the limits that requests are checked against.
 
@@ -144,16 +149,6 @@ class Capacity(NamedTuple):
     max_model_len: int = 0
     vocab_size: int = 0
     no_grammars: str = ""
-
-
-STARTING_SECONDS = 10.0
-"""A scheduler is starting for so long: executors and gateways of the one before are still joining it."""
-REJOIN_SECONDS = 1.0
-"""Longest that requests wait, in a scheduler that is starting, for the executors that served before."""
-
-
-Guard = Callable[[Engine], AbstractContextManager[None]]
-"""What is done to an engine inside of it may fail: then the engine is lost, its requests move on, nothing is raised."""
 
 
 class Router:

@@ -25,9 +25,16 @@ from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-
 PeerKind = Literal["executor", "gateway"]
 """What a process is that connects to the scheduler."""
+_FRAMES_AT_ONCE = 16
+"""Frames that are read before others have a turn: where frames never end, reading them would never end either."""
+_TURNS_BEFORE_TOLD = 256
+"""A peer that cannot be reached is reported when everything received before has been read, because its Goodbye may be
+among that, and at the latest after so many turns of ``_FRAMES_AT_ONCE`` frames: others may never stop sending."""
+_PARTS_AT_ONCE = 64
+"""Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
+_PING_MS = 2000
 
 
 class Received(NamedTuple):
@@ -83,15 +90,6 @@ class Mailbox:
         messages, self._messages = self._messages, []
         return messages
 
-
-_FRAMES_AT_ONCE = 16
-"""Frames that are read before others have a turn: where frames never end, reading them would never end either."""
-_TURNS_BEFORE_TOLD = 256
-"""A peer that cannot be reached is reported when everything received before has been read, because its Goodbye may be
-among that, and at the latest after so many turns of ``_FRAMES_AT_ONCE`` frames: others may never stop sending."""
-_PARTS_AT_ONCE = 64
-"""Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
-_PING_MS = 2000
 
 # Plain integers: what the enumerations of pyzmq take to be combined is as much as a frame takes to be sent.
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)

@@ -24,6 +24,19 @@ _MOST_RETRY_SECONDS = 120
 _SMOOTHING = 0.2
 _MOST_KEYS = 10_000
 """Keys that are remembered; beyond that, those are forgotten that owe nothing and run nothing."""
+MAX_STREAM = 2**31 - 1
+"""The greatest stream number."""
+MAX_STREAMS = 1 << 16
+"""Sequences of one request, over all its prompts, whether they are outputs or only tried."""
+MAX_CLIENT_ID = 128
+"""Characters of the id that a client gives a request."""
+_MAX_BEAMS = 4096
+_MAX_LENGTH_PENALTY = 100.0
+_MAX_TEXT = 1024
+_MAX_TOKENS = 2**31 - 1
+_MAX_PRIORITY = 2**53
+_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_AGE_US = 24 * 3600 * 1_000_000
 
 
 @dataclass(slots=True)
@@ -161,20 +174,7 @@ def _bucket(before: _Bucket | None, per_minute: int | None, now: float) -> _Buck
     return _Bucket(per_minute, per_minute - used, now)
 
 
-MAX_STREAM = 2**31 - 1
-"""The greatest stream number."""
-MAX_STREAMS = 1 << 16
-"""Sequences of one request, over all its prompts, whether they are outputs or only tried."""
-MAX_CLIENT_ID = 128
-"""Characters of the id that a client gives a request."""
-_MAX_BEAMS = 4096
-_MAX_LENGTH_PENALTY = 100.0
-_MAX_TEXT = 1024
-_MAX_TOKENS = 2**31 - 1
-_MAX_PRIORITY = 2**53
 _MAX_RETENTION, _MAX_TOOL_CALL_IDS = 2**31 - 1, 16
-_TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_MAX_AGE_US = 24 * 3600 * 1_000_000
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,11 @@ from pagewise_scheduler.core.tiers.cost_model import CostModel
 _BYTES_PER_TOKEN = 4
 _MOST_TOKENS = 1 << 17
 """Tokens of the originals of a prompt's segments that are looked at: each has the root once more."""
+_LOOKED_AT = 8
+"""Of those that wait, so many of the oldest are looked at for what is computed of them already."""
+_LATELY = 60.0
+"""Seconds over which an executor's use is averaged."""
+_MOST_BUSY = 0.9
 
 
 class OriginalQuery(NamedTuple):
@@ -145,14 +150,6 @@ def _common(one: bytes, other: bytes, start: int, unit: int) -> int:
             end = stop - 1
             span = max(1, (end - found + 1) // 2)
     return found
-
-
-_LOOKED_AT = 8
-"""Of those that wait, so many of the oldest are looked at for what is computed of them already."""
-
-_LATELY = 60.0
-"""Seconds over which an executor's use is averaged."""
-_MOST_BUSY = 0.9
 
 
 class Match(NamedTuple):
