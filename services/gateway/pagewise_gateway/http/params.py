@@ -182,6 +182,13 @@ def sampling_params(
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature < _GREEDY_BELOW or top_p == 0.0:  # a top_p of 0 keeps the most likely token only
         temperature, top_p = 0.0, 1.0
+    constraints = None
+    if body.allowed_token_ids or body.logit_bias or bad_words:
+        constraints = token_constraints(
+            _allowed_token_ids(body.allowed_token_ids or [], capacity),
+            _logit_bias(body.logit_bias or {}, capacity),
+            bad_words,
+        )
     return SamplingParams(
         temperature=temperature,
         top_k=max(0, body.top_k or 0),
@@ -195,11 +202,7 @@ def sampling_params(
         stop_token_ids=stop_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraints=token_constraints(
-            _allowed_token_ids(body.allowed_token_ids or [], capacity),
-            _logit_bias(body.logit_bias or {}, capacity),
-            bad_words,
-        ),
+        constraints=constraints,
         grammar=grammar,
     )
 
