@@ -78,7 +78,7 @@ class LiveRequest:
         self.counted_as: LiveRequest | None = None
         self.ended = False
         self.num_taken = self.num_cached_tokens = 0
-        self.prompts = [LivePrompt(self, prompt, number, metrics) for number, prompt in enumerate(request.prompts)]
+        self.prompts = [LivePrompt(self, number, metrics) for number in range(len(request.prompts))]
         self.num_outputs = len(self.prompts) * request.n
         self.outputs: dict[int, Output] = {}
         self._tokenizer = tokenizer
@@ -192,11 +192,11 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock.
         """
         assert self.stream is not None
-        again, prompts, counted = self.resumed, self.request.prompts, self.counted_as
+        again, prompts, counted, n = self.resumed, self.request.prompts, self.counted_as, self.request.n
         if again:  # outputs without tokens have an entry too: it was accepted once
             prompts = tuple(
-                replace(one.given, progress=tuple(map(self._progress, range(one.index, one.index + self.request.n))))
-                for one in self.prompts
+                replace(one, progress=tuple(map(self._progress, range(number * n, number * n + n))))
+                for number, one in enumerate(prompts)
             )
         return replace(
             self.request,
@@ -229,7 +229,10 @@ class LiveRequest:
         """The first output token of a prompt has been computed."""
         self.num_cached_tokens += prompt.cached_tokens
         adapter, salt = self.request.adapter, self.request.cache_salt
-        self._on_prompt(prompt.given.token_ids, salt if adapter is None else adapter_salt(adapter.content, salt))
+        self._on_prompt(
+            self.request.prompts[prompt.number].token_ids,
+            salt if adapter is None else adapter_salt(adapter.content, salt),
+        )
 
     def changed(self, output: Output) -> None:
         """An output has changed for the first time since the client read."""

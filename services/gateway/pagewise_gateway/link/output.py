@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pagewise_shared.protocol import FinishReason, Prompt, Started, StreamProgress, TokenLogprobs
+from pagewise_shared.protocol import FinishReason, Started, StreamProgress, TokenLogprobs
 
 from pagewise_gateway.generation import PackedLogprobs, SequenceDelta
 from pagewise_gateway.metrics import Metrics
@@ -27,6 +27,7 @@ class Output:
     __slots__ = (
         "_delta_finish",
         "_end_of_sequence",
+        "_hidden",
         "_hides_stop",
         "_last_time",
         "_live",
@@ -58,6 +59,7 @@ class Output:
         self._stops = bool(prompt.live.options.stop)
         self._hides_stop = not prompt.live.options.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
+        self._hidden = not prompt.live.request.prompts[prompt.number].max_tokens  # it is only computed
         self._last_time = 0.0
         # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
         self._pending = False
@@ -132,7 +134,7 @@ class Output:
             self._told = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
-        if not self.prompt.given.max_tokens:  # a token may have been computed nevertheless
+        if self._hidden:  # a token may have been computed nevertheless
             delta.text, delta.token_ids, delta.logprobs = "", [], None
         return delta
 
@@ -146,7 +148,7 @@ class Output:
 
         Outputs of beam search have no tokens before they end, and so they start over.
         """
-        if not self.prompt.given.max_tokens:
+        if self._hidden:
             return StreamProgress(b"", self.finished)
         return StreamProgress(self.tokens.tobytes(), self.finished)
 
@@ -155,7 +157,7 @@ class Output:
             options = self._live.options
             self._text = IncrementalDetokenizer(
                 self._tokenizer,
-                self.prompt.given.token_ids,
+                self._live.request.prompts[self.prompt.number].token_ids,
                 skip_special_tokens=options.skip_special_tokens,
                 stop=self._live.stop_strings,
                 min_tokens=self._live.request.sampling.min_tokens,
@@ -179,7 +181,7 @@ class LivePrompt:
         cached_tokens: how many of its tokens were found in a prefix cache.
         queue_seconds: from its arrival to its first step; None before its first token.
         first_token_time: seconds of the monotonic clock; None before.
-        given: the prompt, which the request keeps. index: of its first output.
+        number: of the prompt in the request, which keeps its tokens. index: of its first output.
         unfinished: how many of its n outputs have not ended.
     """
 
@@ -189,16 +191,16 @@ class LivePrompt:
         "_started",
         "cached_tokens",
         "first_token_time",
-        "given",
         "index",
         "live",
         "logprobs",
+        "number",
         "queue_seconds",
         "unfinished",
     )
 
-    def __init__(self, live: "LiveRequest", prompt: Prompt, number: int, metrics: Metrics) -> None:
-        self.live, self.given = live, prompt
+    def __init__(self, live: "LiveRequest", number: int, metrics: Metrics) -> None:
+        self.live, self.number = live, number
         self.index = number * live.request.n
         self.logprobs = PackedLogprobs()
         self._known = 0
@@ -218,7 +220,7 @@ class LivePrompt:
         self.live.prompt_computed(self)
         waited = self.live.submission_time - self.live.arrival_time
         self.queue_seconds = waited + started.queue_us / 1e6
-        self._metrics.prompt_tokens.inc(len(self.given.token_ids))
+        self._metrics.prompt_tokens.inc(len(self.live.request.prompts[self.number].token_ids))
         self._metrics.request_queue_time_seconds.observe(self.queue_seconds)
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
