@@ -18,7 +18,7 @@ from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
-from tests.scheduler.actors.played_gateway import FailedPromptError
+from tests.scheduler.actors.played_gateway import FailedPromptError, RefusedRequestError
 from tests.scheduler.actors.stack import Stack, executor, executors_of, gateway, running, until
 
 
@@ -176,6 +176,8 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
                 await gateway.submit([6, 2], n=2, sampling=sampling),
             ):
                 await request.result()
+            with pytest.raises(RefusedRequestError):
+                await (await gateway.submit([7], [7, 2], max_tokens=10**6)).result()
             await stack.all_free()
             await asyncio.sleep(0.05)  # what was in flight has come back
             kinds = (ClientRequest, Submission, Request, Sequence)
