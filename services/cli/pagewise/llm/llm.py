@@ -47,7 +47,7 @@ class LLM:
         LLMError: the services cannot start.
     """
 
-    def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
+    def __init__(self, model: str = DEMO_MODEL, **options: object) -> None:
         given = options_from({"log_level": "warning", "model": model} | options, options_of(ServeConfig).keys())
         _check_names(given)
         given |= _FIXED

@@ -367,7 +367,7 @@ class Router:
             live.engine = None
             self.unplaced.add(live, clock(), "restart" if self._expected_engines else "no executor")
             return
-        if look_up and self.look_ups.begin(live, able):
+        if look_up and any(one.scheduler.kv.hashed for one in able) and self.look_ups.begin(live, able):
             live.engine = None
             self.unplaced.add(live, clock(), "storage")
             return
