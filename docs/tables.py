@@ -195,7 +195,7 @@ LIMITS = (
     ("bytes of the objects that a frame becomes", "", "pagewise_shared.protocol.limits:MAX_DECODED_BYTES"),
     ("bytes of a frame from the scheduler", "", "pagewise_shared.protocol.limits:MAX_FRAME_FROM_SCHEDULER"),
     ("bytes that the scheduler has received and not read", "executors, gateways", "max_unread_bytes"),
-    ("the same, of what executors ask each other", "each executor", "pagewise_executor.kv.block_server:MOST_UNREAD"),
+    ("the same, of what executors ask each other", "each executor", "pagewise_executor.tiers.block_server:MOST_UNREAD"),
     ("bytes of a request on its way to the scheduler", "", "pagewise_shared.protocol.limits:MAX_SUBMIT_BYTES"),
     ("seconds without a heartbeat", "each executor", "executor_timeout"),
     ("seconds without a heartbeat", "each gateway", "gateway_timeout"),

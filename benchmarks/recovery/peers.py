@@ -12,20 +12,21 @@ import random
 import statistics
 import tempfile
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.peers import Peers
+from pagewise_executor.tiers.peers import Peers
+from pagewise_executor.tiers.tier import Tier
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 
 from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import MODES, Bench, build_model
 
 
-def on_loopback(store: BlockStore) -> Peers:
-    return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
+def on_loopback(tiers: Mapping[int, Tier], bytes_per_block: int) -> Peers:
+    return Peers(tiers, bytes_per_block, "tcp://127.0.0.1:*", "127.0.0.1")
 
 
 def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:

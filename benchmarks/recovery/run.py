@@ -17,9 +17,9 @@ from time import perf_counter
 from typing import Any
 
 import transformers
-from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
+from pagewise_executor.tiers.peers import MakePeers
 from pagewise_scheduler.actors.offers import copy_costs
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler

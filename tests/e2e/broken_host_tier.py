@@ -18,7 +18,7 @@ def _break(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from pagewise_executor.kv.host_tier import HostTier
+    from pagewise_executor.tiers.host import HostTier
 
     HostTier._store = _break  # type: ignore[method-assign]
     sys.exit(main())

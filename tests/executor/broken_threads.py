@@ -13,23 +13,25 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from unittest import mock
 
 import numpy as np
 import torch
 import zmq
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv.block_server import BlockServer
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_loads import HostLoads
-from pagewise_executor.kv.host_memory import AnonymousMemory
-from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.kv.peers import PeerLinks
 from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.process_end import end_with_threads
-from pagewise_executor.storage.link import StorageLink
+from pagewise_executor.tiers.block_server import BlockServer
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.host import HostTier
+from pagewise_executor.tiers.host_loads import HostLoads
+from pagewise_executor.tiers.host_memory import AnonymousMemory
+from pagewise_executor.tiers.peers import Peers
+from pagewise_executor.tiers.tier import Tier
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.protocol import DEVICE, DISK, HOST, Adapter, LoadAdapter, LookUp, RemoteTier
@@ -51,20 +53,21 @@ def _wait() -> NoReturn:
     raise AssertionError
 
 
+class _BrokenDisk(DiskTier):
+    contains = load = store = _break  # type: ignore[assignment]
+
+
 class _Parts:
-    """A pool, its store, and a storage that is broken."""
+    """A device, a host, and a disk that is broken."""
 
     def __init__(self) -> None:
         self.pool = KVPool([(1, 4)], 8, 4, torch.float32, torch.device("cpu"))
-        self.store = BlockStore(self.pool, {})
-        broken: Any = mock.Mock(contains=_break, read=_break, write=_break)
-        broken.name = "disk"
-        self.link = StorageLink(broken, self.store, 4)
+        self.device = DeviceTier(self.pool, BlockHashes(8, 4))
         self.host = HostTier(self.pool, AnonymousMemory(8, self.pool.bytes_per_block, cuda=False))
 
-    def copy(self, copier: Any, source: int, target: int, peer: RemoteTier | None = None) -> None:
+    def copy(self, tier: Tier, source: int, target: int, peer: RemoteTier | None = None) -> None:
         names = [BlockName(BlockHash(bytes(32)), BlockHash(bytes(32)))]
-        copier.begin(CopyJob(0, 1, source, target, np.zeros((1, 2), np.int32), peer, [None], names))
+        tier.begin(CopyJob(0, 1, source, target, np.zeros((1, 2), np.int32), peer, names), self.device)
 
 
 def _host(direction: str) -> None:
@@ -76,30 +79,32 @@ def _host(direction: str) -> None:
 
 def _before_the_first_job() -> None:
     """As with a device that cannot be made the thread's own."""
-    with mock.patch("pagewise_executor.kv.host_tier.queue", SimpleQueue=lambda: mock.Mock(get=_break)):
-        _Parts().host.reset(2)  # waits for the copies that have begun
+    with mock.patch("pagewise_executor.tiers.host.queue", SimpleQueue=lambda: mock.Mock(get=_break)):
+        _Parts().host.reset(2, keep=False)  # waits for the copies that have begun
 
 
 def _storage(what: str) -> None:
     parts = _Parts()
-    if what == "look up":
-        parts.link.look_up(LookUp(1, 1, DISK, bytes(32), np.zeros(4, np.int32).tobytes()))
-    else:
-        parts.copy(parts.link, *((DEVICE, DISK) if what == "store" else (DISK, DEVICE)))
-    _wait()
+    with tempfile.TemporaryDirectory() as folder:
+        disk = _BrokenDisk(Path(folder), "x", parts.pool.bytes_per_block, 2**20)
+        if what == "look up":
+            disk.look_up(LookUp(1, 1, DISK, bytes(32), np.zeros(4, np.int32).tobytes()), 4)
+        else:
+            parts.copy(disk, *((DEVICE, DISK) if what == "store" else (DISK, DEVICE)))
+        _wait()
 
 
 def _fetch() -> None:
     parts = _Parts()
-    links = PeerLinks(parts.store)
-    with mock.patch("pagewise_executor.kv.peers._Link._do", _break):
-        parts.copy(links, DEVICE, DEVICE, RemoteTier("ipc:///nobody", 1, 1))
-        links.reset()  # waits for the copies that have begun
+    with tempfile.TemporaryDirectory() as folder, mock.patch("pagewise_executor.tiers.peers._Link._do", _break):
+        peers = Peers({}, parts.pool.bytes_per_block, f"ipc://{folder}/blocks", "")
+        parts.copy(peers, DEVICE, DEVICE, RemoteTier("ipc:///nobody", 1, 1))
+        peers.reset(2, keep=True)  # waits for the copies that have begun
 
 
 def _serve() -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(BlockServer, "_receive", _break):
-        server = BlockServer(_Parts().store, f"ipc://{folder}/blocks", "")
+        server = BlockServer({}, 1, f"ipc://{folder}/blocks", "")
         asker = zmq.Context.instance().socket(zmq.DEALER)
         asker.connect(server.endpoint)
         asker.send(b"")

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from pagewise_executor.kv.host_tier import HostTier
-from pagewise_executor.kv.peers import MakePeers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import Runner
+from pagewise_executor.tiers.host import HostTier
+from pagewise_executor.tiers.peers import MakePeers, Peers
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import HOST
 
 from tests.cpu_kernels import kernels_without_openvino
@@ -40,9 +41,14 @@ def build_runner(
     )
 
 
+def peers_at(listen: str = "tcp://127.0.0.1:*", keys: Keys | None = None) -> MakePeers:
+    """An exchange of blocks with other executors, at this endpoint."""
+    return lambda tiers, bytes_per_block: Peers(tiers, bytes_per_block, listen, "127.0.0.1", keys)
+
+
 def host_of(runner: ModelRunner) -> HostTier:
     """The host tier of a runner that has one."""
-    host = runner._tiers[HOST]
+    host = runner._copier.tiers[HOST]
     assert isinstance(host, HostTier)
     return host
 

@@ -86,7 +86,7 @@ def test_a_load_waits_for_what_reads_its_blocks_and_for_no_step(patch: pytest.Mo
     host.report = lambda message: done.append(machine.now)
 
     def begin(step: int, source: int, target: int, pair: tuple[int, int]) -> None:
-        host.begin(CopyJob(1, step, source, target, np.array([pair], np.int32), names=[None]))
+        host.begin(CopyJob(1, step, source, target, np.array([pair], np.int32)), runner.copier.tiers[DEVICE])
 
     device.issue(Operation("compute", 50e-3, name="a long step"))
     began = machine.now

@@ -12,7 +12,7 @@ import torch
 import transformers
 from pagewise_executor.profile import measure_tier
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE, HOST, Welcome, named_blocks
+from pagewise_shared.protocol import DEVICE, HOST, TierInfo, Welcome, named_blocks
 
 from tests.executor.driver import drive, request
 from tests.executor.inventories import PROMPTS, scheduler_for, serve
@@ -146,7 +146,7 @@ def test_profiling_writes_over_no_host_block_that_has_a_name(model_path: Path, u
         host.memory.slot(block)[:] = block % 251
         host.memory.keep(block, BlockHash(block.to_bytes(32, "big")), 0)
     before = host.memory.names()
-    measured = measure_tier(runner, HOST, host)
+    measured = measure_tier(runner, runner._copier.tiers[DEVICE], host, TierInfo(HOST, host.num_blocks))
     assert (measured.number, measured.num_blocks) == (HOST, host.num_blocks)
     assert measured.load_block > 0
     assert measured.store_block > 0

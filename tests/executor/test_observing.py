@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from pagewise_executor.kv.peers import Peers
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 
-from tests.executor.runners import build_runner
+from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import build_model
 from tests.scheduler.actors.stack import Stack, running
 from tests.shared.key_pairs import make_key_pairs
@@ -36,7 +35,7 @@ async def lending(path: Path, model_path: Path, name: str, keys: Keys | None = N
         worker = Worker(
             lambda: build_runner(
                 model_path,
-                exchange=lambda store: Peers(store, f"ipc://{path}/{name}", "", keys),
+                exchange=peers_at(f"ipc://{path}/{name}", keys),
                 num_blocks=12,
             )
         )

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.peers import Peers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import kernel_choice, openvino_choice
 from pagewise_kernels.cpu import library
@@ -30,7 +28,7 @@ from tests.cpu_kernels import kernels_without_openvino, need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
-from tests.executor.runners import build_runner
+from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 if not openvino_choice.is_installed():
@@ -184,12 +182,8 @@ def test_weights_in_eight_bits_are_another_model_than_those_of_the_cpu_operation
 @pytest.fixture(scope="module")
 def fleet(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner, ModelRunner]]:
     """Two executors on OpenVINO, and one on torch with blocks of the same size."""
-
-    def on_loopback(store: BlockStore) -> Peers:
-        return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
-
     kinds = ("openvino", "openvino", "torch")
-    runners = [build_runner(model_path, exchange=on_loopback, block_size=32, kernels=kernels) for kernels in kinds]
+    runners = [build_runner(model_path, exchange=peers_at(), block_size=32, kernels=kernels) for kernels in kinds]
     yield runners[0], runners[1], runners[2]
     for runner in runners:
         runner.close()

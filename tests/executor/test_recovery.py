@@ -11,8 +11,8 @@ import torch
 import transformers
 from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv import host_tier
-from pagewise_executor.kv.host_copies import Job
+from pagewise_executor.tiers import host as host_tier
+from pagewise_executor.tiers.host_copies import Job
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
@@ -80,7 +80,8 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
 def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = host_of(build_runner(model_path))
+    runner = build_runner(model_path)
+    device, host = runner._copier.tiers[DEVICE], host_of(runner)
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
     host.report = done.put
     pairs = np.array([[3, 7]], np.int32)
@@ -91,9 +92,9 @@ def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(host_tier, "copy_rows", copy_badly)
-        host.begin(CopyJob(0, 1, DEVICE, HOST, pairs, names=[None]))
+        host.begin(CopyJob(0, 1, DEVICE, HOST, pairs), device)
         assert done.get(timeout=10).bad == b""
-    host.begin(CopyJob(0, 2, HOST, DEVICE, pairs[:, ::-1]))
+    host.begin(CopyJob(0, 2, HOST, DEVICE, pairs[:, ::-1]), device)
     assert done.get(timeout=10).bad == pack_int32s([3])
 
 

@@ -115,7 +115,7 @@ def _top(arguments: Sequence[str]) -> int:
 
 def _wipe(arguments: Sequence[str]) -> int:
     """Run the executor's command in another process, as above."""
-    return subprocess.call([sys.executable, "-m", "pagewise_executor.storage.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
+    return subprocess.call([sys.executable, "-m", "pagewise_executor.tiers.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
 def _size(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ the sampler and the plans know it. This module does not import torch, because th
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -125,7 +125,7 @@ class InputBatch:
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
-    number of blocks of each tier below the device, by the tier's number. ``storages``: those without ids.
+    number of blocks of each tier below the device, by the tier's number; 0 if they have no ids.
     ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots. ``limits``
     [num_rows]: the most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
@@ -139,11 +139,10 @@ class InputBatch:
         pool_blocks: int,
         tiers: Mapping[int, int] | None = None,
         vocab_size: int = ANY_TOKEN,
-        storages: Container[int] = (),
         num_adapters: int = 0,
         short_rope_len: int = 0,
     ) -> None:
-        self.vocab_size, self._storages = vocab_size, storages
+        self.vocab_size = vocab_size
         self.block_size, self.pool_blocks = block_size, pool_blocks
         self._num_blocks_of = {DEVICE: pool_blocks, **(tiers or {})}
         self.max_model_len, self._short_rope_len = max_model_len, short_rope_len or max_model_len
@@ -192,7 +191,7 @@ class InputBatch:
             chunks=verified + [chunk for row, size in plan.chunks for chunk in self._chunks(row, size)],
             joined=[new.row for new in plan.joined],
             left=list(plan.left),
-            copies=checked_copies(plan, self._num_blocks_of, self._storages),
+            copies=checked_copies(plan, self._num_blocks_of),
             changed_tables=self._changed_tables,
             moves=plan.moves,
             reached=[(row, int(self.num_computed[row]) + size) for row, size in plan.chunks],

@@ -13,7 +13,6 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     StepPlan,
-    TierInfo,
     Welcome,
 )
 
@@ -40,12 +39,12 @@ class LeadingRunner(ModelRunner):
             device=self._devices,
         )
 
-    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[TierInfo]) -> list[TierInfo]:
+    def _rehearse(self, config: SizedConfig, dtype: torch.dtype) -> None:
         """See ``ModelRunner``. From here on the others follow: so far all have done the same by themselves."""
         self._others = self._leader.ready()
         self._devices = common_device(self.info, self._others)
         self._leads = True
-        return super()._rehearse(config, dtype, tiers)
+        super()._rehearse(config, dtype)
 
     def execute(self, plan: StepPlan) -> IssuedStep:
         """See ``Runner``."""

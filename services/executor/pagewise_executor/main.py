@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,9 +175,8 @@ def build_runner(
     gc.disable()
     try:
         from pagewise_executor.collectives import ALONE
-        from pagewise_executor.kv.block_endpoint import block_listener
-        from pagewise_executor.kv.peers import Peers
         from pagewise_executor.model_runner import ModelRunner
+        from pagewise_executor.tiers.peers import make_peers
     except ImportError as error:
         raise ModelError(
             f"the packages of the executor cannot be imported ({error}): install them again, with pip install "
@@ -194,8 +194,7 @@ def build_runner(
     listener = leader.nodes.listener.detach() if leader is not None and leader.nodes is not None else None
     ranks = _join(config, seat, listener) if seat is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
-    rank = ranks.rank
-    exchange = (lambda store: Peers(store, *block_listener(config, rank), keys, rank)) if config.lend_blocks else None
+    exchange = partial(make_peers, config, keys, ranks.rank) if config.lend_blocks else None
     if leader is None:
         return ModelRunner(config, exchange=exchange, host_folder=folder, ranks=ranks)
     from pagewise_executor.leading_runner import LeadingRunner
@@ -214,8 +213,8 @@ def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks"
     import torch
 
     from pagewise_executor.collectives import Ranks
-    from pagewise_executor.kv.block_endpoint import address_towards
     from pagewise_executor.ranks.host import interface_of
+    from pagewise_executor.tiers.block_endpoint import address_towards
 
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
+    DEVICE,
     CancelCopies,
     CompileGrammar,
     GrammarCompiled,
@@ -21,7 +22,6 @@ from pagewise_shared.protocol import (
     Welcome,
 )
 
-from pagewise_executor.block_copies import BlockCopier, Tier
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
@@ -31,13 +31,10 @@ from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.block_hashes import BlockHashes
-from pagewise_executor.kv.block_store import BlockStore
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
 from pagewise_executor.kv.page_tables import physical_memory
-from pagewise_executor.kv.peers import MakePeers, Peers
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.kv.tiers import make_tiers, staging_bytes
 from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
@@ -48,9 +45,12 @@ from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
-from pagewise_executor.storage.storages import Storages, make_storages
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
+from pagewise_executor.tiers.block_copier import BlockCopier
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.make_tiers import make_tiers, staging_bytes
+from pagewise_executor.tiers.peers import MakePeers, Peers
 from pagewise_executor.uploads import Array, Uploads, to_host
 from pagewise_executor.warm_up import warm_up, warm_up_copies
 
@@ -105,31 +105,23 @@ class ModelRunner:
         self._engine, self._graphs = chosen.engine, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
-        self._tiers: dict[int, Tier] = {}
-        self._storages = Storages()
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = loaded.block_format(kv_dtype, layout_of(config))
-        # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
-        # weights, so the time when the weights were changed counts too.
-        content = f"{loaded.fingerprint} {block_format} {config.block_size}"
-        weights_changed = max(file.stat().st_mtime_ns for file in loaded.weight_files)
-        self._tiers |= make_tiers(config, self._pool, host_folder, f"{content} {weights_changed}", ranks, self._issuing)
-        lower = [TierInfo(number, tier.num_blocks) for number, tier in self._tiers.items()]
-        store = BlockStore(self._pool, self._tiers)
-        self._storages = make_storages(
-            config, loaded.fingerprint, content, loaded.weight_files, store, config.block_size, ranks
+        lower = make_tiers(
+            config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, ranks, self._issuing
         )
-        self._copier.storages = self._storages.links
+        self._copier.tiers |= lower
+        described = (TierInfo(number, tier.num_blocks, identity=tier.identity) for number, tier in lower.items())
+        self.info = dataclasses.replace(self.info, tiers=tuple(described))
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
         if ranks.first:
-            lower = self._rehearse(config, loaded.dtype, lower)
-        self.info = dataclasses.replace(self.info, tiers=(*lower, *self._storages.described))
+            self._rehearse(config, loaded.dtype)
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
-            self._copier.peers = self._peers = exchange(store)
-            self.info = dataclasses.replace(self.info, block_endpoint=self._peers.endpoint, block_format=block_format)
+            self._copier.peers = self._peers = peers = exchange(self._copier.tiers, self._pool.bytes_per_block)
+            self.info = dataclasses.replace(self.info, block_endpoint=peers.server.endpoint, block_format=block_format)
 
     def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""
@@ -152,7 +144,7 @@ class ModelRunner:
             memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
         )  # fmt: skip
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
-        self._copier = BlockCopier(pool, self._tiers, self._block_hashes.of)
+        self._copier = BlockCopier(DeviceTier(pool, self._block_hashes))
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._engine.attach(pool, self._mover)
         max_grammars = self._grammars.most if self._grammars is not None else 0
@@ -194,8 +186,8 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.slots.warm_up()
 
-    def _rehearse(self, config: SizedConfig, dtype: torch.dtype, tiers: list[TierInfo]) -> list[TierInfo]:
-        """Compile the kernels that serving needs, and measure what steps and copies cost; return the measured tiers.
+    def _rehearse(self, config: SizedConfig, dtype: torch.dtype) -> None:
+        """Compile the kernels that serving needs, and measure what steps and copies cost.
 
         How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.
         """
@@ -203,10 +195,14 @@ class ModelRunner:
             least = self._graphs.mixed.least_without
             warm_up(self, self._pool, dtype, config.max_num_batched_tokens, least)
         if not config.profile:
-            return tiers
+            return
         sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
         self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
-        return [measure_tier(self, number, tier, beside=sizes is GPU_SIZES) for number, tier in self._tiers.items()]
+        device, beside = self._copier.tiers[DEVICE], sizes is GPU_SIZES
+        measured = (
+            measure_tier(self, device, self._copier.tiers[tier.number], tier, beside=beside) for tier in self.info.tiers
+        )
+        self.info = dataclasses.replace(self.info, tiers=tuple(measured))
 
     def report_copies(self, report: Report) -> None:
         """See ``Runner``."""
@@ -214,11 +210,10 @@ class ModelRunner:
         self._copier.report_to(report)
         if self._adapters is not None:
             self._adapters.report_to(report)
-        self._storages.answer_to(report)
 
     def look_up(self, message: LookUp) -> None:
         """See ``Runner``."""
-        self._storages.look_up(message)
+        self._copier.look_up(message)
 
     def load_adapter(self, message: LoadAdapter) -> None:
         """See ``Runner``."""
@@ -239,17 +234,17 @@ class ModelRunner:
     @property
     def num_storage_errors(self) -> int:
         """See ``Runner``."""
-        return self._storages.num_errors
+        return self._copier.num_errors
 
     @property
     def num_refused(self) -> int:
         """See ``Runner``."""
-        return self._peers.num_refused if self._peers is not None else 0
+        return self._peers.server.num_refused if self._peers is not None else 0
 
     @property
     def num_closed(self) -> int:
         """See ``Runner``."""
-        return self._peers.num_closed if self._peers is not None else 0
+        return self._peers.server.num_closed if self._peers is not None else 0
 
     def cancel_copies(self, cancelled: CancelCopies) -> None:
         """See ``Runner``."""
@@ -260,19 +255,15 @@ class ModelRunner:
         for row in list(self._batch.sequences):
             self._batch.remove(row)
             self._sampler.leave(row)
-        return self._block_hashes.inventory({number: tier.names() for number, tier in self._tiers.items()})
+        return self._copier.inventory()
 
     def close(self) -> None:
         """Stop serving blocks to peers, and release the tiers."""
-        if self._peers is not None:
-            self._peers.close()
-        self._storages.close()
+        self._copier.close()
         if self._grammars is not None:
             self._grammars.close()
         if self._adapters is not None:
             self._adapters.close()
-        for tier in self._tiers.values():
-            tier.close()
         self._ranks.leave()
 
     def reset(self, welcome: Welcome) -> None:
@@ -280,12 +271,10 @@ class ModelRunner:
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.max_loras,
-            tiers={number: tier.num_blocks for number, tier in self._tiers.items()}, storages=self._storages.links,
+            tiers={number: tier.num_blocks for number, tier in self._copier.tiers.items()},
             short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
         self._batch.on_remove = self._block_hashes.cache_full_blocks
-        if not welcome.keeps_blocks:
-            self._block_hashes.clear()
         self._engine.reset(self._batch)
         if self._adapters is not None:
             self._adapters.reset(welcome.epoch)

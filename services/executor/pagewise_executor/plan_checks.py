@@ -4,7 +4,7 @@ They come before anything is indexed with these values, because on a GPU an inde
 only the step.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
 import msgspec
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import unpack_names
 from pagewise_shared.errors import PagewiseError
-from pagewise_shared.protocol import DEVICE, HASH_TIERS, BlockCopies, NewSequence, StepPlan
+from pagewise_shared.protocol import DEVICE, BlockCopies, NewSequence, StepPlan
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
 from pagewise_executor.block_copies import CopyJob, Pairs
@@ -90,54 +90,37 @@ def _largest(packed: bytes) -> int:
     return int(np.frombuffer(packed, np.uint32).max(initial=0))
 
 
-def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int], storages: Container[int] = ()) -> list[CopyJob]:
+def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
     """Return the copies of a plan, checked, as jobs.
 
-    ``num_blocks``: the number of blocks of each tier of this executor, including the device. ``storages``: the
-    numbers of its tiers without ids. Blocks of a peer are not checked here but by the peer.
+    ``num_blocks``: the number of blocks of each tier of this executor, including the device; 0 for tiers whose blocks
+    have names instead of ids. Blocks of a peer are not checked here but by the peer.
 
     Raises:
         InvalidPlanError: a tier or a block does not exist, or a list does not consist of pairs.
     """
     jobs = []
     for copies in plan.copies:
-        pairs = _pairs(copies)
-        if copies.peer is None and (copies.source in HASH_TIERS or copies.target in HASH_TIERS):
-            jobs.append(_storage_job(plan, copies, pairs, num_blocks, storages))
-            continue
+        pairs, source, target = _pairs(copies), copies.source, copies.target
         if copies.peer is not None:
-            if copies.target != DEVICE or not 0 <= copies.source < _MOST_TIERS:
-                raise InvalidPlanError(f"a peer's tier {copies.source} cannot be copied to tier {copies.target}")
-        elif copies.source not in num_blocks or DEVICE != copies.target <= copies.source:
-            raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
-        else:
-            _check_blocks(pairs[:, 0], copies.source, num_blocks[copies.source])
-        if copies.target not in num_blocks:
-            raise InvalidPlanError(f"there is no tier {copies.target}")
-        _check_blocks(pairs[:, 1], copies.target, num_blocks[copies.target])
+            if target != DEVICE or copies.names or not 0 <= source < _MOST_TIERS:
+                raise InvalidPlanError(f"a peer's tier {source} cannot be copied to tier {target}")
+        elif source not in num_blocks or (target != DEVICE and (target <= source or not num_blocks[source])):
+            raise InvalidPlanError(f"blocks cannot be copied from tier {source} to tier {target}")
+        if target not in num_blocks:
+            raise InvalidPlanError(f"there is no tier {target}")
+        try:
+            names = unpack_names(copies.names)
+        except ValueError as error:
+            raise InvalidPlanError(str(error)) from error
+        if names and len(names) != len(pairs):
+            raise InvalidPlanError(f"{len(names)} names are given to {len(pairs)} blocks")
+        if copies.peer is None:
+            _check_blocks(pairs[:, 0], source, num_blocks[source] or len(names))
+        _check_blocks(pairs[:, 1], target, num_blocks[target] or len(names))
         if len(pairs):
-            jobs.append(CopyJob(plan.epoch, plan.step, copies.source, copies.target, pairs, copies.peer))
+            jobs.append(CopyJob(plan.epoch, plan.step, source, target, pairs, copies.peer, names))
     return jobs
-
-
-def _storage_job(
-    plan: StepPlan, copies: BlockCopies, pairs: Pairs, num_blocks: Mapping[int, int], storages: Container[int]
-) -> CopyJob:
-    tier, other = (copies.source, copies.target) if copies.target == DEVICE else (copies.target, copies.source)
-    if tier not in storages or other not in num_blocks:
-        raise InvalidPlanError(f"blocks cannot be copied from tier {copies.source} to tier {copies.target}")
-    try:
-        names = unpack_names(copies.names)
-    except ValueError as error:
-        raise InvalidPlanError(str(error)) from error
-    if len(names) != len(pairs):
-        raise InvalidPlanError(f"{len(names)} names are given to {len(pairs)} blocks")
-    blocks, indices = (pairs[:, 1], pairs[:, 0]) if copies.target == DEVICE else (pairs[:, 0], pairs[:, 1])
-    _check_blocks(blocks, other, num_blocks[other])
-    _check_blocks(indices, tier, len(names))
-    return CopyJob(
-        plan.epoch, plan.step, copies.source, copies.target, pairs, stored_as=[names[at] for at in indices.tolist()]
-    )
 
 
 def _pairs(copies: BlockCopies) -> Pairs:

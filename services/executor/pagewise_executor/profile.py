@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ModelError
 from pagewise_shared.progress import Progress
 from pagewise_shared.protocol import (
     DEVICE,
     Copied,
+    Found,
     MeasuredCosts,
     NewSequence,
     StepPlan,
@@ -26,8 +28,9 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import MAX_LOGPROBS, SamplingParams
 
-from pagewise_executor.block_copies import CopyJob, Tier
+from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.runner import Runner
+from pagewise_executor.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -117,24 +120,30 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     return MeasuredCosts(*steps)
 
 
-def measure_tier(runner: Runner, number: int, tier: Tier, *, beside: bool = False) -> TierInfo:
-    """Time copies between a tier and the device. The runner must be reset afterwards.
+def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, beside: bool = False) -> TierInfo:
+    """Return ``info`` of a tier with the times of copies between it and the device. The runner must be reset
+    afterwards.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
-    from another process. ``beside``: steps run meanwhile, if the pool has room for them.
+    from another process. ``beside``: steps run meanwhile, if the pool has room for them. Nothing is measured if a tier
+    that may lose blocks does not bring them back.
 
     Raises:
         ModelError: copies fail, or take forever.
     """
     began = time.perf_counter()
-    named = tier.names()
-    unnamed = [block for block in range(tier.num_blocks) if block not in named][:_MOST_COPIED]
-    step = _prefill_again(runner) if beside else None
-    store, stored = _measure_copies(tier, DEVICE, number, runner, unnamed, step) if unnamed else (None, 0)
-    # What was just stored can be loaded, and what another process has left.
-    load, _ = _measure_copies(tier, number, DEVICE, runner, [*unnamed[:stored], *named], step)
+    number = info.number
+    scratch, names = tier.scratch(_MOST_COPIED)
+    link = _Link(runner, device, tier, number, names, _prefill_again(runner) if beside else None)
+    try:
+        store, stored = link.measure(DEVICE, number, scratch) if scratch else (None, 0)
+        # What was just stored can be loaded, and what another process has left.
+        load, _ = link.measure(number, DEVICE, [*scratch[:stored], *tier.names()])
+    except _LostError:
+        log.warning("the costs of copies to and from the %s are not known: blocks do not come back", tier_name(number))
+        return info
     # If no block may be written over, a store is taken to cost what a load costs.
-    measured = TierInfo(number, tier.num_blocks, *load, *(store or load))
+    measured = TierInfo(number, info.num_blocks, *load, *(store or load), info.identity)
     log.info(
         "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs",
         time.perf_counter() - began,
@@ -318,44 +327,55 @@ def _prefill_again(runner: Runner) -> Callable[[], object] | None:
     return step
 
 
-def _measure_copies(
-    tier: Tier,
-    source: int,
-    target: int,
-    runner: Runner,
-    blocks: Sequence[int],
-    step: Callable[[], object] | None = None,
-) -> tuple[tuple[float, float], int]:
-    """Return the microseconds of a list of copies between ``blocks`` of a tier and the first blocks of the device, and
-    of each block in it; and how many of the blocks were copied. ``step``: called while copies are under way."""
-    name = tier_name(max(source, target))
-    done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-    tier.report = done.put
+class _LostError(Exception):
+    """A tier does not hold blocks that were stored there."""
 
-    def copy(count: int) -> float:
-        pairs = np.stack([np.arange(count), blocks[:count]], axis=1).astype(np.int32)
+
+class _Link(NamedTuple):
+    """The copies between a tier and the first blocks of the device. ``names``: of the tier's blocks, if they have no
+    ids. ``step``: called while copies are under way."""
+
+    runner: Runner
+    device: Tier
+    tier: Tier
+    number: int
+    names: Sequence[BlockName]
+    step: Callable[[], object] | None
+
+    def measure(self, source: int, target: int, blocks: Sequence[int]) -> tuple[tuple[float, float], int]:
+        """Return the microseconds of a list of copies of ``blocks`` of the tier, and of each block in it; and how many
+        of the blocks were copied."""
+        first = self._copy(source, target, blocks[:1])
+        affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
+        largest = min(_MOST_COPIED, self.runner.info.num_blocks, len(blocks), affordable)
+        if largest < 2:
+            return (0.0, first), 1
+        direction = f"{'store' if source == DEVICE else 'load'}, {tier_name(self.number)}"
+        return measure_copies(lambda count: self._copy(source, target, blocks[:count]), largest, direction), largest
+
+    def _copy(self, source: int, target: int, blocks: Sequence[int]) -> float:
+        name = tier_name(self.number)
+        done: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
+        self.tier.report = done.put
+        pairs = np.stack([np.arange(len(blocks)), blocks], axis=1).astype(np.int32)
         pairs = pairs if source == DEVICE else pairs[:, ::-1]
-        tier.begin(CopyJob(0, 1, source, target, pairs, names=[None] * count))
+        self.tier.begin(CopyJob(0, 1, source, target, pairs, names=self.names), self.device)
         until = time.perf_counter() + _COPY_TIMEOUT
-        while step is not None and done.empty() and time.perf_counter() < until:
-            step()
+        while self.step is not None and done.empty() and time.perf_counter() < until:
+            self.step()
         try:
             copied = done.get(timeout=_COPY_TIMEOUT)
         except queue.Empty:
             raise ModelError(
-                f"copying a block of {runner.info.bytes_per_block} bytes to or from the {name} takes over "
+                f"copying a block of {self.runner.info.bytes_per_block} bytes to or from the {name} takes over "
                 f"{_COPY_TIMEOUT} s: is what limits it, such as --host-bandwidth, right?"
             ) from None
+        assert isinstance(copied, Copied)
         if copied.error is not None:
             raise ModelError(f"copies to or from the {name} fail: {copied.error.message}")
+        if len(copied.bad) == pairs[:, 1].nbytes:
+            raise _LostError
         return float(copied.elapsed_us)
-
-    first = copy(1)
-    affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
-    largest = min(_MOST_COPIED, runner.info.num_blocks, len(blocks), affordable)
-    if largest < 2:
-        return (0.0, first), 1
-    return measure_copies(copy, largest, "store" if source == DEVICE else "load"), largest
 
 
 def measure_copies(copy: Callable[[int], float], largest: int, direction: str) -> tuple[float, float]:

@@ -4,10 +4,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import FP8, KVPool, bytes_per_block
+from pagewise_executor.tiers.device import DeviceTier
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import DEVICE
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 
@@ -80,8 +80,10 @@ def test_a_new_pool_on_the_cpu_is_zero_and_takes_no_memory_yet() -> None:
 
 def test_blocks_are_written_from_a_frame_that_may_only_be_read(device: torch.device) -> None:
     pool = KVPool(EVEN, 7, 4, torch.float32, device)
-    store = BlockStore(pool, None)
+    tier = DeviceTier(pool, BlockHashes(7, 4))
     frame = bytes(number % 251 for number in range(2 * pool.bytes_per_block))
     rows = np.frombuffer(frame, np.uint8).reshape(2, -1)
-    store.write(np.array([5, 1], np.int32), rows)
-    assert (store.read(np.array([[DEVICE, 5], [DEVICE, 1]], np.int32)) == rows).all()
+    blocks, read = np.array([5, 1], np.int32), np.empty_like(rows)
+    tier.write(blocks, rows)
+    assert tier.read(blocks, read) == [True, True]
+    assert (read == rows).all()

@@ -21,6 +21,7 @@ from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import (
     DEVICE,
     DISK,
+    HOST,
     BlockCopies,
     Copied,
     Found,
@@ -152,11 +153,12 @@ def test_the_device_of_all_ranks_is_told(group: LeadingRunner, one: ModelRunner)
     assert group.info.bytes_per_block == one.info.bytes_per_block, "all parts of a block are as large as the whole"
 
 
-def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, disk: Path) -> None:
+@pytest.mark.parametrize("source", [DEVICE, HOST])
+def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, disk: Path, source: int) -> None:
     said: list[Any] = []
     group.report_copies(said.append)
     group.reset(Welcome(7, 4, 64))
-    root = bytes(range(32))
+    root = bytes(range(source, source + 32))
     group.execute(StepPlan(7, 1, joined=(new_sequence(0, 33, 0, root),), chunks=((0, 33),))).result()
     group.execute(StepPlan(7, 2, left=(0,))).result()
     names = _names(group.inventory())
@@ -165,9 +167,10 @@ def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, d
     parents = [root, *(names[block] for block in range(3))]
     called = [BlockName(names[block], parents[block]) for block in range(4)]  # type: ignore[arg-type]
     pairs = array("i", [block for place in range(4) for block in (place, place)]).tobytes()
-    copies = BlockCopies(DEVICE, DISK, pairs, names=b"".join(h + p for h, p in called))
-    group.execute(StepPlan(8, 1, copies=(copies,))).result()
-    assert not _wait_for(said, Copied).bad
+    copies = BlockCopies(source, DISK, pairs, names=b"".join(h + p for h, p in called))
+    above = (BlockCopies(DEVICE, HOST, pairs),) if source == HOST else ()
+    group.execute(StepPlan(8, 1, copies=(*above, copies))).result()
+    assert not _wait_for(said, Copied, DISK).bad
     group.look_up(LookUp(8, 1, DISK, root, pack_int32s(range(5, 38))))
     assert _wait_for(said, Found).num_blocks == 4
     files = [file for file in disk.rglob("*") if file.is_file() and file.stat().st_size >= 512]
@@ -181,7 +184,7 @@ def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, d
     said.clear()
     back = BlockCopies(DISK, DEVICE, array("i", [0, 20, 1, 21, 2, 22, 3, 23]).tobytes(), names=copies.names)
     group.execute(StepPlan(8, 2, copies=(back,))).result()
-    assert list(unpack_int32s(_wait_for(said, Copied).bad)) == [21], "one rank lacks its part of that block"
+    assert list(unpack_int32s(_wait_for(said, Copied, DEVICE).bad)) == [21], "one rank lacks its part of that block"
 
 
 def _names(inventory: Inventory | None) -> dict[int, bytes]:
@@ -192,9 +195,9 @@ def _names(inventory: Inventory | None) -> dict[int, bytes]:
     }
 
 
-def _wait_for(said: list[Any], kind: type[Any]) -> Any:
+def _wait_for(said: list[Any], kind: type[Any], target: int | None = None) -> Any:
     deadline = time.monotonic() + 30
-    while not (found := [message for message in said if isinstance(message, kind)]):
+    while not (found := [one for one in said if isinstance(one, kind) and (target is None or one.target == target)]):
         assert time.monotonic() < deadline, said
         time.sleep(0.01)
     return found[0]

@@ -9,16 +9,17 @@ import torch
 from pagewise_executor import main, model_runner
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.kv import host_tier, kv_pool
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_tier import make_host_tier
+from pagewise_executor.kv import kv_pool
 from pagewise_executor.kv.kv_pool import KVPool, pool_size
 from pagewise_executor.leading_runner import LeadingRunner
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.ranks.messages import Ready
-from pagewise_executor.storage.storages import make_storages
+from pagewise_executor.tiers import host as host_tier
+from pagewise_executor.tiers.host import make_host_tier
+from pagewise_executor.tiers.make_tiers import make_tiers
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import DISK
 
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.model_builders import build_model
@@ -89,7 +90,6 @@ def test_ranks_share_the_host_tier_and_its_bandwidth(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_tier, "free_memory", lambda _: 4 * 2**20)
     for rank in range(2):
         tier = make_host_tier(config, POOL, None, "content", Two(rank))
-        assert tier is not None
         assert tier.num_blocks == 2 * 2**20 // POOL.bytes_per_block
         assert tier._copies.bandwidth == 5 * 2**20
 
@@ -101,7 +101,6 @@ def test_ranks_on_two_hosts_share_neither_and_have_as_many_blocks_as_the_host_wi
     config = ExecutorConfig(host_memory="4MiB", host_bandwidth="10MiB", tensor_parallel=2)
     for blocks in (2**31, 3 * 2**20 // POOL.bytes_per_block):
         tier = make_host_tier(config, POOL, None, "content", Two(1, on_host=1, others=blocks))
-        assert tier is not None
         assert tier.num_blocks == min(blocks, 4 * 2**20 // POOL.bytes_per_block)
         assert tier._copies.bandwidth == 10 * 2**20
     with pytest.raises(ModelError, match="--host-memory 4MiB"):
@@ -109,18 +108,18 @@ def test_ranks_on_two_hosts_share_neither_and_have_as_many_blocks_as_the_host_wi
 
 
 def test_the_files_of_weights_are_read_by_one_rank_to_tell_what_storage_holds(tmp_path: Path) -> None:
-    weights, store = tmp_path / "weights", BlockStore(POOL, {})
+    weights = tmp_path / "weights"
     weights.write_bytes(bytes(range(256)))
     config = ExecutorConfig(disk_cache=str(tmp_path / "disk"), profile=False)
-    alone = make_storages(config, "model", "content", [weights], store, 8)
+    alone = make_tiers(config, POOL, "model", "format", [weights])
     first = Two(0)
-    leads = make_storages(config, "model", "content", [weights], store, 8, first)
-    assert leads.described[0].identity == alone.described[0].identity
-    follows = make_storages(config, "model", "content", [tmp_path / "not read"], store, 8, Two(1, first.told[0]))
+    leads = make_tiers(config, POOL, "model", "format", [weights], ranks=first)
+    assert leads[DISK].identity == alone[DISK].identity
+    follows = make_tiers(config, POOL, "model", "format", [tmp_path / "not read"], ranks=Two(1, first.told[0]))
     assert np.int64(first.told[0]) == first.told[0]
     assert len(first.told) == 2
-    for storages in (alone, leads, follows):
-        storages.close()
+    for tiers in (alone, leads, follows):
+        tiers[DISK].close()
 
 
 def test_a_pool_that_is_too_small_is_told_of_as_each_rank_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

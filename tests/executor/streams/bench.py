@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 from pagewise_executor import profile, worker
-from pagewise_executor.kv import host_copies, host_loads, host_tier, issuing
+from pagewise_executor.kv import issuing
 from pagewise_executor.profile import GPU_SIZES, measure_costs, measure_tier
+from pagewise_executor.tiers import host as host_tier
+from pagewise_executor.tiers import host_copies, host_loads
 from pagewise_scheduler.actors.offers import copy_costs
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
-from pagewise_shared.protocol import HOST, Copied, StepResult, Welcome, unpack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, Copied, StepResult, Welcome, unpack_int32s
 
 from tests.executor.streams.device import Device, Speeds
 from tests.executor.streams.executor import StepTimes, StreamedRunner
@@ -159,7 +161,7 @@ class StreamedBench:
 def _measured(runner: Any, budget: int) -> Costs:
     """What the executor would say in its Hello."""
     steps = measure_costs(runner, budget, GPU_SIZES)
-    tier = measure_tier(runner, HOST, runner.host, beside=True)
+    tier = measure_tier(runner, runner.copier.tiers[DEVICE], runner.host, runner.info.tiers[0], beside=True)
     seconds = {name: getattr(steps, name) * 1e-6 for name in steps.__struct_fields__}
     return Costs(**seconds, tiers=copy_costs((tier,)))
 

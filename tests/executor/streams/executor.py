@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from pagewise_executor.block_copies import BlockCopier
 from pagewise_executor.input_batch import InputBatch, Int32s
 from pagewise_executor.issued_step import IssuedStep
-from pagewise_executor.kv.host_memory import AnonymousMemory
-from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.tiers.block_copier import BlockCopier
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.host import HostTier
+from pagewise_executor.tiers.host_memory import AnonymousMemory
 from pagewise_shared.protocol import HOST, StepPlan, TierInfo, Welcome
 
 from tests.executor.streams.device import Device, Operation, Rows
@@ -123,7 +125,8 @@ class StreamedRunner:
         self.issuing = Issuing()
         memory = HostRows(device, num_host_blocks, bytes_per_block)
         self.host = HostTier(self.pool, memory, issuing=self.issuing)  # type: ignore[arg-type]
-        self.copier = BlockCopier(self.pool, {HOST: self.host}, lambda blocks: [None for _ in blocks])
+        self.copier = BlockCopier(DeviceTier(self.pool, BlockHashes(num_blocks, block_size)))  # type: ignore[arg-type]
+        self.copier.tiers[HOST] = self.host
         self.info = RunnerInfo(
             model_fingerprint="streams",
             vocab_size=1 << 20,

@@ -4,16 +4,11 @@ The blocks of a sequence are hashed when it leaves the batch, so steps themselve
 when a step is about to write into it.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Iterable
 
 from pagewise_shared.block_hash import BlockHash, block_hash
-from pagewise_shared.protocol import DEVICE, Inventory, NamedBlocks, pack_int32s
 
 from pagewise_executor.input_batch import InputBatch, Int32s, SequenceState
-
-_MOST_HASHES = 1_000_000
-"""The most hashes that an inventory carries, because it travels in one frame, the Hello."""
 
 
 class BlockHashes:
@@ -26,6 +21,10 @@ class BlockHashes:
     def clear(self) -> None:
         """Forget all hashes."""
         self._hashes = [None] * len(self._hashes)
+
+    def known(self) -> dict[int, BlockHash]:
+        """Return all known hashes by block."""
+        return {block: found for block, found in enumerate(self._hashes) if found is not None}
 
     def of(self, blocks: Iterable[int]) -> list[BlockHash | None]:
         """Return the hash of each of ``blocks``; None where the content is not known."""
@@ -56,17 +55,3 @@ class BlockHashes:
             computed = int(batch.num_computed[row]) // self._block_size
             for block in batch.block_tables[row, max(start, computed) : stop].tolist():
                 hashes[block] = None
-
-    def inventory(self, lower: Mapping[int, Mapping[int, BlockHash]]) -> Inventory | None:
-        """Return all known hashes, as many as an inventory carries; None if there are none.
-
-        ``lower``: the hashes in the tiers below the device, by block, by the number of the tier, the nearest first.
-        """
-        own = {block: found for block, found in enumerate(self._hashes) if found is not None}
-        tiers: list[NamedBlocks] = []
-        left = _MOST_HASHES
-        for number, known in {DEVICE: own, **lower}.items():
-            if named := dict(islice(known.items(), left)):
-                tiers.append(NamedBlocks(number, pack_int32s(named), b"".join(named.values())))
-                left -= len(named)
-        return Inventory(tuple(tiers)) if tiers else None

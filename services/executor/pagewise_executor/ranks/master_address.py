@@ -7,8 +7,8 @@ import time
 
 from pagewise_shared.logs import BoundedLog
 
-from pagewise_executor.kv.block_endpoint import address_towards, in_brackets
 from pagewise_executor.ranks.link import JOIN_SECONDS, SAY_SECONDS
+from pagewise_executor.tiers.block_endpoint import address_towards, in_brackets
 
 log = logging.getLogger(__name__)
 

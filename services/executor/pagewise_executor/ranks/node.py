@@ -24,7 +24,6 @@ from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.version import package_version
 from zmq.utils.monitor import recv_monitor_message
 
-from pagewise_executor.kv.block_endpoint import in_brackets
 from pagewise_executor.ranks.agreement import settings_of
 from pagewise_executor.ranks.host import host_identity
 from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket
@@ -41,6 +40,7 @@ from pagewise_executor.ranks.messages import (
     encode_config,
 )
 from pagewise_executor.ranks.rank_process import start_rank
+from pagewise_executor.tiers.block_endpoint import in_brackets
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import encode
 from pagewise_shared.version import package_version
 
-from pagewise_executor.kv.block_endpoint import in_brackets
 from pagewise_executor.ranks.agreement import difference, settings_of
 from pagewise_executor.ranks.host import host_identity
 from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
@@ -38,6 +37,7 @@ from pagewise_executor.ranks.messages import (
     TurnedAway,
     decode_from_node,
 )
+from pagewise_executor.tiers.block_endpoint import in_brackets
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
-"""Names and contents of blocks for the tests of storage."""
+"""Names and contents of blocks for the tests of tiers whose blocks have no ids."""
 
 import hashlib
 
 import numpy as np
-from pagewise_executor.storage.storage import Rows
+from pagewise_executor.tiers.tier import Rows
 from pagewise_shared.block_hash import BlockHash, BlockName
 
 BLOCK_BYTES = 5000

@@ -1,6 +1,5 @@
-"""Storage in a server that speaks the Redis protocol: Redis, Valkey, and others."""
+"""The Redis tier: a server that speaks the Redis protocol, such as Redis or Valkey."""
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -11,21 +10,19 @@ import numpy as np
 import redis
 from pagewise_shared.block_hash import BlockName, root_hash
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.logs import BoundedLog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pagewise_executor.storage.storage import (
+from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
-    Rows,
     descendants,
     fingerprint_of,
     first_digits,
     header,
     is_sound,
 )
-
-log = logging.getLogger(__name__)
+from pagewise_executor.tiers.hashed import HashedTier
+from pagewise_executor.tiers.tier import Rows
 
 T = TypeVar("T")
 
@@ -37,14 +34,12 @@ _REST_SECONDS = 5.0
 """How long a server is left alone that did not answer: each try would wait for it."""
 
 
-class RedisStorage:
+class RedisTier(HashedTier):
     """A server's blocks of one ``content``, which tells those of other models and formats apart.
 
     The server keeps to a bound of its own: its ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds
     after which it forgets a block that nobody has written again; None: never.
     """
-
-    name = "redis"
 
     def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
         """Connect to ``url``, such as redis://host:6379/0, or rediss:// with TLS.
@@ -52,24 +47,22 @@ class RedisStorage:
         Raises:
             ConfigError: there is no such server, or it does not let us in.
         """
-        self.num_errors = 0
         self._prefix = f"pagewise:{content}:".encode()
         self._expire = expire
         self._value_bytes = HEADER_BYTES + bytes_per_block
         self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
-        self._complaints = BoundedLog(log)
         self._rests_until = 0.0
         try:
             self._client = _connect(url)
             self._client.set(_IDENTITY, uuid.uuid4().hex, nx=True)
             identity = self._client.get(_IDENTITY)
             assert isinstance(identity, bytes)
-            self.identity = f"{identity.decode()} {content}"
+            super().__init__("redis", bytes_per_block, f"{identity.decode()} {content}")
         except (redis.RedisError, ValueError, OSError) as error:
             raise ConfigError(f"--store: {error}") from error
 
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """See ``Storage``."""
+        """See ``HashedTier``."""
 
         def lengths() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
@@ -80,8 +73,8 @@ class RedisStorage:
 
         return self._ask(lengths, [False] * len(names))
 
-    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``Storage``."""
+    def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``HashedTier``."""
         found: list[bool] = []
         for start in range(0, len(names), self._per_piece):
             part = slice(start, start + self._per_piece)
@@ -97,19 +90,19 @@ class RedisStorage:
             row[:] = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
             if is_sound(value[:HEADER_BYTES], name, row):
                 return True
-        self._failed("a block in the store is not what was written there")
+        self.failed("a block in the store is not what was written there")
         self._ask(lambda: self._client.delete(self._key(name)), 0)
         return False
 
-    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``Storage``."""
+    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``HashedTier``."""
         written: list[bool] = []
         for start in range(0, len(names), self._per_piece):
             part = slice(start, start + self._per_piece)
-            written += self._write(names[part], rows[part])
+            written += self._send(names[part], rows[part])
         return written
 
-    def _write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def _send(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
         def send() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name, row in zip(names, rows, strict=True):
@@ -117,13 +110,14 @@ class RedisStorage:
             answers = pipeline.execute(raise_on_error=False)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
             if errors:  # it answers: there is no room, or nothing may be written
-                self._failed("the store does not take a block: %s", errors[0])
+                self.failed("the store does not take a block: %s", errors[0])
             return [not isinstance(answer, Exception) for answer in answers]
 
         return self._ask(send, [False] * len(names))
 
     def close(self) -> None:
-        """See ``Storage``."""
+        """See ``Tier``."""
+        super().close()
         self._client.close()
 
     def _key(self, name: BlockName) -> bytes:
@@ -136,13 +130,9 @@ class RedisStorage:
         try:
             return question()
         except (redis.RedisError, OSError) as error:
-            self._failed("the store does not answer: %s", error)
+            self.failed("the store does not answer: %s", error)
             self._rests_until = time.monotonic() + _REST_SECONDS
             return otherwise
-
-    def _failed(self, text: str, *values: object) -> None:
-        self.num_errors += 1
-        self._complaints.warning(text, *values)
 
 
 def wipe(url: str, salt: str | None) -> int:

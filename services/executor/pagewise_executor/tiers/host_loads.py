@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pagewise_executor.block_copies import CopyJob, Pairs
-from pagewise_executor.kv.host_copies import URGENT, HostCopies, Job, checksum_of, copy_rows, record
 from pagewise_executor.kv.kv_pool import Raw
+from pagewise_executor.tiers.host_copies import URGENT, HostCopies, Job, checksum_of, copy_rows, record
 
 _PIECE, _PIECES = 32 * 2**20, 4
 """The bytes of one staging buffer on a GPU, and the number of buffers. The device waits by itself for a buffer that is
@@ -173,7 +173,7 @@ class HostLoads:
             copies.hold_back(len(pairs), began)
             self._link_free = time.perf_counter()
             bad = self._wrong(pairs) if copies.verify else issued.bad
-            copies.report(issued.asked.confirmed(self._link_free - began, bad))
+            copies.tier.report(issued.asked.confirmed(self._link_free - began, bad))
         except Exception as error:
             copies.failed("load", issued.job, error)
 

@@ -1,4 +1,4 @@
-"""The host tier of an executor, and the copies between it and the device.
+"""The host tier: memory of this machine, and the copies between it and the device.
 
 Each direction has a thread of its own, and on a GPU streams of its own, so copies run while steps and copies of the
 other direction run. No copy waits for a step in flight, and no step waits for the link:
@@ -15,25 +15,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as ReadOnlyList
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import HOST, Copied
+from pagewise_shared.protocol import HOST
 
 from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.kv.host_copies import URGENT, Done, HostCopies, Job, barrier, checksum_of, copy_rows, record
-from pagewise_executor.kv.host_loads import LOADING_BYTES, HostLoads
-from pagewise_executor.kv.host_memory import AnonymousMemory, HostMemory, NamedMemory
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
+from pagewise_executor.tiers.host_copies import URGENT, Done, HostCopies, Job, barrier, checksum_of, copy_rows, record
+from pagewise_executor.tiers.host_loads import LOADING_BYTES, HostLoads
+from pagewise_executor.tiers.host_memory import AnonymousMemory, HostMemory, NamedMemory
+from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +41,8 @@ STAGING_BYTES = _STAGING_PIECE * _STAGING_PIECES + LOADING_BYTES
 """The device memory that a host tier takes."""
 
 
-class HostTier:
-    """The host tier, whose blocks are those of ``memory``. Its threads call ``report`` when a job is done.
+class HostTier(Tier):
+    """The tier whose blocks are those of ``memory``. A thread for each direction calls ``report`` when a job is done.
 
     ``issuing``: shared with who issues steps to the device; None: nobody else does. ``bandwidth``: bytes per second
     that each direction is held to, None for what the machine gives. ``verify``: keep a checksum of every block that is
@@ -62,14 +60,14 @@ class HostTier:
         verify: bool = False,
         keep_memory: bool = True,
     ) -> None:
+        super().__init__()
         self.memory = memory
         self.num_blocks = memory.num_blocks
-        self.bytes_per_block = pool.bytes_per_block
         self._pool = pool
         self._keep_memory = keep_memory
         if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
             issuing = Issuing(exclusive=pool.device.type != "cpu")
-        self._copies = copies = HostCopies(pool, memory, issuing, bandwidth, verify)
+        self._copies = copies = HostCopies(self, pool, memory, issuing, bandwidth, verify)
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
         self._stagings: queue.SimpleQueue[Raw] = queue.SimpleQueue()
         for _ in range(_STAGING_PIECES if copies.cuda else 0):
@@ -85,16 +83,7 @@ class HostTier:
         self._loads = HostLoads(copies)
         threading.Thread(target=self._run, name="store", daemon=True).start()
 
-    @property
-    def report(self) -> Callable[[Copied], None]:
-        """See ``Copier``."""
-        return self._copies.report
-
-    @report.setter
-    def report(self, report: Callable[[Copied], None]) -> None:
-        self._copies.report = report
-
-    def reset(self, epoch: int, *, keep: bool = False) -> None:
+    def reset(self, epoch: int, *, keep: bool) -> None:
         """Whatever is asked for under an older epoch is void, and so is what was stored, unless ``keep``. Waits for
         copies that have begun, and for the device: copies of the new epoch do not wait for steps of an older one."""
         self._copies.epoch = epoch
@@ -108,19 +97,19 @@ class HostTier:
             self.memory.clear()
         self._stores.clear()
 
-    def begin(self, job: CopyJob) -> None:
+    def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin copies between the host and the device."""
         if job.target == HOST:
-            self._begin_store(job)
+            self._begin_store(job, upper.names_of(job.pairs[:, 0]))
             return
         pairs = job.pairs[np.argsort(job.pairs[:, 0], kind="stable")]
-        after = self._stores.get(int(self._stored_by[pairs[:, 0]].max(initial=0)))
+        after = self._stores.get(self._last_store(pairs[:, 0]))
         ready = [event for event in (self._gathered, self._pool.copied) if event is not None]
         self._loads.begin(Job(job, pairs, after=after, ready=ready))
 
-    def _begin_store(self, asked: CopyJob) -> None:
+    def _begin_store(self, asked: CopyJob, names: list[BlockHash | None]) -> None:
         """When this returns, the device blocks have been read as far as the device's own order goes."""
-        pairs, names = _by_target(asked.pairs, asked.names)
+        pairs, names = _by_target(asked.pairs, names)
         size = self._piece if self._copies.cuda else max(1, len(pairs))  # there, staging is host memory as well
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
@@ -157,28 +146,36 @@ class HostTier:
 
     def names(self) -> dict[int, BlockHash]:
         """See ``Tier``."""
-        self._wait_for_stores()
+        self._wait_for(max(self._stores, default=0))
         return self.memory.names()
 
-    def names_of(self, slots: list[int]) -> list[BlockHash | None]:
+    def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
         """See ``Tier``."""
-        self._wait_for_stores()
-        return [self.memory.name(slot) for slot in slots]
+        self._wait_for(self._last_store(blocks))
+        return [self.memory.name(slot) for slot in blocks.tolist()]
 
-    def read(self, slots: list[int]) -> npt.NDArray[np.uint8]:
+    def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
         """See ``Tier``."""
-        self._wait_for_stores()
-        rows = np.empty((len(slots), self.bytes_per_block), np.uint8)
-        for row, slot in zip(rows, slots, strict=True):
-            held = self.memory.slot(slot)
-            row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-            if self.memory.checksum(slot) is None or not self._copies.is_sound(slot):
-                raise OSError(f"block {slot} of the host is not what was stored there")
-        return rows
+        self._wait_for(self._last_store(blocks))
+        return list(map(self._read, blocks.tolist(), rows))
 
-    def _wait_for_stores(self) -> None:
-        with self._copies.issuing.waiting():
-            for done in list(self._stores.values()):
+    def _read(self, slot: int, row: Rows) -> bool:
+        held = self.memory.slot(slot)
+        row[:] = held if isinstance(held, np.ndarray) else held.numpy()
+        return self.memory.checksum(slot) is not None and self._copies.is_sound(slot)
+
+    def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
+        """Return blocks without a name: those with one may be another process's."""
+        named = self.names()
+        return [block for block in range(self.num_blocks) if block not in named][:count], []
+
+    def _last_store(self, blocks: Blocks) -> int:
+        """Return the number of the last store that writes one of ``blocks``. Stores are done in order."""
+        return int(self._stored_by[blocks].max(initial=0))
+
+    def _wait_for(self, store: int) -> None:
+        if (done := self._stores.get(store)) is not None:
+            with self._copies.issuing.waiting():
                 done.result()
 
     def close(self) -> None:
@@ -226,7 +223,7 @@ class HostTier:
         self._elapsed += time.perf_counter() - began
         if job.last:
             elapsed, self._elapsed = self._elapsed, 0.0
-            self._copies.report(asked.confirmed(elapsed))
+            self.report(asked.confirmed(elapsed))
 
 
 def make_host_tier(
@@ -236,7 +233,7 @@ def make_host_tier(
     content: str,
     ranks: Ranks,
     issuing: Issuing | None = None,
-) -> HostTier | None:
+) -> HostTier:
     """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
     Of an executor with several ranks, those on one host take equal parts of it, and of ``--host-bandwidth``. All have
@@ -248,8 +245,7 @@ def make_host_tier(
     Raises:
         ModelError: there is less memory, or not one block fits.
     """
-    if config.host_memory is None:
-        return None
+    assert config.host_memory is not None
     whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
     # All look before any of them takes its part: later on, parts would be missing from what is free.
     num_blocks = ranks.least(whole // ranks.on_host // pool.bytes_per_block if whole <= free else 0)
@@ -280,7 +276,7 @@ def make_host_tier(
     return tier
 
 
-def _by_target(pairs: Pairs, names: ReadOnlyList[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
+def _by_target(pairs: Pairs, names: list[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
     """Order copies by their targets, and leave out those into blocks that a later copy of the list is written over.
 
     Leaving them out is more than thrift. A process that was killed in the middle of such a list could leave the content
@@ -288,4 +284,4 @@ def _by_target(pairs: Pairs, names: ReadOnlyList[BlockHash | None]) -> tuple[Pai
     notice.
     """
     last = len(pairs) - 1 - np.unique(pairs[::-1, 1], return_index=True)[1]
-    return pairs[last], [names[index] for index in last.tolist()] if names else [None] * len(last)
+    return pairs[last], [names[index] for index in last.tolist()]

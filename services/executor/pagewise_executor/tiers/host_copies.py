@@ -3,20 +3,21 @@
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.logs import about
-from pagewise_shared.protocol import Copied, StepError
+from pagewise_shared.protocol import StepError
 
 from pagewise_executor.block_copies import CopyJob, Pairs
-from pagewise_executor.kv.checksum import checksum
-from pagewise_executor.kv.host_memory import HostMemory
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw
+from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.host_memory import HostMemory
+from pagewise_executor.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +57,19 @@ def barrier() -> Job:
 
 @dataclass
 class HostCopies:
-    """The device's pool and the host's memory. ``report``: called with every list of copies that is done.
+    """The device's pool and the host's memory. ``tier``: reports the lists of copies that are done.
 
     ``issuing``: when copies may be issued to the device. ``bandwidth`` and ``verify``: see ``HostTier``. ``epoch``:
     jobs of other epochs are void.
     """
 
+    tier: Tier
     pool: KVPool
     memory: HostMemory
     issuing: Issuing
     bandwidth: float | None
     verify: bool
     epoch: int = 0
-    report: Callable[[Copied], None] = lambda message: None
 
     @property
     def cuda(self) -> bool:
@@ -117,7 +118,7 @@ class HostCopies:
         epoch, step = job.copies.epoch, job.copies.step
         where = about(epoch=epoch, step=step)
         log.exception("a %s of step %d of epoch %d failed", what, step, epoch, extra=where)
-        self.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
+        self.tier.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
 
 
 def record() -> "torch.cuda.Event":

@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("fakeredis")
 import redis
-from pagewise_executor.storage import redis as redis_module
-from pagewise_executor.storage.redis import RedisStorage
+from pagewise_executor.tiers import redis as redis_module
+from pagewise_executor.tiers.redis import RedisTier
 from pagewise_shared.errors import ConfigError
 
 from benchmarks.processes import free_port
-from tests.executor.storage.names import BLOCK_BYTES, content, empty, name_of, prefix
+from tests.executor.tiers.names import BLOCK_BYTES, content, empty, name_of, prefix
 from tests.redis_servers import SERVERS, Start, real_only, start_fake, start_real
 
 
@@ -31,8 +31,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, port: int) -> Iterator[s
     stop()
 
 
-def open_store(url: str, content: str = "x", expire: int | None = None) -> RedisStorage:
-    return RedisStorage(url, content, BLOCK_BYTES, expire)
+def open_store(url: str, content: str = "x", expire: int | None = None) -> RedisTier:
+    return RedisTier(url, content, BLOCK_BYTES, expire)
 
 
 def test_what_one_executor_writes_another_reads(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,10 +41,10 @@ def test_what_one_executor_writes_another_reads(url: str, monkeypatch: pytest.Mo
     assert one.identity == other.identity != open_store(url, "another model").identity
     names = prefix("a", 7)
     assert one.contains(names) == [False] * 7
-    assert one.write(names, content(names)) == [True] * 7
+    assert one.store(names, content(names)) == [True] * 7
     asked = [*names[::-1], name_of("b")]
     rows = empty(8)
-    assert other.contains(asked) == other.read(asked, rows) == [True] * 7 + [False]
+    assert other.contains(asked) == other.load(asked, rows) == [True] * 7 + [False]
     assert (rows[:7] == content(names[::-1])).all()
     assert open_store(url, "another model").contains(names) == [False] * 7
     assert one.num_errors == other.num_errors == 0
@@ -55,7 +55,7 @@ def test_what_one_executor_writes_another_reads(url: str, monkeypatch: pytest.Mo
 def test_what_is_not_as_it_was_written_is_not_read_and_goes(url: str) -> None:
     store = open_store(url)
     names = prefix("a", 4)
-    store.write(names, content(names))
+    store.store(names, content(names))
     client: Any = redis.Redis.from_url(url)
     keys = [store._key(name) for name in names]
     data = bytearray(client.get(keys[1]))
@@ -64,7 +64,7 @@ def test_what_is_not_as_it_was_written_is_not_read_and_goes(url: str) -> None:
     client.set(keys[1], bytes(data))
     client.set(keys[2], b"short")
     rows = empty(4)
-    assert store.read(names, rows) == [False, False, False, True]
+    assert store.load(names, rows) == [False, False, False, True]
     assert (rows[3] == content(names)[3]).all()
     assert store.num_errors == 3
     assert store.contains(names) == [False, False, False, True]
@@ -74,7 +74,7 @@ def test_what_is_not_as_it_was_written_is_not_read_and_goes(url: str) -> None:
 def test_blocks_may_expire(url: str) -> None:
     store = open_store(url, expire=100)
     (name,) = prefix("a", 1)
-    store.write([name], content([name]))
+    store.store([name], content([name]))
     client: Any = redis.Redis.from_url(url)
     assert 90 < client.ttl(store._key(name)) <= 100
     store.close()
@@ -88,21 +88,21 @@ def test_a_server_that_goes_costs_little_time_and_one_that_comes_back_is_used(
     stop = start(tmp_path, port)
     store = open_store(f"redis://127.0.0.1:{port}/0")
     names = prefix("a", 3)
-    store.write(names, content(names))
+    store.store(names, content(names))
     stop()
     store._client.connection_pool.disconnect()  # the one in Python still answers those who are connected
     began = time.monotonic()
     for _ in range(20):
         assert store.contains(names) == [False] * 3
-        assert store.read(names, empty(3)) == [False] * 3
-        assert store.write(names, content(names)) == [False] * 3
+        assert store.load(names, empty(3)) == [False] * 3
+        assert store.store(names, content(names)) == [False] * 3
     assert time.monotonic() - began < 3.0
     assert 1 <= store.num_errors <= 12, "it is left alone for a while"
     stop = start(tmp_path, port)
     time.sleep(0.35)
-    assert store.write(names, content(names)) == [True] * 3
+    assert store.store(names, content(names)) == [True] * 3
     rows = empty(3)
-    assert store.read(names, rows) == [True] * 3
+    assert store.load(names, rows) == [True] * 3
     assert (rows == content(names)).all()
     stop()
 
@@ -131,7 +131,7 @@ def test_a_server_that_is_full_takes_no_more_and_is_asked_all_the_same(tmp_path:
     written: list[bool] = []
     for number in range(60):
         names = prefix(f"{number}", 10)
-        written += store.write(names, content(names))
+        written += store.store(names, content(names))
     assert written[0]
     # A small rest may find room again where the server has freed a buffer.
     assert sum(written[-100:]) < 50
@@ -145,10 +145,10 @@ def test_a_server_that_forgets_by_itself_keeps_what_is_used(tmp_path: Path, port
     stop = start_real(tmp_path, port, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
     store = open_store(f"redis://127.0.0.1:{port}/0")
     kept = prefix("kept", 20)
-    store.write(kept, content(kept))
+    store.store(kept, content(kept))
     for number in range(60):
         names = prefix(f"{number}", 10)
-        assert all(store.write(names, content(names)))
+        assert all(store.store(names, content(names)))
         if number % 4 == 0:
             time.sleep(1.05 if number in (8, 24) else 0.0)  # its clock of uses has seconds
             store.contains(kept)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_executor.storage.storage import chain, content_name, descendants, fingerprint_of, num_leading
+from pagewise_executor.tiers.block_names import chain, content_name, descendants, fingerprint_of, num_leading
 from pagewise_shared.block_hash import BlockHash, BlockName, pack_names, root_hash, unpack_names
 from pagewise_shared.protocol import pack_int32s
 
-from tests.executor.storage.names import prefix
+from tests.executor.tiers.names import prefix
 
 
 def test_the_names_of_a_prefix_are_its_block_hashes() -> None:

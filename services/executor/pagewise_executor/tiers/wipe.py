@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis as redis_package
 
-from pagewise_executor.storage import disk, redis
+from pagewise_executor.tiers import disk, redis
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Storage in a folder: one file for each block, named by its hash.
+"""The disk tier: a folder with one file for each block, named by its hash.
 
 Executors of one machine share the folder, and those of several machines if it is a network mount. A block is written
 under a temporary name and then renamed, so two that write the same block do not disturb each other, and what was torn
@@ -9,7 +9,6 @@ by its name, so whoever makes room knows from a listing alone which block follow
 
 import errno
 import fcntl
-import logging
 import os
 import time
 import uuid
@@ -24,19 +23,17 @@ from typing import NamedTuple
 import numpy as np
 from pagewise_shared.block_hash import BlockName, root_hash
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.logs import BoundedLog
 
-from pagewise_executor.storage.storage import (
+from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
-    Rows,
     descendants,
     fingerprint_of,
     first_digits,
     header,
     is_sound,
 )
-
-log = logging.getLogger(__name__)
+from pagewise_executor.tiers.hashed import HashedTier
+from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
 """The alignment that O_DIRECT asks for; the content of a block begins so far behind the beginning of its file."""
@@ -49,14 +46,12 @@ _LISTED_SECONDS = 300.0
 """How often the folder is listed, because others write there too."""
 
 
-class DiskStorage:
+class DiskTier(HashedTier):
     """A folder of blocks.
 
     ``content``: tells these blocks from those of other models and formats, which may lie in the same ``folder``.
     ``most_bytes``: the bound of the folder, over everybody who writes there; each sees to it.
     """
-
-    name = "disk"
 
     def __init__(self, folder: Path, content: str, bytes_per_block: int, most_bytes: int) -> None:
         """Make the folder if it is not there.
@@ -64,14 +59,11 @@ class DiskStorage:
         Raises:
             ConfigError: that is not possible, or not one block fits, or its part for this content is another user's.
         """
-        self.num_errors = 0
         self._root, self._folder = folder, folder / content
         self._most_bytes = most_bytes
-        self._bytes_per_block = bytes_per_block
         self._file_bytes = _PAGE + -(-bytes_per_block // _PAGE) * _PAGE
         if most_bytes < self._file_bytes:
             raise ConfigError(f"--disk-memory: one KV block takes {self._file_bytes} bytes, {most_bytes} are allowed")
-        self._complaints = BoundedLog(log)
         self._numbers = count()
         self._lock = Lock()
         self._used, self._listed = 0, float("-inf")
@@ -81,13 +73,13 @@ class DiskStorage:
             _check_own(self._folder.stat(), self._folder)
             for number in range(256):
                 (self._folder / f"{number:02x}").mkdir(exist_ok=True)
-            self.identity = f"{_identity(folder)} {content}"
+            super().__init__("disk", bytes_per_block, f"{_identity(folder)} {content}")
         except OSError as error:
             raise ConfigError(f"--disk-cache {folder}: {error}") from error
         self._readers = ThreadPoolExecutor(_READERS, "read disk")
 
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """See ``Storage``."""
+        """See ``HashedTier``."""
         return [self._touch(name) for name in names]
 
     def _touch(self, name: BlockName) -> bool:
@@ -100,11 +92,11 @@ class DiskStorage:
             return os.path.exists(path)
         return True
 
-    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``Storage``."""
-        return list(self._readers.map(self._read, names, rows))
+    def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``HashedTier``."""
+        return list(self._readers.map(self._load_one, names, rows))
 
-    def _read(self, name: BlockName, row: Rows) -> bool:
+    def _load_one(self, name: BlockName, row: Rows) -> bool:
         path = self._path(name)
         content = _aligned(self._file_bytes)
         try:
@@ -112,14 +104,14 @@ class DiskStorage:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._failed("a block cannot be read: %s", error)
+            self.failed("a block cannot be read: %s", error)
             return False
-        row[:] = content[_PAGE : _PAGE + self._bytes_per_block]
+        row[:] = content[_PAGE : _PAGE + self.bytes_per_block]
         sound = whole and is_sound(content[:HEADER_BYTES].tobytes(), name, row)
         with suppress(OSError):  # on a disk that is read-only
             (os.utime if sound else os.unlink)(path)
         if not sound:
-            self._failed("%s does not hold what was written there", path)
+            self.failed("%s does not hold what was written there", path)
         return sound
 
     def _fill(self, path: str, content: Rows) -> bool:
@@ -147,13 +139,13 @@ class DiskStorage:
             os.close(descriptor)
         return done == self._file_bytes
 
-    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``Storage``."""
-        written = [self._touch(name) or self._write(name, row) for name, row in zip(names, rows, strict=True)]
+    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """See ``HashedTier``."""
+        written = [self._touch(name) or self._store_one(name, row) for name, row in zip(names, rows, strict=True)]
         self._make_room()
         return written
 
-    def _write(self, name: BlockName, row: Rows) -> bool:
+    def _store_one(self, name: BlockName, row: Rows) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
         content = [header(name, row), bytes(_PAGE - HEADER_BYTES), row.tobytes(), bytes(-len(row) % _PAGE)]
@@ -168,7 +160,7 @@ class DiskStorage:
         except OSError as error:
             with suppress(OSError):
                 os.unlink(temporary)
-            self._failed("a block cannot be written: %s", error)
+            self.failed("a block cannot be written: %s", error)
             if isinstance(error, FileNotFoundError):  # the folder has vanished, and may be wanted again
                 with suppress(OSError):
                     os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
@@ -179,12 +171,9 @@ class DiskStorage:
             self._used += self._file_bytes
         return True
 
-    def _failed(self, text: str, *values: object) -> None:
-        self.num_errors += 1
-        self._complaints.warning(text, *values)
-
     def close(self) -> None:
-        """See ``Storage``."""
+        """See ``Tier``."""
+        super().close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _path(self, name: BlockName) -> str:
@@ -217,7 +206,7 @@ class DiskStorage:
         except BlockingIOError:  # another process is at it
             self._listed = now
         except OSError as error:
-            self._failed("blocks cannot be deleted: %s", error)
+            self.failed("blocks cannot be deleted: %s", error)
 
 
 class StoredFile(NamedTuple):

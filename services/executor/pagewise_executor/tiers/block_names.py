@@ -1,59 +1,19 @@
-"""The interface of storage, where KV blocks lie under the names of their content.
-
-Storage outlives the processes that use it, and any number of executors share it, of one machine or of several, without
-knowing of each other. That works because a name tells the content: whoever writes a block writes the same bytes, and a
-block that is found holds what was looked for. Storage forgets by itself to stay within its bound, so a block that was
-there may be gone when it is read; then it is computed again.
-"""
+"""The names of blocks in tiers that outlive executors, and the header that is stored with a block there."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 from urllib.parse import quote, unquote
 
-import numpy as np
-import numpy.typing as npt
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, block_hash
 
-from pagewise_executor.kv.checksum import checksum
-
-Rows = npt.NDArray[np.uint8]
-"""The content of n blocks [n, bytes_per_block]."""
+from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.tier import Rows
 
 _HEADER = struct.Struct(f"<8sQQ{HASH_BYTES}s{HASH_BYTES}s")
 _MAGIC = b"pagewis1"
 HEADER_BYTES = _HEADER.size
 
 _LOOKED_AT = 32
-
-
-class Storage(Protocol):
-    """Blocks by name. All methods may be called on several threads, and none raises: what fails is logged and counted.
-
-    Fields:
-        name: for people, and on the wire. identity: of what is stored there: executors with the same one share it.
-        num_errors: operations that failed, so far.
-    """
-
-    name: str
-    identity: str
-    num_errors: int
-
-    def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """Return for each block whether it is there. Those that are count as used now."""
-        ...
-
-    def read(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """Read blocks into ``rows``. Return for each whether it was there and is what was written."""
-        ...
-
-    def write(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """Write blocks that are not there. Return for each whether it is there now."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources. Nothing is called afterwards."""
-        ...
 
 
 def content_name(fingerprint: str, digest: str) -> str:
@@ -95,7 +55,7 @@ def chain(root: BlockHash, tokens: bytes, block_size: int) -> list[BlockName]:
 def num_leading(names: Sequence[BlockName], contains: Callable[[Sequence[BlockName]], list[bool]]) -> int:
     """Return how many of a prefix's first blocks are there.
 
-    Storage forgets the end of a prefix before its beginning. So this looks for the end by bisection, several blocks at
+    A tier forgets the end of a prefix before its beginning. So this looks for the end by bisection, several blocks at
     a time: four rounds of at most 32 blocks for a prefix of a million. Where the middle of a prefix is missing all the
     same, the answer may be too small or too great, and what is not there is computed.
     """

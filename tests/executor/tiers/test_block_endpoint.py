@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pagewise_executor.kv.block_endpoint import block_listener
+from pagewise_executor.tiers.block_endpoint import block_listener
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ConfigError
 

@@ -1,9 +1,10 @@
-"""Serves blocks to other executors. The scheduler pins them meanwhile, so they are read while steps run."""
+"""Serves blocks of all tiers to other executors. The scheduler pins them, so they are read while steps run."""
 
 import contextlib
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encod
 from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.checksum import checksum
+from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,21 @@ class _Request:
 class BlockServer:
     """Answers other executors that fetch blocks, on a thread of its own.
 
+    ``tiers``: those of this executor, by number. ``bytes_per_block``: of each block of theirs.
     ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
     are not on the allow-list. ``num_closed``: the number of connections that were closed because of
     ``MOST_UNREAD``.
     """
 
-    def __init__(self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None) -> None:
-        self._store = store
+    def __init__(
+        self,
+        tiers: Mapping[int, Tier],
+        bytes_per_block: int,
+        listen: str,
+        advertised_host: str,
+        keys: Keys | None = None,
+    ) -> None:
+        self._tiers, self._bytes_per_block = tiers, bytes_per_block
         self._begun = (-1, -1)  # epoch and step
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         prepare(self._context)
@@ -141,9 +150,13 @@ class BlockServer:
         if len(request.blocks) % _PLACE_BYTES:
             return "places come in pairs of tier and block"
         places = _places(request)
-        if not len(places) or len(places) * self._store.bytes_per_block > max(_MOST_BYTES, self._store.bytes_per_block):
+        if not len(places) or len(places) * self._bytes_per_block > max(_MOST_BYTES, self._bytes_per_block):
             return f"{len(places)} blocks are none, or too many at once"
-        return "" if self._store.has(places) else "there are no such blocks"
+        for number in np.unique(places[:, 0]).tolist():
+            blocks, tier = places[places[:, 0] == number, 1], self._tiers.get(number)
+            if tier is None or blocks.min() < 0 or blocks.max() >= tier.num_blocks:
+                return "there are no such blocks"
+        return ""
 
     def _settle(self, pending: _Request) -> bool:
         """Answer a request if its step has begun or its time is over; return False if it has to wait longer."""
@@ -160,16 +173,28 @@ class BlockServer:
 
     def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
         try:
-            rows = self._store.read(_places(request))
+            rows, are_sound = self._content(_places(request))
         except Exception as error:
             log.exception("blocks could not be read for another executor")
             return (Blocks(request.number, error=str(error)[:200]),)
+        if not are_sound:
+            return (Blocks(request.number, error="a block does not hold what was stored there"),)
         if self._begun[0] != request.epoch:
             return (Blocks(request.number, error="they were given up while they were read"),)
         content = rows.data.cast("B")
         return Blocks(request.number, checksum(rows)), *(
             content[start : start + FRAME_BYTES] for start in range(0, len(content), FRAME_BYTES)
         )
+
+    def _content(self, places: Int32s) -> tuple[Rows, bool]:
+        """Return the content of ``places`` [n, 2] (tier, block), and whether all of it is what was stored there."""
+        rows, are_sound = np.empty((len(places), self._bytes_per_block), np.uint8), True
+        for number in np.unique(places[:, 0]).tolist():
+            here = np.flatnonzero(places[:, 0] == number)
+            part = np.empty((len(here), self._bytes_per_block), np.uint8)
+            are_sound &= all(self._tiers[number].read(places[here, 1], part))
+            rows[here] = part
+        return rows, are_sound
 
     def _send(self, identity: bytes, header: Blocks, *content: Any) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the peer has gone

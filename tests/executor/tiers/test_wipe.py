@@ -5,22 +5,23 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fakeredis")
-from pagewise_executor.storage.disk import DiskStorage
-from pagewise_executor.storage.redis import RedisStorage
-from pagewise_executor.storage.storage import Storage, chain, content_name
-from pagewise_executor.storage.wipe import main
+from pagewise_executor.tiers.block_names import chain, content_name
+from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.hashed import HashedTier
+from pagewise_executor.tiers.redis import RedisTier
+from pagewise_executor.tiers.wipe import main
 from pagewise_shared.block_hash import BlockName, root_hash
 from pagewise_shared.protocol import pack_int32s
 
 from benchmarks.processes import free_port
-from tests.executor.storage.names import BLOCK_BYTES, content
+from tests.executor.tiers.names import BLOCK_BYTES, content
 from tests.redis_servers import start_fake
 
 MODELS = ("0123", "0123-4096")
 SALTS = (None, "key:alice", "key:alice/other", "key:bob")
 
 
-def stored(storages: list[Storage]) -> dict[tuple[str, str | None], list[BlockName]]:
+def stored(storages: list[HashedTier]) -> dict[tuple[str, str | None], list[BlockName]]:
     """Write two prefixes that part after three blocks, for each model and salt."""
     names: dict[tuple[str, str | None], list[BlockName]] = {}
     for model, storage in zip(MODELS, storages, strict=True):
@@ -29,18 +30,18 @@ def stored(storages: list[Storage]) -> dict[tuple[str, str | None], list[BlockNa
             one = chain(root, pack_int32s(range(40)), 4)
             other = chain(root, pack_int32s([*range(12), *range(100, 120)]), 4)
             names[model, salt] = [*one, *other[3:]]
-            assert all(storage.write(names[model, salt], content(names[model, salt])))
+            assert all(storage.store(names[model, salt], content(names[model, salt])))
     return names
 
 
-def check(storages: list[Storage], names: dict[tuple[str, str | None], list[BlockName]], gone: str) -> None:
+def check(storages: list[HashedTier], names: dict[tuple[str, str | None], list[BlockName]], gone: str) -> None:
     for (model, salt), blocks in names.items():
         assert storages[MODELS.index(model)].contains(blocks) == [salt != gone] * 15
 
 
 def test_a_salt_is_wiped_from_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storages: list[Storage] = [
-        DiskStorage(tmp_path, content_name(model, "f" * 16), BLOCK_BYTES, 2**30) for model in MODELS
+    storages: list[HashedTier] = [
+        DiskTier(tmp_path, content_name(model, "f" * 16), BLOCK_BYTES, 2**30) for model in MODELS
     ]
     names = stored(storages)
     assert main(["--disk-cache", str(tmp_path), "--salt", "key:alice"]) == 0
@@ -54,7 +55,7 @@ def test_a_salt_is_wiped_from_a_store(tmp_path: Path, capsys: pytest.CaptureFixt
     port = free_port()
     stop = start_fake(tmp_path, port)
     url = f"redis://127.0.0.1:{port}/0"
-    storages: list[Storage] = [RedisStorage(url, content_name(model, "f" * 16), BLOCK_BYTES) for model in MODELS]
+    storages: list[HashedTier] = [RedisTier(url, content_name(model, "f" * 16), BLOCK_BYTES) for model in MODELS]
     names = stored(storages)
     assert main(["--store", url, "--salt", "key:alice/other"]) == 0
     assert capsys.readouterr().out == "30 blocks deleted from the store\n"

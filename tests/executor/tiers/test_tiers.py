@@ -4,18 +4,22 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pagewise_executor.block_copies import BlockCopier, CopyJob, Tier
-from pagewise_executor.kv.block_store import BlockStore
-from pagewise_executor.kv.host_memory import AnonymousMemory, NamedMemory
-from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
+from pagewise_executor.tiers.block_copier import BlockCopier
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.host import HostTier
+from pagewise_executor.tiers.host_memory import AnonymousMemory, NamedMemory
+from pagewise_executor.tiers.tier import Tier
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, TIER_NAMES, BlockCopies, Copied, StepPlan, pack_int32s
 
@@ -24,35 +28,28 @@ FURTHER = len(TIER_NAMES)
 ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-class FurtherTier:
+class FurtherTier(Tier):
     """A tier below the host that keeps what it takes over, and what that was called."""
 
     num_blocks = 4
 
-    def __init__(self, store: BlockStore) -> None:
-        self.report: Callable[[Copied], None] = lambda message: None
-        self.store = store
+    def __init__(self) -> None:
+        super().__init__()
         self.taken: list[tuple[BlockHash | None, int]] = []
 
-    def begin(self, job: CopyJob) -> None:
-        rows = self.store.read_tier(job.source, job.pairs[:, 0])
-        self.taken += [(name, int(row[0])) for name, row in zip(job.names, rows, strict=True)]
+    def begin(self, job: CopyJob, upper: Tier) -> None:
+        sources = job.pairs[:, 0]
+        rows = np.empty((len(sources), 4 * 2 * 8 * 2), np.uint8)
+        assert all(upper.read(sources, rows))
+        self.taken += [(name, int(row[0])) for name, row in zip(upper.names_of(sources), rows, strict=True)]
         self.report(job.confirmed(0.0))
 
-    def reset(self, epoch: int, *, keep: bool = False) -> None:
-        self.taken = []
 
-    def names(self) -> dict[int, BlockHash]:
-        return {}
+class NamedHashes(BlockHashes):
+    """Each block of the device has a hash that tells its number."""
 
-    def names_of(self, blocks: list[int]) -> list[BlockHash | None]:
-        return [None] * len(blocks)
-
-    def read(self, blocks: list[int]) -> np.ndarray:
-        raise OSError("nobody reads here")
-
-    def close(self) -> None:
-        pass
+    def of(self, blocks: Iterable[int]) -> list[BlockHash | None]:
+        return [name_of(block) for block in blocks]
 
 
 def name_of(block: int) -> BlockHash:
@@ -66,16 +63,21 @@ class Tiers:
         self.pool = KVPool([(2, 8)], NUM_BLOCKS, 4, torch.uint8, torch.device(device))
         memory = AnonymousMemory(8, self.pool.bytes_per_block, device == "cuda")
         self.host = HostTier(self.pool, memory, bandwidth=bandwidth, verify=verify)
-        tiers: dict[int, Tier] = {HOST: self.host}
-        self.store = BlockStore(self.pool, tiers)
-        tiers[FURTHER] = self.further = FurtherTier(self.store)
-        self.copier = BlockCopier(self.pool, tiers, lambda blocks: [name_of(block) for block in blocks])
-        self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self.further = FurtherTier()
+        self.copier = BlockCopier(DeviceTier(self.pool, NamedHashes(NUM_BLOCKS, 4)))
+        self.copier.tiers |= {HOST: self.host, FURTHER: self.further}
+        self.copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.copier.report_to(self.copied.put)
         self.step = 0
         with torch.inference_mode():
             for tensor in (*self.pool.keys, *self.pool.values):
                 tensor[:] = (torch.arange(NUM_BLOCKS) % 251).view(-1, 1, 1, 1)
+
+    def first_bytes(self, tier: int, blocks: list[int]) -> list[int]:
+        """The first byte of each of these blocks."""
+        rows = np.empty((len(blocks), self.pool.bytes_per_block), np.uint8)
+        assert all(self.copier.tiers[tier].read(np.array(blocks, np.int32), rows))
+        return rows[:, 0].tolist()
 
     def copy(self, *lists: tuple[int, int, list[tuple[int, int]]]) -> list[Copied]:
         """Begin the lists of one plan, and wait until all of them are confirmed."""
@@ -93,10 +95,10 @@ def test_of_several_blocks_that_go_to_one_the_last_stays_with_its_name(device: s
     tiers = Tiers(device, verify=verify)
     tiers.copy((DEVICE, HOST, [(block, block % 3) for block in range(NUM_BLOCKS)]))
     assert tiers.host.names() == {block: name_of(NUM_BLOCKS - 3 + block) for block in range(3)}
-    assert tiers.store.read_tier(HOST, np.arange(3, dtype=np.int32))[:, 0].tolist() == [46, 47, 48]
+    assert tiers.first_bytes(HOST, [0, 1, 2]) == [46, 47, 48]
     (loaded,) = tiers.copy((HOST, DEVICE, [(0, 10), (2, 11)]))
     assert loaded.bad == b""
-    assert tiers.store.read_tier(DEVICE, np.array([10, 11], np.int32))[:, 0].tolist() == [46, 48]
+    assert tiers.first_bytes(DEVICE, [10, 11]) == [46, 48]
 
 
 @pytest.mark.parametrize("bandwidth", [None, 20_000.0])
@@ -129,9 +131,10 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np, torch
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv.host_memory import NamedMemory
-from pagewise_executor.kv.host_tier import HostTier
+from pagewise_executor.tiers.host_memory import NamedMemory
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.tiers.host import HostTier
+from pagewise_executor.tiers.tier import Tier
 from pagewise_shared.protocol import DEVICE, HOST
 
 pool = KVPool([(1, 8)], 4, 4, torch.float32, torch.device("cpu"))
@@ -146,7 +149,9 @@ def keep_and_die(*arguments):
 
 memory.keep = keep_and_die
 pairs = np.array([[0, 0], [1, 0]], np.int32)
-HostTier(pool, memory).begin(CopyJob(0, 1, DEVICE, HOST, pairs, names=[b"a" * 32, b"b" * 32]))
+upper = Tier()
+upper.names_of = lambda blocks: [b"a" * 32, b"b" * 32]
+HostTier(pool, memory).begin(CopyJob(0, 1, DEVICE, HOST, pairs), upper)
 signal.pause()
 """
 

@@ -12,27 +12,27 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pagewise_executor.storage import disk as disk_module
-from pagewise_executor.storage.disk import DiskStorage, StoredFile, least_recently_used
+from pagewise_executor.tiers import disk as disk_module
+from pagewise_executor.tiers.disk import DiskTier, StoredFile, least_recently_used
 from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ConfigError
 
-from tests.executor.storage.names import BLOCK_BYTES, content, empty, name_of, prefix
+from tests.executor.tiers.names import BLOCK_BYTES, content, empty, name_of, prefix
 
 FILE_BYTES = 4096 + 8192
 
 
-def open_disk(folder: Path, content: str = "x", most_blocks: int = 1000) -> DiskStorage:
-    return DiskStorage(folder, content, BLOCK_BYTES, most_blocks * FILE_BYTES)
+def open_disk(folder: Path, content: str = "x", most_blocks: int = 1000) -> DiskTier:
+    return DiskTier(folder, content, BLOCK_BYTES, most_blocks * FILE_BYTES)
 
 
 def files(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*/??/*") if path.is_file()]
 
 
-def check(disk: DiskStorage, names: list[BlockName], there: list[bool]) -> None:
+def check(disk: DiskTier, names: list[BlockName], there: list[bool]) -> None:
     rows = empty(len(names))
-    assert disk.read(names, rows) == there
+    assert disk.load(names, rows) == there
     for index, name in enumerate(names):
         if there[index]:
             assert (rows[index] == content([name])[0]).all()
@@ -43,7 +43,7 @@ def test_what_one_process_writes_another_reads(tmp_path: Path) -> None:
     first, second = open_disk(tmp_path), open_disk(tmp_path)
     assert first.identity == second.identity != open_disk(tmp_path / "other").identity
     assert first.contains(names) == [False] * 5
-    assert first.write(names, content(names)) == [True] * 5
+    assert first.store(names, content(names)) == [True] * 5
     assert second.contains([*names, name_of("b")]) == [True] * 5 + [False]
     check(second, [*names, name_of("b")], [True] * 5 + [False])
     assert first.num_errors == second.num_errors == 0
@@ -55,7 +55,7 @@ def test_blocks_of_other_models_and_formats_are_not_found(tmp_path: Path) -> Non
     names = prefix("a", 2)
     one, other = open_disk(tmp_path, "one"), open_disk(tmp_path, "other")
     assert one.identity != other.identity
-    one.write(names, content(names))
+    one.store(names, content(names))
     assert other.contains(names) == [False, False]
 
 
@@ -63,7 +63,7 @@ def test_blocks_of_other_models_and_formats_are_not_found(tmp_path: Path) -> Non
 def test_what_is_not_as_it_was_written_is_not_read_and_goes(tmp_path: Path, harm: str) -> None:
     names = prefix("a", 3)
     disk = open_disk(tmp_path)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
     path, other = Path(disk._path(names[1])), Path(disk._path(names[2]))
     data = bytearray(path.read_bytes())
     if harm == "cut":
@@ -80,7 +80,7 @@ def test_what_is_not_as_it_was_written_is_not_read_and_goes(tmp_path: Path, harm
     check(disk, names, [True, harm == "grown", True])
     assert path.exists() == (harm == "grown")
     assert disk.num_errors == (harm != "grown")
-    assert disk.write(names, content(names)) == [True] * 3, "it is written anew"
+    assert disk.store(names, content(names)) == [True] * 3, "it is written anew"
     check(disk, names, [True] * 3)
 
 
@@ -90,14 +90,14 @@ def test_whatever_bytes_change_no_wrong_block_is_read(tmp_path: Path, seed: int,
     chance = random.Random(seed)
     names = prefix("a", 4)
     disk = open_disk(tmp_path)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
     for path in files(tmp_path):
         data = bytearray(path.read_bytes())
         for _ in range(number):
             data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data[: chance.choice([len(data), chance.randrange(len(data))])])
     rows = empty(4)
-    for name, row, there in zip(names, rows, disk.read(names, rows), strict=True):
+    for name, row, there in zip(names, rows, disk.load(names, rows), strict=True):
         assert not there or (row == content([name])[0]).all()
 
 
@@ -107,11 +107,11 @@ def test_a_writer_that_dies_leaves_nothing_that_is_found(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            disk.write([name], content([name]))
+            disk.store([name], content([name]))
     (left,) = files(tmp_path)
     assert disk.contains([name]) == [False]
     os.utime(left, (time.time() - 7200,) * 2)
-    open_disk(tmp_path, "another").write(prefix("b", 1), content(prefix("b", 1)))
+    open_disk(tmp_path, "another").store(prefix("b", 1), content(prefix("b", 1)))
     assert not left.exists(), "it is deleted when the folder is listed"
 
 
@@ -121,7 +121,7 @@ def test_the_bound_holds_over_all_who_write_and_all_models(tmp_path: Path) -> No
         disk = disks[number % 3]
         disk._listed = float("-inf")  # else every five minutes: what others write is not known before
         names = prefix(f"{number}", 3)
-        assert disk.write(names, content(names)) == [True] * 3
+        assert disk.store(names, content(names)) == [True] * 3
         assert len(files(tmp_path)) <= 20
     assert len(files(tmp_path)) >= 15
     assert disks[2].contains(prefix("29", 3)) == [True] * 3, "the last ones are there"
@@ -131,12 +131,12 @@ def test_the_bound_holds_over_all_who_write_and_all_models(tmp_path: Path) -> No
 def test_the_end_of_a_prefix_goes_before_its_beginning(tmp_path: Path) -> None:
     disk = open_disk(tmp_path, most_blocks=20)
     old, new = prefix("old", 8), prefix("new", 8)
-    disk.write(old, content(old))
-    disk.write(new, content(new))
+    disk.store(old, content(old))
+    disk.store(new, content(new))
     for age, name in enumerate(reversed(old)):  # the beginning was touched before the end: a read of the whole prefix
         os.utime(disk._path(name), (1000 + age, 1000 + age))
     more = prefix("more", 6)
-    disk.write(more, content(more))
+    disk.store(more, content(more))
     assert disk.contains(new) == [True] * 8
     there = disk.contains(old)
     assert there == sorted(there, reverse=True)
@@ -182,7 +182,7 @@ def small_files() -> Iterator[None]:
 def test_a_block_that_was_written_in_part_is_not_there(tmp_path: Path) -> None:
     disk = open_disk(tmp_path)
     names = prefix("a", 2)
-    assert disk.write(names, content(names)) == [False, False]
+    assert disk.store(names, content(names)) == [False, False]
     assert disk.contains(names) == [False, False]
     assert files(tmp_path) == []
     assert disk.num_errors == 2
@@ -192,7 +192,7 @@ def test_a_block_that_was_written_in_part_is_not_there(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_still_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     disk = open_disk(tmp_path)
     names, more = prefix("a", 10), prefix("b", 2)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
 
     def fail(*values: object) -> int:
         raise OSError(code, os.strerror(code))
@@ -200,11 +200,11 @@ def test_a_disk_that_takes_nothing_still_gives(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         for function in ("writev", "utime", "unlink"):
             patch.setattr(disk_module.os, function, fail)
-        assert disk.write(more, content(more)) == [False, False]
+        assert disk.store(more, content(more)) == [False, False]
         assert disk.contains(names) == [True] * 10
         check(disk, names, [True] * 10)
         assert disk.num_errors >= 2
-    assert disk.write(more, content(more)) == [True, True], "it works again"
+    assert disk.store(more, content(more)) == [True, True], "it works again"
     if code in (errno.ENOSPC, errno.EDQUOT):
         assert len(files(tmp_path)) <= 10, "and others have more room on it now"
 
@@ -212,7 +212,7 @@ def test_a_disk_that_takes_nothing_still_gives(tmp_path: Path, monkeypatch: pyte
 def test_a_disk_that_cannot_be_read_costs_the_blocks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = open_disk(tmp_path)
     names = prefix("a", 3)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
 
     def fail(*values: object) -> int:
         raise OSError(errno.EIO, "the disk is broken")
@@ -225,19 +225,19 @@ def test_a_disk_that_cannot_be_read_costs_the_blocks_only(tmp_path: Path, monkey
 def test_a_folder_that_vanishes_and_comes_back(tmp_path: Path) -> None:
     disk = open_disk(tmp_path / "cache")
     names = prefix("a", 2)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
     (tmp_path / "cache").rename(tmp_path / "gone")
     assert disk.contains(names) == [False, False]
     check(disk, names, [False, False])
-    assert disk.write(names, content(names)) == [False, False]
-    assert disk.write(names, content(names)) == [True, True]
+    assert disk.store(names, content(names)) == [False, False]
+    assert disk.store(names, content(names)) == [True, True]
     check(disk, names, [True, True])
 
 
 def test_files_are_read_past_the_page_cache_where_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = open_disk(tmp_path)
     names = prefix("a", 2)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
     opened: list[int] = []
     open_file = os.open
 
@@ -270,7 +270,7 @@ def test_blocks_that_another_user_wrote_are_not_read(tmp_path: Path) -> None:
     """They have the right hash and checksum, as an attacker's would."""
     names = prefix("a", 3)
     disk = open_disk(tmp_path)
-    disk.write(names, content(names))
+    disk.store(names, content(names))
     (path,) = (path for path in files(tmp_path) if names[1].hash.hex() in path.name)
     by_another_user(path)
     check(disk, names, [True, False, True])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagewise_executor.kv import host_memory
-from pagewise_executor.kv.host_memory import NamedMemory
+from pagewise_executor.tiers import host_memory
+from pagewise_executor.tiers.host_memory import NamedMemory
 from pagewise_shared.block_hash import BlockHash
 
 NAME = BlockHash(bytes(range(32)))

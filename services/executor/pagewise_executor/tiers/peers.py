@@ -1,4 +1,4 @@
-"""Blocks from other executors: pieces of about a megabyte over ZeroMQ, asked for by who needs them.
+"""The tiers of other executors: blocks come in pieces of about a megabyte over ZeroMQ, asked for by who needs them.
 
 Who fetches keeps a few pieces asked for, so that the link never waits, and stops asking when nobody wants the rest any
 more.
@@ -10,21 +10,23 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import zmq
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Blocks, Copied, ReadBlocks, RemoteTier, decode_from_peer, encode
+from pagewise_shared.protocol import Blocks, CancelCopies, ReadBlocks, RemoteTier, decode_from_peer, encode
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.kv.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
-from pagewise_executor.kv.block_store import BlockBytes, BlockStore
-from pagewise_executor.kv.checksum import checksum
+from pagewise_executor.tiers.block_endpoint import block_listener
+from pagewise_executor.tiers.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
+from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
 
@@ -33,87 +35,88 @@ _ENVELOPE_BYTES = 1024
 _SILENCE_SECONDS = 5.0
 _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
-_MOST_UNWANTED = 1024
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What one step fetches from one tier of a peer: ``places`` [n, 2] (tier, block) there, into own device ``blocks``
-    [n]."""
+    """What one step fetches from one tier of a peer: ``places`` [n, 2] (tier, block) there, into own blocks [n] of the
+    device. ``after``: the work of the device that they come after."""
 
     copies: CopyJob
     peer: RemoteTier
+    device: Tier
     places: Int32s
     blocks: Int32s
     after: Any
     cancelled: bool = False
 
-    def is_of(self, epoch: int, step: int, endpoint: str) -> bool:
-        """Whether that step asked for it there."""
-        return (self.copies.epoch, self.copies.step, self.peer.endpoint) == (epoch, step, endpoint)
 
+class Peers(Tier):
+    """Fetches blocks from the tiers of other executors, with a thread for each of them.
 
-class PeerLinks:
-    """Fetches blocks from other executors, with one thread per peer, which calls ``report`` when a job is done.
-
-    ``rank``: of this executor's ranks; it fetches from the same rank of others, whose endpoints are named together.
+    ``server``: serves blocks of ``tiers``, those of this executor by number, to the others; for ``listen`` and
+    ``advertised_host`` see ``BlockServer``. ``bytes_per_block``: of each block of each of these executors. ``rank``: of
+    this executor's ranks; it fetches from the same rank of others, whose endpoints are named together.
     """
 
-    def __init__(self, store: BlockStore, keys: Keys | None = None, rank: int = 0) -> None:
-        self.rank = rank
-        self.report: Callable[[Copied], None] = lambda message: None
-        self._store = store
+    def __init__(
+        self,
+        tiers: Mapping[int, Tier],
+        bytes_per_block: int,
+        listen: str,
+        advertised_host: str,
+        keys: Keys | None = None,
+        rank: int = 0,
+    ) -> None:
+        super().__init__()
+        self.server = BlockServer(tiers, bytes_per_block, listen, advertised_host, keys)
+        self.bytes_per_block, self.rank = bytes_per_block, rank
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._lock = threading.Condition()
         self._links: dict[str, _Link] = {}
         self._jobs: set[_Job] = set()
-        self._begun = (-1, -1)
-        self._unwanted: set[tuple[int, int, str]] = set()
 
-    def begin(self, copies: CopyJob) -> None:
+    def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin a step's copies from one tier of a peer. They come after whatever the device has been given so far."""
-        peer, pairs = copies.peer, copies.pairs
+        peer, pairs = job.peer, job.pairs
         assert peer is not None
-        places = np.stack([np.full(len(pairs), copies.source, np.int32), pairs[:, 0]], axis=1)
-        job = _Job(copies, peer, places, pairs[:, 1].copy(), self._store.event())
+        places = np.stack([np.full(len(pairs), job.source, np.int32), pairs[:, 0]], axis=1)
+        fetch = _Job(job, peer, upper, places, pairs[:, 1].copy(), upper.now())
         with self._lock:
-            job.cancelled = (copies.epoch, copies.step, peer.endpoint) in self._unwanted
-            self._jobs.add(job)
+            self._jobs.add(fetch)
             link = self._links.get(peer.endpoint)
             if link is None:
                 link = self._links[peer.endpoint] = _Link(peer.endpoint, self)
                 threading.Thread(target=link.run, name=f"fetch {peer.endpoint}", daemon=True).start()
-            link.inbox.put(job)
+            link.inbox.put(fetch)
 
     def begun(self, epoch: int, step: int) -> None:
-        """All fetches of the steps up to this one have been begun."""
-        with self._lock:
-            self._begun = epoch, step
-            self._unwanted = {one for one in self._unwanted if one[:2] > self._begun}
+        """See ``Tier``. Peers may read what the steps up to this one bring to a tier."""
+        self.server.begun(epoch, step)
 
-    def cancel(self, epoch: int, step: int, peer: str) -> None:
-        """What that step fetches from there is not wanted any more: it is confirmed soon, what is missing as bad.
-
-        It may come before its step, which waits for others.
-        """
+    def cancel(self, cancelled: CancelCopies) -> None:
+        """See ``Tier``."""
         with self._lock:
-            if (epoch, step) > self._begun and len(self._unwanted) < _MOST_UNWANTED:
-                self._unwanted.add((epoch, step, peer))
             for job in self._jobs:
-                if job.is_of(epoch, step, peer):
+                if CancelCopies(job.copies.epoch, job.copies.step, job.peer.endpoint) == cancelled:
                     job.cancelled = True
 
-    def reset(self) -> None:
-        """Cancel all jobs. After this returns, none of them writes to a block."""
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Refuse the requests of peers, and cancel all fetches, of older epochs."""
+        self.server.begun(epoch, 0)
+        self._cancel_all()
+
+    def _cancel_all(self) -> None:
         with self._lock:
             for job in self._jobs:
                 job.cancelled = True
             self._lock.wait_for(lambda: not self._jobs)
 
     def close(self) -> None:
-        """Cancel all jobs and end all threads."""
-        self.reset()
+        """Stop serving blocks, cancel all fetches, and end all threads."""
+        self.server.close()
+        self._cancel_all()
         with self._lock:
             for link in self._links.values():
                 link.inbox.put(None)
@@ -142,7 +145,7 @@ class _Link:
     """The connection to one peer, and the jobs of its thread."""
 
     peer: str
-    owner: PeerLinks
+    owner: Peers
     inbox: "queue.SimpleQueue[_Job | None]" = field(default_factory=queue.SimpleQueue)
     socket: Any = None
     number: int = 0
@@ -173,8 +176,8 @@ class _Link:
         Raises:
             ProtocolError: the peer refuses, sends something else, or nothing.
         """
-        store, count = self.owner._store, len(job.blocks)
-        per_piece = max(1, PIECE_BYTES // max(1, store.bytes_per_block))
+        size, count = self.owner.bytes_per_block, len(job.blocks)
+        per_piece = max(1, PIECE_BYTES // max(1, size))
         waiting = deque(slice(start, min(count, start + per_piece)) for start in range(0, count, per_piece))
         asked: dict[int, slice] = {}  # by the number of the request
         heard = time.monotonic()
@@ -189,11 +192,11 @@ class _Link:
                     raise ProtocolError(f"nothing heard for {_SILENCE_SECONDS:g} s")
                 continue
             heard = time.monotonic()
-            part, rows = self._take(asked, store.bytes_per_block)
+            part, rows = self._take(asked, size)
             if job.cancelled:  # the blocks may be given to others now
                 return
             blocks = job.blocks[part]
-            store.write(blocks, rows, job.after)
+            job.device.write(blocks, rows, job.after)
             missing.difference_update(blocks.tolist())
 
     def _ask(self, job: _Job, part: slice) -> int:
@@ -209,7 +212,7 @@ class _Link:
         self.socket.send(encode(request))
         return self.number
 
-    def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, BlockBytes]:
+    def _take(self, asked: dict[int, slice], bytes_per_block: int) -> tuple[slice, Rows]:
         """Receive the next answer; return the part of the job it belongs to, removed from ``asked``, and its blocks."""
         header, *frames = self.socket.recv_multipart(copy=False)
         answer = decode_from_peer(header.buffer)
@@ -235,58 +238,16 @@ class _Link:
             self.socket = None
 
 
-class Peers:
-    """The exchange of blocks with other executors: serves its own blocks, and fetches theirs. ``rank``: its own."""
-
-    def __init__(
-        self, store: BlockStore, listen: str, advertised_host: str, keys: Keys | None = None, rank: int = 0
-    ) -> None:
-        self._server = BlockServer(store, listen, advertised_host, keys)
-        self._links = PeerLinks(store, keys, rank)
-        self.endpoint = self._server.endpoint
-
-    @property
-    def report(self) -> Callable[[Copied], None]:
-        """Called on any thread when a step's copies from a peer are done."""
-        return self._links.report
-
-    @report.setter
-    def report(self, report: Callable[[Copied], None]) -> None:
-        self._links.report = report
-
-    @property
-    def num_refused(self) -> int:
-        """The number of refused connections to the block socket."""
-        return self._server.num_refused
-
-    @property
-    def num_closed(self) -> int:
-        """The number of connections to the block socket that were closed because they sent more than was read."""
-        return self._server.num_closed
-
-    def close(self) -> None:
-        """Stop serving and fetching blocks."""
-        self._server.close()
-        self._links.close()
-
-    def reset(self, epoch: int) -> None:
-        """Refuse and cancel all requests of older epochs."""
-        self._server.begun(epoch, 0)
-        self._links.reset()
-
-    def begin(self, job: CopyJob) -> None:
-        """Begin a step's copies from one tier of a peer."""
-        self._links.begin(job)
-
-    def begun(self, epoch: int, step: int) -> None:
-        """All copies of the steps up to this one have been begun: peers may read what they bring to a tier."""
-        self._server.begun(epoch, step)
-        self._links.begun(epoch, step)
-
-    def cancel(self, epoch: int, step: int, peer: str) -> None:
-        """See ``PeerCopier``."""
-        self._links.cancel(epoch, step, peer)
+MakePeers = Callable[[Mapping[int, Tier], int], Peers]
+"""Makes the exchange with other executors, by this executor's tiers and the bytes of each of their blocks."""
 
 
-MakePeers = Callable[[BlockStore], Peers]
-"""Makes the exchange with other executors for what a store holds."""
+def make_peers(
+    config: ExecutorConfig, keys: Keys | None, rank: int, tiers: Mapping[int, Tier], bytes_per_block: int
+) -> Peers:
+    """The exchange with other executors that the options ask for.
+
+    Raises:
+        ConfigError: the address of the scheduler, next to which peers are served, cannot be read.
+    """
+    return Peers(tiers, bytes_per_block, *block_listener(config, rank), keys, rank)

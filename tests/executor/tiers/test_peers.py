@@ -13,19 +13,24 @@ import torch
 import transformers
 import zmq
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv import block_server, peers
-from pagewise_executor.kv.block_server import FRAME_BYTES, WINDOW, BlockServer
-from pagewise_executor.kv.block_store import BlockStore
+from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.kv.peers import PeerLinks, Peers
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.tiers import block_server, peers
+from pagewise_executor.tiers.block_copier import BlockCopier
+from pagewise_executor.tiers.block_server import FRAME_BYTES, WINDOW, BlockServer
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.peers import Peers
+from pagewise_executor.tiers.tier import Tier
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.curve import Keys, public_file
 from pagewise_shared.protocol import (
     DEVICE,
     Blocks,
+    CancelCopies,
     Copied,
+    Found,
     ReadBlocks,
     RemoteTier,
     decode_from_peer,
@@ -36,7 +41,7 @@ from pagewise_shared.protocol import (
 
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
-from tests.executor.runners import build_runner
+from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import VOCAB_SIZE, build_model
 from tests.shared.key_pairs import make_key_pairs
 
@@ -48,13 +53,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def on_loopback(store: BlockStore) -> Peers:
-    return Peers(store, "tcp://127.0.0.1:*", "127.0.0.1")
-
-
 @pytest.fixture(scope="module")
 def runners(model_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    both = build_runner(model_path, exchange=on_loopback), build_runner(model_path, exchange=on_loopback)
+    both = build_runner(model_path, exchange=peers_at()), build_runner(model_path, exchange=peers_at())
     yield both
     for runner in both:
         runner.close()
@@ -128,20 +129,25 @@ class Exchange:
         self.source, self.target = (KVPool(shapes, num_blocks, 4, torch.float32, cpu) for _ in range(2))
         self.content = np.random.default_rng(1).integers(0, 256, (num_blocks, self.source.bytes_per_block), np.uint8)
         self.source.scatter(np.arange(num_blocks, dtype=np.int32), self.content)
-        self.server = BlockServer(BlockStore(self.source, {}), f"ipc://{tmp_path}/blocks", "", holder)
-        self.links = PeerLinks(BlockStore(self.target, {}), fetcher)
+        size, hashes = self.source.bytes_per_block, BlockHashes(num_blocks, 4)
+        self.tiers: dict[int, Tier] = {DEVICE: DeviceTier(self.source, hashes)}
+        self.server = BlockServer(self.tiers, size, f"ipc://{tmp_path}/blocks", "", holder)
+        self.links = Peers({}, size, f"ipc://{tmp_path}/fetched", "", fetcher)
+        self.copier = BlockCopier(DeviceTier(self.target, hashes))
+        self.copier.peers = self.links
         self.done: list[Copied] = []
         self.reported = threading.Event()
-        self.links.report = self._report
+        self.copier.report_to(self._report)
 
-    def _report(self, copied: Copied) -> None:
+    def _report(self, copied: Copied | Found) -> None:
+        assert isinstance(copied, Copied)
         self.done.append(copied)
         self.reported.set()
 
     def fetch(self, blocks: list[int], *, step: int = 1, epoch: int = 7, peer: str = "", key: str = "") -> None:
         pairs = np.array([(block, self.num_blocks - 1 - block) for block in blocks], np.int32)
         remote = RemoteTier(peer or self.server.endpoint, epoch, 3, key)
-        self.links.begin(CopyJob(1, step, DEVICE, DEVICE, pairs, remote))
+        self.copier.begin(1, step, [CopyJob(1, step, DEVICE, DEVICE, pairs, remote)])
 
     def wait(self, seconds: float = 20.0) -> Copied:
         assert self.reported.wait(seconds)
@@ -307,28 +313,27 @@ def test_a_fetch_is_cancelled(exchange: Exchange, tmp_path: Path) -> None:
     peer = f"ipc://{tmp_path}/nobody"
     exchange.fetch([1, 2, 3], peer=peer)
     began = time.monotonic()
-    exchange.links.cancel(1, 1, peer)
+    exchange.copier.cancel(CancelCopies(1, 1, peer))
     assert len(unpack_int32s(exchange.wait().bad)) == 3
     assert time.monotonic() - began < 2, "long before the peer would have been given up for its silence"
 
 
 def test_a_cancelling_may_come_before_its_step(exchange: Exchange, tmp_path: Path) -> None:
     peer = f"ipc://{tmp_path}/nobody"
-    exchange.links.cancel(1, 2, peer)
-    exchange.links.begun(1, 1)
+    exchange.copier.cancel(CancelCopies(1, 2, peer))
+    exchange.copier.begin(1, 1, [])
     began = time.monotonic()
     exchange.fetch([1, 2, 3], step=2, peer=peer)
     assert len(unpack_int32s(exchange.wait().bad)) == 3
     assert time.monotonic() - began < 2
-    exchange.links.begun(1, 2)
-    exchange.links.cancel(1, 2, peer)
-    assert not exchange.links._unwanted, "of what is over nothing is kept"
+    exchange.copier.cancel(CancelCopies(1, 2, peer))
+    assert not exchange.copier._unwanted, "of what is over nothing is kept"
 
 
 def test_nothing_is_written_after_a_reset(exchange: Exchange, tmp_path: Path) -> None:
     exchange.fetch([1, 2, 3], peer=f"ipc://{tmp_path}/nobody")
     exchange.fetch([4], step=2, peer=f"ipc://{tmp_path}/nobody")
-    exchange.links.reset()
+    exchange.copier.reset(2, keep=True)
     assert len(exchange.done) == 2
 
 
@@ -368,8 +373,9 @@ def test_a_request_that_does_not_end_is_cut_off_and_others_are_answered(
 ) -> None:
     monkeypatch.setattr(block_server, "MOST_UNREAD", 2**20)
     monkeypatch.setattr(block_server, "CHECK_SECONDS", 0.02)
-    store = BlockStore(exchange.source, {})
-    with contextlib.closing(BlockServer(store, "tcp://127.0.0.1:*", "127.0.0.1")) as server, zmq.Context() as context:
+    size = exchange.source.bytes_per_block
+    server = BlockServer(exchange.tiers, size, "tcp://127.0.0.1:*", "127.0.0.1")
+    with contextlib.closing(server), zmq.Context() as context:
         server.begun(7, 3)
         with context.socket(zmq.DEALER) as endless:
             endless.linger = 0

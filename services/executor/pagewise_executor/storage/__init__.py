@@ -1,1 +1,0 @@
-"""Storage outside of executors that KV blocks outlive them in."""

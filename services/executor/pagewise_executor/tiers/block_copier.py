@@ -1,0 +1,104 @@
+"""What an executor does with the copies of a plan."""
+
+import threading
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from pagewise_shared.protocol import (
+    DEVICE,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LookUp,
+    NamedBlocks,
+    pack_int32s,
+)
+
+from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.tier import Tier
+
+_MOST_HASHES = 1_000_000
+"""The most hashes that an inventory carries, because it travels in one frame, the Hello."""
+_MOST_UNWANTED = 1024
+
+
+class BlockCopier:
+    """Gives each list of copies, in the order of the plan, to the tier that carries it out.
+
+    Of the two tiers that a list names, that is the lower one: it takes blocks over from any tier above, and brings
+    blocks to the device. Nothing is copied from one lower tier up to another one. What lies in a tier of another
+    executor is brought by ``peers``, whichever tier that is.
+
+    ``tiers``: by number, the nearest first; tiers below the device may be added before anything is copied.
+    """
+
+    def __init__(self, device: DeviceTier) -> None:
+        self.tiers: dict[int, Tier] = {DEVICE: device}
+        self.peers = Tier()
+        self._block_size = device.block_size
+        self._lock = threading.Lock()
+        self._begun = (-1, -1)  # epoch and step
+        self._unwanted: set[CancelCopies] = set()
+
+    def begin(self, epoch: int, step: int, jobs: Iterable[CopyJob]) -> None:
+        """Begin a step's copies. When this returns, the step may be issued: see ``Tier.begin``."""
+        for job in jobs:
+            lower = self.peers if job.peer is not None else self.tiers[max(job.source, job.target)]
+            lower.begin(job, self.tiers[min(job.source, job.target)])
+        self.peers.begun(epoch, step)
+        with self._lock:
+            self._begun = epoch, step
+            unwanted = {one for one in self._unwanted if (one.epoch, one.step) <= self._begun}
+            self._unwanted -= unwanted
+        for one in unwanted:
+            self._cancel(one)
+
+    def cancel(self, cancelled: CancelCopies) -> None:
+        """Confirm copies of a step soon. May be called on any thread, and before the step itself, which waits for
+        others."""
+        with self._lock:
+            if (cancelled.epoch, cancelled.step) > self._begun and len(self._unwanted) < _MOST_UNWANTED:
+                self._unwanted.add(cancelled)
+        self._cancel(cancelled)
+
+    def _cancel(self, cancelled: CancelCopies) -> None:
+        tier = self.peers if cancelled.peer else self.tiers.get(cancelled.tier)
+        if tier is not None:
+            tier.cancel(cancelled)
+
+    def look_up(self, message: LookUp) -> None:
+        """Find out how much of a prefix is in a tier. May be called on any thread."""
+        if (tier := self.tiers.get(message.tier)) is not None:
+            tier.look_up(message, self._block_size)
+
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Void all jobs of older epochs, and forget all blocks with ids unless ``keep``."""
+        for tier in (self.peers, *self.tiers.values()):
+            tier.reset(epoch, keep=keep)
+
+    def report_to(self, report: Callable[[Copied | Found], None]) -> None:
+        """Call ``report``, on any thread, for every list of copies that is done, and for all that was looked up."""
+        for tier in (self.peers, *self.tiers.values()):
+            tier.report = report
+
+    def inventory(self) -> Inventory | None:
+        """Return the hashes of all blocks with ids, as many as an inventory carries; None if none is known."""
+        found: list[NamedBlocks] = []
+        left = _MOST_HASHES
+        for number, tier in self.tiers.items():
+            if named := dict(islice(tier.names().items(), left)):
+                found.append(NamedBlocks(number, pack_int32s(named), b"".join(named.values())))
+                left -= len(named)
+        return Inventory(tuple(found)) if found else None
+
+    @property
+    def num_errors(self) -> int:
+        """The number of reads and writes that have failed."""
+        return sum(tier.num_errors for tier in self.tiers.values())
+
+    def close(self) -> None:
+        """End all copies, and release all tiers, those first that read and write others."""
+        for tier in (self.peers, *reversed(self.tiers.values())):
+            tier.close()

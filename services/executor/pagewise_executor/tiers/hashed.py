@@ -1,0 +1,189 @@
+"""Tiers whose blocks have no ids: they lie under the names of their content, where they outlive the executor.
+
+Any number of executors share such a tier, of one machine or of several, without knowing of each other. That works
+because a name tells the content: whoever writes a block writes the same bytes, and a block that is found holds what was
+looked for. The tier forgets by itself to stay within its bound, so a block that was there may be gone when it is read;
+then it is computed again.
+"""
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.logs import BoundedLog
+from pagewise_shared.protocol import DEVICE, CancelCopies, Found, LookUp
+
+from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.tiers.block_names import chain, num_leading
+from pagewise_executor.tiers.tier import Blocks, Rows, Tier
+
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 32 * 2**20
+"""About how much is read before it is written to the device."""
+_SCRATCH_BLOCKS = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A list of copies. ``missing``: the targets that do not have their block yet.
+
+    ``lock``: held while targets are written, and while the job is ended, so that nothing is written afterwards.
+    """
+
+    copies: CopyJob
+    missing: set[int]
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class HashedTier(Tier, ABC):
+    """A tier of named blocks. Loads, stores and look-ups have a thread each, so that no step waits for any of them.
+
+    Subclasses say where the blocks lie. None of their methods raises: what fails is logged and counted.
+
+    ``name``: for people. ``identity``: of what lies there.
+    """
+
+    def __init__(self, name: str, bytes_per_block: int, identity: str) -> None:
+        super().__init__()
+        self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
+        self._complaints = BoundedLog(log)
+        self._jobs: set[_Job] = set()
+        self._jobs_lock = threading.Lock()
+        self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+
+    @abstractmethod
+    def contains(self, names: Sequence[BlockName]) -> list[bool]:
+        """Return for each block whether it is there. Those that are count as used now."""
+
+    @abstractmethod
+    def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """Read blocks into ``rows``. Return for each whether it was there and is what was written."""
+
+    @abstractmethod
+    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        """Write blocks that are not there. Return for each whether it is there now."""
+
+    def begin(self, job: CopyJob, upper: Tier) -> None:
+        """See ``Tier``. What is stored has been read from its tier when this returns."""
+        sources, targets = job.pairs.T
+        copies = _Job(job, set(targets.tolist()))
+        with self._jobs_lock:
+            self._jobs.add(copies)
+        if job.target == DEVICE:
+            after = upper.now()
+            self._later("load", lambda: self._do(copies, lambda: self._load(copies, upper, after)))
+            return
+        rows = np.empty((len(sources), self.bytes_per_block), np.uint8)
+        sound = np.array(upper.read(sources, rows), bool)
+        if not sound.all():  # the others are confirmed as bad
+            targets, rows = targets[sound], rows[sound]
+        self._later("store", lambda: self._do(copies, lambda: self._store(copies, targets, rows)))
+
+    def _later(self, kind: str, work: Callable[[], None]) -> None:
+        """Have the thread of this kind of work do it."""
+        if kind not in self._inboxes:  # by the one thread that asks for work of this kind
+            inbox = self._inboxes[kind] = queue.SimpleQueue()
+            threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True).start()
+        self._inboxes[kind].put(work)
+
+    def _do(self, job: _Job, work: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        try:
+            if not job.ended:
+                work()
+        except Exception:  # of any kind: the scheduler must be told that the blocks did not come
+            log.exception("copies to or from %s failed", self.name)
+        self._end(job, time.perf_counter() - began)
+
+    def _load(self, job: _Job, device: Tier, after: object) -> None:
+        sources, blocks = job.copies.pairs.T
+        names = [job.copies.names[index] for index in sources.tolist()]
+        per_piece = max(1, _PIECE_BYTES // self.bytes_per_block)
+        rows = np.empty((min(len(blocks), per_piece), self.bytes_per_block), np.uint8)
+        for start in range(0, len(blocks), per_piece):
+            part = slice(start, start + per_piece)
+            there = np.array(self.load(names[part], rows[: len(blocks[part])]))
+            arrived = blocks[part][there]
+            with job.lock:
+                if job.ended:  # the blocks may be given to others now
+                    return
+                device.write(arrived, rows[: len(there)][there], after)
+                job.missing.difference_update(arrived.tolist())
+
+    def _store(self, job: _Job, targets: Blocks, rows: Rows) -> None:
+        names = [job.copies.names[index] for index in targets.tolist()]
+        stored = self.store(names, rows)
+        job.missing.difference_update(targets[np.array(stored, bool)].tolist())
+
+    def _end(self, job: _Job, seconds: float) -> None:
+        with job.lock:
+            if job.ended:
+                return
+            job.ended = True
+        with self._jobs_lock:
+            self._jobs.discard(job)
+        self.report(job.copies.confirmed(seconds, sorted(job.missing)))
+
+    def cancel(self, cancelled: CancelCopies) -> None:
+        """Confirm the copies of a step now, what is missing as bad, even if the tier does not return from a call."""
+        step = cancelled.epoch, cancelled.step
+        with self._jobs_lock:
+            jobs = [job for job in self._jobs if (job.copies.epoch, job.copies.step) == step]
+        for job in jobs:
+            self._end(job, 0.0)
+
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Void all jobs. After this returns, none of them writes to a block. What lies here stays."""
+        with self._jobs_lock:
+            jobs, self._jobs = list(self._jobs), set()
+        for job in jobs:
+            with job.lock:
+                job.ended = True
+
+    def look_up(self, message: LookUp, block_size: int) -> None:
+        """See ``Tier``."""
+
+        def find() -> None:
+            found = 0
+            try:
+                names = chain(BlockHash(message.root), message.tokens, block_size)
+                found = num_leading(names, self.contains)
+            except Exception:  # of any kind: a request waits for the answer
+                log.exception("nothing could be looked up in %s", self.name)
+            self.report(Found(message.epoch, message.number, found))
+
+        self._later("look up", find)
+
+    def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
+        """Return blocks that no prefix has; the same in each process, so that there are never more of them."""
+        numbers = range(min(count, _SCRATCH_BLOCKS))
+        return list(numbers), [BlockName(_scratch(number, 0), _scratch(number, 1)) for number in numbers]
+
+    def close(self) -> None:
+        """Void all jobs and end all threads, once they return."""
+        self.reset(0, keep=True)
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+
+    def failed(self, text: str, *values: object) -> None:
+        """Log and count a read or a write that has failed."""
+        self.num_errors += 1
+        self._complaints.warning(text, *values)
+
+
+def _scratch(number: int, part: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(f"scratch {number} {part}".encode()).digest())
+
+
+def _run(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (work := inbox.get()) is not None:
+        work()

@@ -1,0 +1,87 @@
+"""The interface of a tier: a place where KV blocks lie, and the copies between it and the tiers above it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.protocol import CancelCopies, Copied, Found, LookUp
+
+from pagewise_executor.block_copies import CopyJob
+
+Blocks = npt.NDArray[np.int32]
+"""Ids of blocks of one tier [n]."""
+Rows = npt.NDArray[np.uint8]
+"""The content of n blocks in host memory [n, bytes_per_block]."""
+
+
+class Tier:
+    """A tier that holds no block, copies none, and finds none. A tier overrides the methods for what it can do.
+
+    Fields:
+        num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
+        identity: executors whose tiers have the same one share the content; empty: the executor has it alone.
+        num_errors: reads and writes that have failed so far.
+        report: is called, on any thread, when a list of copies is done, or something was looked up.
+    """
+
+    num_blocks = 0
+    identity = ""
+    num_errors = 0
+
+    def __init__(self) -> None:
+        self.report: Callable[[Copied | Found], None] = lambda message: None
+
+    def begin(self, job: CopyJob, upper: "Tier") -> None:
+        """Begin a list of copies between this tier and ``upper``, which lies above it, and report it when it is done.
+
+        Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
+        returns may overwrite the source blocks, and targets are written after all that was issued before. What is read
+        of a tier above has been read when this returns, because the next list may write there.
+        """
+        self.report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
+
+    def begun(self, epoch: int, step: int) -> None:
+        """Note that all copies of the steps up to this one have begun."""
+
+    def cancel(self, cancelled: CancelCopies) -> None:
+        """Confirm copies soon, what is missing as bad, if they may take long. Called on any thread."""
+
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Void all jobs of older epochs, and forget all blocks with ids unless ``keep``.
+
+        After this returns, no such job writes to a block.
+        """
+
+    def names(self) -> dict[int, BlockHash]:
+        """Return the block hashes of this tier's blocks with ids, as far as known, once all earlier copies are done."""
+        return {}
+
+    def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
+        """Return the block hashes of some blocks, None where unknown, once all earlier copies are done."""
+        return [None] * len(blocks)
+
+    def look_up(self, message: LookUp, block_size: int) -> None:
+        """Find out how many of a prefix's blocks, of ``block_size`` tokens, are here, and report it."""
+        self.report(Found(message.epoch, message.number, 0))
+
+    def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
+        """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it holds what was stored
+        in it. Called on any thread, for other executors and for tiers below, while no step writes to the blocks."""
+        return [False] * len(blocks)
+
+    def write(self, blocks: Blocks, rows: Rows, after: Any = None) -> None:
+        """Write ``rows`` into blocks, after all work that came before ``after``. Called on any thread."""
+        raise NotImplementedError("only the device is written to by the tiers below it")
+
+    def now(self) -> Any:
+        """Return what ``write`` comes after: the work that this tier has been given so far. None: there is none."""
+        return None
+
+    def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
+        """Return up to ``count`` blocks that copies may be tried with, and the names of those if they have no ids."""
+        return [], []
+
+    def close(self) -> None:
+        """Release all resources. Nothing is called afterwards."""
