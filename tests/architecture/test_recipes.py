@@ -44,7 +44,7 @@ NODES = {
         OPERATIONS,
     ],
     "model-quirk": ["tests/executor/models/test_loader.py::test_toy_a_state_beside_the_kv_is_refused"],
-    "tier": ["tests/executor/kv/test_toy_tier.py", OPERATIONS],
+    "tier": ["tests/executor/tiers/test_toy_bucket.py", OPERATIONS],
 }
 """What is run of the changed tree: the tests that the diff adds, and those that hold its documents."""
 
