@@ -90,7 +90,7 @@ class Bench:
         self.runner.reset(Welcome(1, 8, budget))
         self.copied: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
-        self.runner.report_copies(self._report)
+        self.runner.report_to(self._report)
 
     def _report(self, message: Copied | Found | AdapterLoaded | GrammarCompiled) -> None:
         if isinstance(message, Found):
@@ -121,7 +121,7 @@ class Bench:
     def _look_up(self, request: Request) -> None:
         root = self.scheduler.kv.pool.tree.root_hash(None)
         for storage in self.scheduler.kv.hashed.values():
-            self.runner.look_up(LookUp(1, 0, storage.number, root, request.prompt_token_ids.tobytes()))
+            self.runner.handle(LookUp(1, 0, storage.number, root, request.prompt_token_ids.tobytes()))
             request.stored[storage.identity] = self.found.get(timeout=60).num_blocks
 
     def write_all(self) -> None:

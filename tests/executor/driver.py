@@ -64,7 +64,7 @@ def run_requests(
 def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_every: int = 0) -> list[StepOutput]:
     """Run requests to their end on a runner that was reset for this scheduler."""
     reported: queue.SimpleQueue[Copied | AdapterLoaded | GrammarCompiled] = queue.SimpleQueue()
-    runner.report_copies(reported.put)  # type: ignore[arg-type] # storage is not asked
+    runner.report_to(reported.put)  # type: ignore[arg-type] # storage is not asked
     adapters = scheduler.adapters if isinstance(scheduler, AdapterScheduler) else None
     coming, compiling = deque(requests), 0
     outputs: list[StepOutput] = []
@@ -79,14 +79,14 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
             compiling -= _take(scheduler, reported.get())
         if isinstance(scheduler, AdapterScheduler):
             for load in scheduler.adapter_loads(monotonic()):
-                runner.load_adapter(load)
+                runner.handle(load)
         while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(monotonic())) is not None:
             received = decode_from_scheduler(encode(plan))
             assert isinstance(received, StepPlan)
             results.append(runner.execute(received))
         if isinstance(scheduler, AdapterScheduler):
             for question in scheduler.grammars.take_questions(scheduler.epoch):
-                runner.compile_grammar(question)
+                runner.handle(question)
                 compiling += 1
         if results:
             outputs.append(scheduler.update(results.popleft().result()))

@@ -102,7 +102,7 @@ def test_a_block_may_be_copied_and_then_loaded_into_in_one_step(model_path: Path
     runner = build_runner(model_path)
     runner.reset(Welcome(1, 4, 64))
     done: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-    runner.report_copies(done.put)
+    runner.report_to(done.put)
     keys = runner._pool.keys[0]
     keys[5] = 7.0
     runner.execute(StepPlan(1, 1, copies=(BlockCopies(DEVICE, HOST, pack_int32s([5, 0])),)))

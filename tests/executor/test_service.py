@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from pagewise_executor.runner import Counted
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
@@ -303,8 +304,7 @@ async def test_heartbeats_tell_each_scheduler_of_refused_and_closed_connections_
 
         assert await told() == (5, 0, 0)
         for total in (2, 5):
-            monkeypatch.setattr(runner, "num_refused", total)
-            monkeypatch.setattr(runner, "num_closed", total - 1)
+            monkeypatch.setattr(runner, "counted", Counted(num_refused=total, num_closed=total - 1))
             async with asyncio.timeout(10):
                 while await told() != (5, total, total - 1):
                     pass  # was on its way
@@ -312,8 +312,7 @@ async def test_heartbeats_tell_each_scheduler_of_refused_and_closed_connections_
         await scheduler.receive(Hello)
         await scheduler.send(Welcome(6, 4, 16, 50))
         assert await told() == (6, 0, 0)
-        monkeypatch.setattr(runner, "num_refused", 6)
-        monkeypatch.setattr(runner, "num_closed", 6)
+        monkeypatch.setattr(runner, "counted", Counted(num_refused=6, num_closed=6))
         async with asyncio.timeout(10):
             while await told() != (6, 1, 2):
                 pass

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.runner import BesideSteps, RunnerInfo
 from pagewise_executor.worker import Worker
-from pagewise_shared.protocol import CancelCopies, Copied, Inventory, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import Copied, Inventory, StepPlan, StepResult, Welcome
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Device:
     issued: list[Step] = field(default_factory=list)
     info = RunnerInfo("m", 100, 4096, 16, 1000, 0, "cuda", "f")
 
-    def report_copies(self, report: object) -> None:
+    def report_to(self, report: object) -> None:
         pass
 
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
+    def handle(self, message: BesideSteps) -> None:
         pass
 
     def inventory(self) -> Inventory | None:

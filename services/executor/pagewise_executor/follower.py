@@ -22,7 +22,6 @@ from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, fre
 from pagewise_executor.process_end import end_process, end_with_threads
 from pagewise_executor.ranks.agreement import computes
 from pagewise_executor.ranks.messages import (
-    Counted,
     Failed,
     ListBlocks,
     Listed,
@@ -35,7 +34,7 @@ from pagewise_executor.ranks.messages import (
     decode_seat,
     decode_to_rank,
 )
-from pagewise_executor.runner import PendingStep, Runner
+from pagewise_executor.runner import BesideSteps, Counted, PendingStep, Runner
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +66,8 @@ class _Link:
         try:
             while True:
                 message = decode_to_rank.decode(self._connection.recv_bytes())
-                if isinstance(message, CancelCopies) and self.runner is not None:
-                    self.runner.cancel_copies(message)
-                elif isinstance(message, LookUp) and self.runner is not None:
-                    self.runner.look_up(message)
-                elif isinstance(message, LoadAdapter) and self.runner is not None:
-                    self.runner.load_adapter(message)
+                if isinstance(message, BesideSteps) and self.runner is not None:
+                    self.runner.handle(message)
                 else:
                     self.inbox.put(message)
         except (EOFError, OSError):
@@ -113,7 +108,7 @@ def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
 def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
     runner = build_runner(config, keys, seat)
-    runner.report_copies(link.send)
+    runner.report_to(link.send)
     link.runner = runner
     link.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))
     pending: PendingStep | None = None
@@ -124,8 +119,7 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
         with contextlib.suppress(queue.Empty):
             message = link.inbox.get(timeout=_COUNT_SECONDS)
         if (now := time.monotonic()) - counted_at >= _COUNT_SECONDS:
-            found = Counted(runner.num_refused, runner.num_closed, runner.num_storage_errors)
-            if found != counted:
+            if (found := runner.counted) != counted:
                 link.send(found)
             counted, counted_at = found, now
         if message is None:
@@ -147,12 +141,8 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
                 num_steps = 0
             case ListBlocks():
                 link.send(Listed(runner.inventory()))
-            case CancelCopies():
-                runner.cancel_copies(message)
-            case LookUp():
-                runner.look_up(message)
-            case LoadAdapter():
-                runner.load_adapter(message)
+            case CancelCopies() | LookUp() | LoadAdapter():
+                runner.handle(message)
             case Stop():
                 runner.close()
                 return

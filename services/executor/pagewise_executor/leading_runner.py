@@ -2,16 +2,15 @@
 
 import dataclasses
 
+import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     AdapterLoaded,
-    CancelCopies,
+    CompileGrammar,
     Copied,
     Found,
     Inventory,
-    LoadAdapter,
-    LookUp,
     StepPlan,
     Welcome,
 )
@@ -21,7 +20,7 @@ from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.ranks.agreement import Agreement, common_device
 from pagewise_executor.ranks.leader import Leader
-from pagewise_executor.runner import Report
+from pagewise_executor.runner import BesideSteps, Counted, Report
 
 
 class LeadingRunner(ModelRunner):
@@ -71,7 +70,7 @@ class LeadingRunner(ModelRunner):
         if self._leads:
             self._leader.settle(welcome.epoch)
 
-    def report_copies(self, report: Report) -> None:
+    def report_to(self, report: Report) -> None:
         """See ``Runner``."""
         agreement: Agreement = self._leader.agree(report)
 
@@ -81,41 +80,23 @@ class LeadingRunner(ModelRunner):
             else:
                 report(message)  # type: ignore[arg-type] # of rank 0 alone: grammars
 
-        super().report_copies(add)
+        super().report_to(add)
 
-    def look_up(self, message: LookUp) -> None:
-        """See ``Runner``."""
-        self._leader.tell(message)
-        super().look_up(message)
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """See ``Runner``."""
-        self._leader.tell(message)
-        super().load_adapter(message)
-
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """See ``Runner``."""
-        self._leader.tell(cancelled)
-        super().cancel_copies(cancelled)
+    def handle(self, message: BesideSteps) -> None:
+        """See ``Runner``. Rank 0 alone has grammars."""
+        if not isinstance(message, CompileGrammar):
+            self._leader.tell(message)
+        super().handle(message)
 
     def inventory(self) -> Inventory | None:
         """See ``Runner``."""
         return self._leader.common_blocks(super().inventory)
 
     @property
-    def num_storage_errors(self) -> int:
-        """See ``Runner``."""
-        return super().num_storage_errors + sum(each.counted.num_storage_errors for each in self._leader.followers)
-
-    @property
-    def num_refused(self) -> int:
-        """See ``Runner``."""
-        return super().num_refused + sum(each.counted.num_refused for each in self._leader.followers)
-
-    @property
-    def num_closed(self) -> int:
-        """See ``Runner``."""
-        return super().num_closed + sum(each.counted.num_closed for each in self._leader.followers)
+    def counted(self) -> Counted:
+        """See ``Runner``; of all ranks together."""
+        each = [super().counted, *(follower.counted for follower in self._leader.followers)]
+        return Counted(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
 
     def close(self) -> None:
         """See ``ModelRunner``; the other ranks end too."""

@@ -40,7 +40,7 @@ from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.offer import offer, tell_of_pool
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
-from pagewise_executor.runner import Report, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
@@ -204,51 +204,36 @@ class ModelRunner:
         )
         self.info = dataclasses.replace(self.info, tiers=tuple(measured))
 
-    def report_copies(self, report: Report) -> None:
+    def report_to(self, report: Report) -> None:
         """See ``Runner``."""
         self._report = report
         self._copier.report_to(report)
         if self._adapters is not None:
             self._adapters.report_to(report)
 
-    def look_up(self, message: LookUp) -> None:
+    def handle(self, message: BesideSteps) -> None:
         """See ``Runner``."""
-        self._copier.look_up(message)
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """See ``Runner``."""
-        if self._adapters is not None:
-            self._adapters.load(message)
-
-    def compile_grammar(self, message: CompileGrammar) -> None:
-        """See ``Runner``."""
-        if self._grammars is not None:
-            compiled = GrammarCompiled(message.epoch, message.number)
-            self._grammars.prepare(message.grammar).add_done_callback(lambda _: self._report(compiled))
+        match message:
+            case CancelCopies():
+                self._copier.cancel(message)
+            case LookUp():
+                self._copier.look_up(message)
+            case LoadAdapter() if self._adapters is not None:
+                self._adapters.load(message)
+            case CompileGrammar() if self._grammars is not None:
+                compiled = GrammarCompiled(message.epoch, message.number)
+                self._grammars.prepare(message.grammar).add_done_callback(lambda _: self._report(compiled))
 
     @property
-    def num_grammar_waits(self) -> int:
+    def counted(self) -> Counted:
         """See ``Runner``."""
-        return self._grammars.num_waits if self._grammars is not None else 0
-
-    @property
-    def num_storage_errors(self) -> int:
-        """See ``Runner``."""
-        return self._copier.num_errors
-
-    @property
-    def num_refused(self) -> int:
-        """See ``Runner``."""
-        return self._peers.server.num_refused if self._peers is not None else 0
-
-    @property
-    def num_closed(self) -> int:
-        """See ``Runner``."""
-        return self._peers.server.num_closed if self._peers is not None else 0
-
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """See ``Runner``."""
-        self._copier.cancel(cancelled)
+        server = self._peers.server if self._peers is not None else None
+        return Counted(
+            server.num_refused if server is not None else 0,
+            server.num_closed if server is not None else 0,
+            self._copier.num_errors,
+            self._grammars.num_waits if self._grammars is not None else 0,
+        )
 
     def inventory(self) -> Inventory | None:
         """See ``Runner``."""

@@ -20,9 +20,27 @@ from pagewise_shared.protocol import (
     TierInfo,
     Welcome,
 )
+from pagewise_shared.protocol.base import Message
 
+BesideSteps = CancelCopies | LookUp | LoadAdapter | CompileGrammar
+"""What a scheduler asks for that waits for no step, and that no step waits for."""
 Report = Callable[[Copied | Found | AdapterLoaded | GrammarCompiled], None]
 """Takes what a runner tells beside the results of its steps; called on any thread."""
+
+
+class Counted(Message, frozen=True):
+    """What a runner has counted since it was made.
+
+    Fields:
+        num_refused: connections of executors that wanted blocks, which were refused. num_closed: those that were closed
+            because they sent more than was read. num_storage_errors: reads and writes of tiers that have failed.
+        num_grammar_waits: steps that have waited for a grammar to be compiled.
+    """
+
+    num_refused: int = 0
+    num_closed: int = 0
+    num_storage_errors: int = 0
+    num_grammar_waits: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,45 +89,18 @@ class Runner(Protocol):
 
     info: RunnerInfo
 
-    def report_copies(self, report: Report) -> None:
-        """Call ``report``, on any thread, when copies between tiers or executors are done, something was found, an
-        adapter was loaded, or a grammar compiled."""
+    def report_to(self, report: Report) -> None:
+        """Call ``report``, on any thread, with what comes of copies and of what was handled beside the steps."""
         ...
 
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """Load an adapter beside the steps; called from any thread."""
-        ...
-
-    def compile_grammar(self, message: CompileGrammar) -> None:
-        """Compile a grammar beside the steps; called from any thread."""
-        ...
-
-    def look_up(self, message: LookUp) -> None:
-        """Find out how much of a prefix is in a storage; called from any thread."""
+    def handle(self, message: BesideSteps) -> None:
+        """Do what is asked for beside the steps; called from any thread. It does not wait, and the outcome is
+        reported."""
         ...
 
     @property
-    def num_storage_errors(self) -> int:
-        """The number of reads and writes of storage that have failed; read from any thread."""
-        ...
-
-    @property
-    def num_grammar_waits(self) -> int:
-        """The number of steps that have waited for a grammar to be compiled; read from any thread."""
-        ...
-
-    @property
-    def num_refused(self) -> int:
-        """The number of refused connections of executors that wanted blocks; read from any thread."""
-        ...
-
-    @property
-    def num_closed(self) -> int:
-        """The number of connections of executors that were closed because they sent more than was read; likewise."""
-        ...
-
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """Stop copying the blocks of a step from a peer, which nobody needs any more; called from any thread."""
+    def counted(self) -> Counted:
+        """The totals of its counters; read from any thread."""
         ...
 
     def inventory(self) -> Inventory | None:

@@ -268,9 +268,10 @@ class ExecutorService:
                 log.warning("nothing received from the scheduler for %.1f s, saying Hello again", silence)
                 self._rejoin()
             else:
-                self._refused_told, self._closed_told = self._worker.num_refused, self._worker.num_closed
+                counted = self._worker.counted
+                self._refused_told, self._closed_told = counted.num_refused, counted.num_closed
                 refused, closed = self._refused_told - self._refused_before, self._closed_told - self._closed_before
-                errors, waits = self._worker.num_storage_errors, self._worker.num_grammar_waits
+                errors, waits = counted.num_storage_errors, counted.num_grammar_waits
                 await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed, errors, waits))
 
     def _offers(self, welcome: Welcome) -> bool:
@@ -343,13 +344,7 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     self._detector.beat(monotonic())
-                case CancelCopies():
-                    worker.cancel_copies(message)
-                case LookUp():
-                    worker.look_up(message)
-                case LoadAdapter():
-                    worker.load_adapter(message)
-                case CompileGrammar():
-                    worker.compile_grammar(message)
+                case CancelCopies() | LookUp() | LoadAdapter() | CompileGrammar():
+                    worker.handle(message)
                 case Drain():
                     self.stop("drained")

@@ -10,11 +10,9 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import (
     HOST,
     AdapterLoaded,
-    CancelCopies,
     CompileGrammar,
     GrammarCompiled,
     LoadAdapter,
-    LookUp,
     PromptLogprobs,
     StepPlan,
     StepResult,
@@ -28,7 +26,7 @@ from pagewise_shared.protocol import (
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.runner import FinishedStep, Report, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report, RunnerInfo
 
 _DEFAULT_BLOCKS = 4096
 _MAX_MODEL_LEN = 8192
@@ -73,26 +71,20 @@ class SimulatedRunner:
         self._report: Report = lambda message: None
         self._step_seconds, self._token_seconds = step_seconds, token_seconds
         self._hashes: dict[int, int] = {}
-        self.num_refused = self.num_closed = self.num_storage_errors = self.num_grammar_waits = 0
+        self.counted = Counted()
 
-    def report_copies(self, report: Report) -> None:
+    def report_to(self, report: Report) -> None:
         """See ``Runner``. Copies are done at once, because there is nothing to copy."""
         self._report = report
 
-    def look_up(self, message: LookUp) -> None:
-        """Do nothing: it has no storage."""
-
-    def compile_grammar(self, message: CompileGrammar) -> None:
-        """Say that it is compiled: what is invented follows no grammar."""
-        self._report(GrammarCompiled(message.epoch, message.number))
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """Remember which adapter is in a slot: the tokens of its rows differ from those of others."""
-        self._slots[message.slot] = message.adapter.content
-        self._report(AdapterLoaded(message.epoch, message.number))
-
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """Do nothing: it has no block endpoint, so no plan makes it fetch from a peer."""
+    def handle(self, message: BesideSteps) -> None:
+        """Remember which adapter is in a slot: the tokens of its rows differ from those of others. Say that a grammar
+        is compiled: what is invented follows none. There is nothing to look up, nor to cancel."""
+        if isinstance(message, LoadAdapter):
+            self._slots[message.slot] = message.adapter.content
+            self._report(AdapterLoaded(message.epoch, message.number))
+        elif isinstance(message, CompileGrammar):
+            self._report(GrammarCompiled(message.epoch, message.number))
 
     def inventory(self) -> None:
         """Return None: it holds no blocks."""

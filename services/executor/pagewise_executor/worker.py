@@ -11,14 +11,10 @@ from typing import NamedTuple
 from pagewise_shared.logs import about
 from pagewise_shared.protocol import (
     AdapterLoaded,
-    CancelCopies,
-    CompileGrammar,
     Copied,
     Found,
     GrammarCompiled,
     Inventory,
-    LoadAdapter,
-    LookUp,
     StepError,
     StepPlan,
     StepResult,
@@ -26,7 +22,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.runner import FinishedStep, PendingStep, Runner, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, PendingStep, Runner, RunnerInfo
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +67,9 @@ class Worker:
         return self._waiting and self._inbox.empty()
 
     @property
-    def num_refused(self) -> int:
-        """The number of refused connections of executors that wanted blocks."""
-        return self._runner.num_refused
-
-    @property
-    def num_closed(self) -> int:
-        """The number of connections of executors that were closed because they sent more than was read."""
-        return self._runner.num_closed
+    def counted(self) -> Counted:
+        """The totals of the runner's counters."""
+        return self._runner.counted
 
     def start(self) -> RunnerInfo:
         """Start the thread and wait for its runner.
@@ -92,37 +83,15 @@ class Worker:
     def answer_to(self, answer: Answer) -> None:
         """Pass all results to ``answer``, which is called on any thread. Must be called before the first ``put``."""
         self._answer = answer
-        self._runner.report_copies(answer)
+        self._runner.report_to(answer)
 
     def put(self, message: Welcome | StepPlan) -> None:
         """Queue a message for the thread."""
         self._inbox.put(message)
 
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        """Stop copies from a peer at once: they do not wait for steps."""
-        self._runner.cancel_copies(cancelled)
-
-    def look_up(self, message: LookUp) -> None:
-        """Find out how much of a prefix is in a storage, beside the steps."""
-        self._runner.look_up(message)
-
-    def load_adapter(self, message: LoadAdapter) -> None:
-        """Load an adapter, beside the steps."""
-        self._runner.load_adapter(message)
-
-    def compile_grammar(self, message: CompileGrammar) -> None:
-        """Compile a grammar, beside the steps."""
-        self._runner.compile_grammar(message)
-
-    @property
-    def num_grammar_waits(self) -> int:
-        """The number of steps that have waited for a grammar to be compiled."""
-        return self._runner.num_grammar_waits
-
-    @property
-    def num_storage_errors(self) -> int:
-        """The number of reads and writes of storage that have failed."""
-        return self._runner.num_storage_errors
+    def handle(self, message: BesideSteps) -> None:
+        """Do what is asked for beside the steps."""
+        self._runner.handle(message)
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
         """Ask the runner for its inventory. No step may be under way."""

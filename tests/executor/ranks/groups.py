@@ -91,14 +91,14 @@ class ThreadGroup:
     def reset(self, welcome: Welcome) -> None:
         self._on_all(lambda runner: runner.reset(welcome))
 
-    def report_copies(self, report: Report) -> None:
+    def report_to(self, report: Report) -> None:
         agreement = Agreement(len(self.runners), report)
         for rank, runner in enumerate(self.runners):
-            runner.report_copies(partial(agreement.add, rank))  # type: ignore[arg-type] # nothing is said of grammars
+            runner.report_to(partial(agreement.add, rank))  # type: ignore[arg-type] # nothing is said of grammars
 
-    def load_adapter(self, message: LoadAdapter) -> None:
+    def handle(self, message: LoadAdapter) -> None:
         for runner in self.runners:
-            runner.load_adapter(message)
+            runner.handle(message)
 
     def execute(self, plan: StepPlan) -> IssuedStep:
         first, *others = self._on_all(lambda runner: runner.execute(plan))

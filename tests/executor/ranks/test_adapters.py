@@ -77,12 +77,12 @@ def test_processes_compute_each_adapter_of_a_batch_and_change_those_in_their_slo
     with group_of(model, 2, **LORA) as group:
         same(outputs(group, folders, num_blocks=16), expected)
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        group.report_copies(said.put)
+        group.report_to(said.put)
         group.reset(Welcome(9, 4, 64))
         there = read(folders["all"])
         gone = Adapter("gone", str(model), bytes(32), rank=4)
         for number, adapter in enumerate([gone, there]):
-            group.load_adapter(LoadAdapter(9, number, adapter, slot=0))
+            group.handle(LoadAdapter(9, number, adapter, slot=0))
             answer = said.get(timeout=30)
             assert (answer.number, "gone" in answer.error) == (number, adapter is gone)
         assert said.empty(), "all ranks answer together"

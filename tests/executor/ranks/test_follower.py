@@ -11,8 +11,8 @@ import pytest
 import zmq
 from pagewise_executor import follower
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.ranks.messages import Counted, Failed, Ready, Seat, Stop, decode_from_rank
-from pagewise_executor.runner import RunnerInfo
+from pagewise_executor.ranks.messages import Failed, Ready, Seat, Stop, decode_from_rank
+from pagewise_executor.runner import Counted, RunnerInfo
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import CancelCopies, Message, StepPlan
@@ -25,16 +25,15 @@ class Runner:
     """What a follower calls, without a model. ``seconds``: that cancelling copies takes."""
 
     info = INFO
-    num_closed = num_storage_errors = 0
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.num_refused, self._seconds = 0, seconds
+        self.counted, self._seconds = Counted(), seconds
 
-    def report_copies(self, report: Any) -> None:
+    def report_to(self, report: Any) -> None:
         pass
 
-    def cancel_copies(self, cancelled: CancelCopies) -> None:
-        self.num_refused += 1
+    def handle(self, cancelled: CancelCopies) -> None:
+        self.counted = Counted(num_refused=self.counted.num_refused + 1)
         time.sleep(self._seconds)
 
     def execute(self, plan: StepPlan) -> None:

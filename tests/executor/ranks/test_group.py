@@ -156,7 +156,7 @@ def test_the_device_of_all_ranks_is_told(group: LeadingRunner, one: ModelRunner)
 @pytest.mark.parametrize("source", [DEVICE, HOST])
 def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, disk: Path, source: int) -> None:
     said: list[Any] = []
-    group.report_copies(said.append)
+    group.report_to(said.append)
     group.reset(Welcome(7, 4, 64))
     root = bytes(range(source, source + 32))
     group.execute(StepPlan(7, 1, joined=(new_sequence(0, 33, 0, root),), chunks=((0, 33),))).result()
@@ -171,7 +171,7 @@ def test_what_all_ranks_hold_is_offered_stored_and_found(group: LeadingRunner, d
     above = (BlockCopies(DEVICE, HOST, pairs),) if source == HOST else ()
     group.execute(StepPlan(8, 1, copies=(*above, copies))).result()
     assert not _wait_for(said, Copied, DISK).bad
-    group.look_up(LookUp(8, 1, DISK, root, pack_int32s(range(5, 38))))
+    group.handle(LookUp(8, 1, DISK, root, pack_int32s(range(5, 38))))
     assert _wait_for(said, Found).num_blocks == 4
     files = [file for file in disk.rglob("*") if file.is_file() and file.stat().st_size >= 512]
     assert len(files) >= 8, "each rank has its own part of each block"

@@ -144,7 +144,7 @@ class StreamedRunner:
         self._known: dict[int, Any] = {}
         self.reset(Welcome(1, 8, budget, keeps_blocks=True))
 
-    def report_copies(self, report: Any) -> None:
+    def report_to(self, report: Any) -> None:
         self.copier.report_to(report)
 
     def reset(self, welcome: Welcome) -> None:

@@ -55,7 +55,7 @@ def test_as_many_are_kept_as_sequences_may_need(model_path: Path, runner: ModelR
 
 def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path: Path) -> None:
     assert runner._grammars is not None
-    waits = runner.num_grammar_waits
+    waits = runner.counted.num_grammar_waits
     compiling = Event()
     runner._grammars._compiler.submit(compiling.wait)  # as a grammar that takes long
     scheduler = AdapterScheduler(
@@ -71,29 +71,29 @@ def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path
     scheduler.add(bound)
     scheduler.add(plain)
     answered: list[object] = []
-    runner.report_copies(answered.append)
+    runner.report_to(answered.append)
     while not plain.finished:
         plan = scheduler.schedule(0.0)
         assert plan is not None
         scheduler.update(runner.execute(plan).result())
         for question in scheduler.grammars.take_questions(1):
-            runner.compile_grammar(question)
+            runner.handle(question)
     assert bound.sequences[0].output_token_ids.tolist() == []
     assert answered == []
     told = Event()
-    runner.report_copies(lambda message: (answered.append(message), told.set()))  # type: ignore[func-returns-value]
+    runner.report_to(lambda message: (answered.append(message), told.set()))  # type: ignore[func-returns-value]
     compiling.set()
     assert told.wait(30)
     assert answered == [GrammarCompiled(1, 1)]
     scheduler.grammars.compiled(1)
     drive(runner, scheduler, [])
     assert text_of(model_path, bound.sequences[0].output_token_ids.tolist()) == "12 <3"
-    assert runner.num_grammar_waits == waits
+    assert runner.counted.num_grammar_waits == waits
 
 
 def test_no_step_waits_for_large_grammars(runner: ModelRunner, model_path: Path) -> None:
     """Ten of them, which join in one step."""
-    waits = runner.num_grammar_waits
+    waits = runner.counted.num_grammar_waits
     requests = [
         request(
             [5, 6, number],
@@ -106,7 +106,7 @@ def test_no_step_waits_for_large_grammars(runner: ModelRunner, model_path: Path)
         for number in range(10, 20)
     ]
     run_requests(runner, requests, max_num_seqs=24)
-    assert runner.num_grammar_waits == waits
+    assert runner.counted.num_grammar_waits == waits
     for number, one in enumerate(requests, 10):
         assert text_of(model_path, one.sequences[0].output_token_ids.tolist()).startswith(str(number))
 

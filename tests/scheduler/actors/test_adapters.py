@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from pagewise_executor.runner import FinishedStep
+from pagewise_executor.runner import BesideSteps, FinishedStep
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.worker import Worker
@@ -81,12 +81,15 @@ class Runner(SimulatedRunner):
         self.roots += [new.root for new in plan.joined]
         return super().execute(plan)
 
-    def load_adapter(self, message: LoadAdapter) -> None:
+    def handle(self, message: BesideSteps) -> None:
+        if not isinstance(message, LoadAdapter):
+            super().handle(message)
+            return
         self.loaded.append(message)
         if self._fails and message.adapter.name == "broken":
             self._report(AdapterLoaded(message.epoch, message.number, error="the adapter 'broken' has no weights"))
         else:
-            super().load_adapter(message)
+            super().handle(message)
 
 
 async def register(

@@ -26,7 +26,6 @@ from pagewise_shared.service_process import CANNOT_START
 from pagewise_executor.process_end import End, end_process
 from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
 from pagewise_executor.ranks.messages import (
-    Counted,
     Failed,
     FromRank,
     ListBlocks,
@@ -41,6 +40,7 @@ from pagewise_executor.ranks.messages import (
 )
 from pagewise_executor.ranks.nodes import Nodes
 from pagewise_executor.ranks.rank_process import start_rank
+from pagewise_executor.runner import Counted
 
 log = logging.getLogger(__name__)
 

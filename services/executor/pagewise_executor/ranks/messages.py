@@ -18,6 +18,8 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.base import Message
 
+from pagewise_executor.runner import Counted
+
 
 class Seat(Message, frozen=True):
     """The first message to a rank: its number, the number of ranks, and where torch.distributed connects them.
@@ -103,14 +105,6 @@ class Listed(Message, frozen=True):
     """The rank's inventory."""
 
     inventory: Inventory | None
-
-
-class Counted(Message, frozen=True):
-    """The totals of a rank's counters; the fields are properties of ``Runner``."""
-
-    num_refused: int = 0
-    num_closed: int = 0
-    num_storage_errors: int = 0
 
 
 class Failed(Message, frozen=True):
