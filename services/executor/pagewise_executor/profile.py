@@ -134,11 +134,11 @@ def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, be
     began = time.perf_counter()
     number = info.number
     scratch, names = tier.scratch(_MOST_COPIED)
-    link = _Link(runner, device, tier, number, names, _prefill_again(runner) if beside else None)
+    copies = _Copies(runner, device, tier, number, names, _prefill_again(runner) if beside else None)
     try:
-        store, stored = link.measure(DEVICE, number, scratch) if scratch else (None, 0)
+        store, stored = copies.measure(DEVICE, number, scratch) if scratch else (None, 0)
         # What was just stored can be loaded, and what another process has left.
-        load, _ = link.measure(number, DEVICE, [*scratch[:stored], *tier.names()])
+        load, _ = copies.measure(number, DEVICE, [*scratch[:stored], *tier.names()])
     except _LostError:
         log.warning("the costs of copies to and from the %s are not known: blocks do not come back", tier_name(number))
         return info
@@ -331,7 +331,7 @@ class _LostError(Exception):
     """A tier does not hold blocks that were stored there."""
 
 
-class _Link(NamedTuple):
+class _Copies(NamedTuple):
     """The copies between a tier and the first blocks of the device. ``names``: of the tier's blocks, if they have no
     ids. ``step``: called while copies are under way."""
 

@@ -61,7 +61,7 @@ class DeviceTier(Tier):
                 stream.wait_event(after)
             self._pool.scatter(blocks, pinned.to(self._pool.device, non_blocking=True))
 
-    def now(self) -> "torch.cuda.Event | None":
+    def fence(self) -> "torch.cuda.Event | None":
         """Return an event after all work that the device has been given; None on the CPU, where no work is queued."""
         if self._pool.device.type != "cuda":
             return None

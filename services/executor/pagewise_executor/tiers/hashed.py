@@ -79,7 +79,7 @@ class HashedTier(Tier, ABC):
         with self._jobs_lock:
             self._jobs.add(copies)
         if job.target == DEVICE:
-            after = upper.now()
+            after = upper.fence()
             self._later("load", lambda: self._do(copies, lambda: self._load(copies, upper, after)))
             return
         rows = np.empty((len(sources), self.bytes_per_block), np.uint8)

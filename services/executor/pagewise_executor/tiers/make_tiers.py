@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ def make_tiers(
     pool: KVPool,
     fingerprint: str,
     block_format: str,
-    weight_files: Iterable[Path],
+    weight_files: Sequence[Path],
     host_folder: Path | None = None,
     ranks: Ranks = ALONE,
     issuing: Issuing | None = None,

@@ -82,7 +82,7 @@ class Peers(Tier):
         peer, pairs = job.peer, job.pairs
         assert peer is not None
         places = np.stack([np.full(len(pairs), job.source, np.int32), pairs[:, 0]], axis=1)
-        fetch = _Job(job, peer, upper, places, pairs[:, 1].copy(), upper.now())
+        fetch = _Job(job, peer, upper, places, pairs[:, 1].copy(), upper.fence())
         with self._lock:
             self._jobs.add(fetch)
             link = self._links.get(peer.endpoint)

@@ -75,8 +75,9 @@ class Tier:
         """Write ``rows`` into blocks, after all work that came before ``after``. Called on any thread."""
         raise NotImplementedError("only the device is written to by the tiers below it")
 
-    def now(self) -> Any:
-        """Return what ``write`` comes after: the work that this tier has been given so far. None: there is none."""
+    def fence(self) -> Any:
+        """Return the ``after`` of a ``write`` that comes after all work that this tier has been given so far; None if
+        there is none."""
         return None
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
