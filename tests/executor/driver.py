@@ -50,7 +50,7 @@ def run_requests(
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        tiers={tier.number: tier.num_blocks for tier in runner.info.tiers},
+        tiers={tier.number: tier.num_blocks or tier.identity for tier in runner.info.tiers},
         recovery=recovery,
         speculative=speculative,
         short_rope_len=runner.info.short_rope_len or ONE_ROPE,

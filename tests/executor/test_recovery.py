@@ -12,10 +12,13 @@ import transformers
 from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers import host as host_tier
+from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host_copies import Job
+from pagewise_executor.tiers.tier import Tier
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
+from pagewise_shared.protocol import DEVICE, DISK, HOST, BlockCopies, Copied, StepPlan, Welcome, pack_int32s
 
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
@@ -54,6 +57,34 @@ def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("mode", ["swap", "both", "auto"])
 def test_greedy_tokens_stay_equal_on_a_gpu(model_path: Path, mode: RecoveryMode) -> None:
     assert check_recovery(model_path, mode, 17, device="cuda")[1] > 0
+
+
+def test_what_a_full_host_gives_up_goes_to_the_disk(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = build_runner(model_path, host_memory="24KiB", disk_cache=str(tmp_path))
+    disk, taken = runner._copier.tiers[DISK], list[BlockName]()
+    begin = disk.begin
+
+    def watched(job: CopyJob, upper: Tier) -> None:
+        taken.extend(job.names if job.source == HOST else ())
+        begin(job, upper)
+
+    monkeypatch.setattr(disk, "begin", watched)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64, 90, 77)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    requests = [request(prompt, 30, name=f"r{number}") for number, prompt in enumerate(prompts)]
+    run_requests(runner, requests, num_blocks=22, recovery="swap", max_num_seqs=8)
+    expected = reference(model, prompts, [30] * len(prompts), "cpu")
+    assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
+    assert isinstance(disk, DiskTier)
+    assert taken
+    until = time.monotonic() + 20
+    while not all(disk.contains(taken)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    runner.close()
 
 
 def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:
