@@ -173,9 +173,10 @@ def _event(event: dict[str, Any]) -> str:
         by = f"for request {event['by']}, " if event.get("by") else ""
         return f"{ago} {by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
     text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
-    if (source := event["source"]) != POOL_TIERS[0]:
-        place = event.get("peer") or "another executor" if source == "peer" else f"the {source}"
-        text += f", {event['loaded_tokens']} from {place}"
+    if event["source"] != POOL_TIERS[0]:
+        peer = event.get("peer") or "another executor"
+        places = [peer if source == "peer" else f"the {source}" for source in event.get("sources") or [event["source"]]]
+        text += f", {event['loaded_tokens']} from {' and '.join(places)}"
     if predicted := event.get("predicted_seconds"):
         times = ", ".join(f"{method} {1e3 * seconds:.1f} ms" for method, seconds in predicted.items())
         text += f"; predicted {times}"

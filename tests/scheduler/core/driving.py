@@ -1,8 +1,9 @@
 """Drives a scheduler and an executor that checks every read and write, and says what has to come of it."""
 
 from collections import deque
+from itertools import takewhile
 
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, hash_chain
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -43,6 +44,14 @@ def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor
+
+
+def num_stored(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> int:
+    """How many blocks of the request lie in the storage of the executor, from the beginning on."""
+    tokens = request.sequences[0].token_bytes() if request.sequences else request.prompt_token_ids.tobytes()
+    root = scheduler.kv.pool.tree.root_hash(request.cache_salt)
+    names = hash_chain(root, tokens, 4 * scheduler.kv.block_size)
+    return len(list(takewhile(lambda name: name in executor.storage, names)))
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.explanation import explain
+from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, Share, together
 from pagewise_scheduler.core.tiers.cost_model import Costs
@@ -15,10 +16,9 @@ from pagewise_shared.protocol import DEVICE, DISK, HOST, REDIS, StepPlan
 
 from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler, evict, host_of
 from tests.scheduler.core.checking_executor import Content
-from tests.scheduler.core.driving import assert_all_free, check_states, expected_tokens, run
+from tests.scheduler.core.driving import assert_all_free, check_states, expected_tokens, num_stored, run
 from tests.scheduler.core.fleets import Node
 from tests.scheduler.core.rules import check_rules
-from tests.scheduler.core.test_storage import num_stored
 
 PROMPT = list(range(60))
 IDENTITIES = {DISK: "the disk of all", REDIS: "the store of all"}
@@ -160,6 +160,8 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     report = one.scheduler.recoveries.reports[-1]
     assert (report.origin, report.loaded_tokens, report.plan.peer) == ("peer", 52, "other")
     told = explain(request, 0.0, 0.0)
+    assert told.recoveries[-1].sources == ["host", "disk", "peer"]
+    assert "on the host and on the disk and at the executor other" in " ".join(sentences(told))
     assert {source: tokens for source, tokens in told.cached_tokens.items() if tokens} == {
         "device": 8, "host": 16, "disk": 16, "peer": 20
     }  # fmt: skip

@@ -2,18 +2,15 @@
 
 from collections import deque
 from dataclasses import replace
-from itertools import takewhile
 
 import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory.prefix_tree import hash_chain
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import make_routing, place
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.hashed import MAX_ARRIVING
@@ -22,8 +19,8 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DISK, StepResult
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
-from tests.scheduler.core.checking_executor import CheckingExecutor, Content
-from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.checking_executor import Content
+from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, num_stored, run
 from tests.scheduler.core.rules import check_rules
 
 IDENTITY = "the disk of all"
@@ -65,13 +62,6 @@ class Node:
         for sequence in request.sequences:
             assert sequence.output_token_ids.tolist() == expected_tokens(request)
         return request
-
-
-def num_stored(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> int:
-    tokens = request.sequences[0].token_bytes() if request.sequences else request.prompt_token_ids.tobytes()
-    root = scheduler.kv.pool.tree.root_hash(request.cache_salt)
-    names = hash_chain(root, tokens, 4 * scheduler.kv.block_size)
-    return len(list(takewhile(lambda name: name in executor.storage, names)))
 
 
 PROMPT = list(range(50))

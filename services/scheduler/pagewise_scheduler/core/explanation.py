@@ -74,7 +74,7 @@ class OtherCache(Struct):
 
 class RecoveredPrefix(Struct):
     """How the KV came that was cached: see ``EventReport``. ``resumed``: it had run before, here or elsewhere.
-    ``found_tokens``: in the source, of which ``loaded_tokens`` were loaded and the others computed. ``predicted``:
+    ``found_tokens``: in the sources, of which ``loaded_tokens`` were loaded and the others computed. ``predicted``:
     seconds by method. ``seconds``: it took."""
 
     time: float
@@ -87,6 +87,7 @@ class RecoveredPrefix(Struct):
     predicted: dict[str, float]
     seconds: float | None
     found_tokens: int = 0
+    sources: list[str] = []
 
 
 class Preemption(Struct):
@@ -314,6 +315,7 @@ def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> Recove
         else {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both},
         seconds=_after(event.began, event.ended),
         found_tokens=event.plan.num_blocks * event.sequence.table.block_size,
+        sources=event.plan.sources,
     )
 
 

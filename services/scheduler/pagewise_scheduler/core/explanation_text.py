@@ -209,7 +209,10 @@ def _recovery(event: RecoveredPrefix) -> str:
     begin += f" with {_tokens(event.device_tokens)} of KV on the device"
     if event.source == "device":
         return begin + ", and the rest was computed again."
-    place = f"at the executor {event.peer}" if event.peer else _place(event.source)
+    sources = event.sources or [event.source]
+    place = " and ".join(
+        f"at the executor {event.peer}" if one == "peer" and event.peer else _place(one) for one in sources
+    )
     took = "" if event.seconds is None else f", which took {duration(event.seconds)}"
     predicted = event.predicted.get(event.method)
     expected = "" if predicted is None else f" ({duration(predicted)} had been predicted)"

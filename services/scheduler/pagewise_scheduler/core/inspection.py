@@ -194,6 +194,7 @@ def _event(event: object, now: float) -> EventReport:
         loaded_tokens=event.loaded_tokens,
         source=event.origin,
         peer=event.plan.peer,
+        sources=event.plan.sources,
     )
     if event.estimate is not None:
         estimate = event.estimate

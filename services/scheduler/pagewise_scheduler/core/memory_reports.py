@@ -78,8 +78,8 @@ class EventReport(Struct, omit_defaults=True):
     """Something that happened to a sequence's memory; ``seconds_ago`` when it was asked for.
 
     Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
-    ``loaded_tokens`` came from ``source``, one of ``SOURCES``, which had them also if they were computed;
-    ``peer``: the block endpoint of that other executor, or its name),
+    ``loaded_tokens`` came from ``sources``, some of ``SOURCES``, which had them also if they were computed, most of
+    them from ``source``; ``peer``: the block endpoint of another executor among them, or its name),
     "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held; ``by``: the id
     of the request that needed them, ``by_key``: the name of its API key),
     "started over" (the same for no other request: what was to be loaded for it had not come).
@@ -99,6 +99,7 @@ class EventReport(Struct, omit_defaults=True):
     by_key: str | None = None
     predicted_seconds: dict[str, float] | None = None
     actual_seconds: float | None = None
+    sources: list[str] = []
 
 
 class SequenceReport(Struct, omit_defaults=True):

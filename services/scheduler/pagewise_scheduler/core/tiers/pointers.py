@@ -1,6 +1,5 @@
 """How far each of a recovery's two pointers goes in one step: computing from the front, loading from the back."""
 
-from pagewise_scheduler.core.tiers.copy_costs import together
 from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
@@ -59,7 +58,7 @@ class Pointers:
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
         front = self._split(recovery, left * self._kv.block_size) // self._kv.block_size
-        behind, link = left - front, together(recovery.shares())[0]
+        behind, link = left - front, recovery.link
         coming = min(recovery.loading, link.blocks_in(link.busy_until - self._transfers.now))
         if front and behind + coming > _SMALL_PIECE:
             behind = (3 * (behind + coming) + 3) // 4 - coming
@@ -68,7 +67,7 @@ class Pointers:
     def _split(self, recovery: Recovery, gap: int) -> int:
         """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
         link brings."""
-        sequence, link = recovery.sequence, together(recovery.shares())[0]
+        sequence, link = recovery.sequence, recovery.link
         start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         computing = self._costs.compute_seconds(done, start - done)
         return self._costs.split(start, gap, link, max(0.0, link.busy_until - self._transfers.now) - computing)

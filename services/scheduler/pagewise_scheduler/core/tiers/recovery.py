@@ -67,7 +67,7 @@ class Recoveries:
         """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
         queued = link.num_loading
         for one in self._active.values():
-            wanted = sum(share.num_blocks for share in one.shares() if share.link is link) if one.back else 0
+            wanted = one.plan.blocks_of(one.first + one.back).get(link, 0)
             queued += wanted if one.method == "load" else wanted // 2
         return queued
 
@@ -98,9 +98,7 @@ class Recoveries:
         taken = [{tier} for tier in tiers] + [set(tiers[:count]) for count in range(2, len(tiers) + 1)]
         for some in taken:
             plan = RecoveryPlan("load", compose([offer for offer in offers if offer.source in some]), start)
-            blocks: dict[Link, int] = {}
-            for part in plan.parts:
-                blocks[part.source.link] = blocks.get(part.source.link, 0) + part.stop - part.start
+            blocks = plan.blocks_of(plan.end)
             link, queued = together([Share(link, count, self._queued(link)) for link, count in blocks.items()])
             plan.estimate = self.costs.estimate(
                 start * self._kv.block_size, plan.num_blocks, link, queued, share, plan.first - start

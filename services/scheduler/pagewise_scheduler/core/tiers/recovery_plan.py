@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link, Share
+from pagewise_scheduler.core.tiers.copy_costs import Link, Share, together
 from pagewise_scheduler.core.tiers.cost_model import RecoveryEstimate
 from pagewise_scheduler.core.tiers.tier import Place, Source
 
@@ -67,6 +67,19 @@ class RecoveryPlan:
     def num_blocks(self) -> int:
         """Blocks that the tiers have."""
         return self.end - self.first
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the tiers, each once."""
+        return list(dict.fromkeys(part.source.name for part in self.parts))
+
+    def blocks_of(self, end: int) -> dict[Link, int]:
+        """How many of the blocks before ``end`` each link is to bring."""
+        blocks = dict[Link, int]()
+        for part in self.parts:
+            if part.start < end:
+                blocks[part.source.link] = blocks.get(part.source.link, 0) + min(part.stop, end) - part.start
+        return blocks
 
     @property
     def main_source(self) -> Source | None:
@@ -170,10 +183,8 @@ class Recovery:
         at = self.first + max(0, self.back - 1)
         return next(part for part in self.plan.parts if at < part.stop)
 
-    def shares(self) -> list[Share]:
-        """What each link is still to be asked for; the first one, if nothing."""
-        end, blocks = self.first + max(1, self.back), dict[Link, int]()
-        for part in self.plan.parts:
-            if part.start < end:
-                blocks[part.source.link] = blocks.get(part.source.link, 0) + min(part.stop, end) - part.start
-        return [Share(*share) for share in blocks.items()]
+    @property
+    def link(self) -> Link:
+        """What is still to be asked for comes over this link, or over several that this one stands for."""
+        blocks = self.plan.blocks_of(self.first + max(1, self.back))
+        return together([Share(link, count) for link, count in blocks.items()])[0]
