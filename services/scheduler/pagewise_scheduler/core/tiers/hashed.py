@@ -9,15 +9,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from pagewise_shared.block_hash import BlockHash, BlockName, is_private, unpack_names
-from pagewise_shared.protocol import DEVICE, BlockCopies, tier_name
+from pagewise_shared.protocol import DEVICE, BlockCopies
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
-from pagewise_scheduler.core.tiers.host import DemotionPolicy
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Place, Tier
+from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
 
 MAX_ARRIVING = 256
 """Blocks that may be on their way to such a tier when another prefix is offered to it."""
@@ -27,7 +26,7 @@ _WRITTEN_PER_STEP = 32
 _BEGUN = 16
 
 
-class HashTier:
+class HashTier(Tier):
     """A tier without ids, which several executors may share.
 
     What is computed goes there in two ways. A tier above that gives up a block offers it, as to any tier. And when a
@@ -44,11 +43,11 @@ class HashTier:
     """
 
     __slots__ = (
-        "_arriving", "_begun", "_bit", "_counters", "_demotion", "_num_waiting", "_salted", "_waiting", "below",
-        "costs", "identity", "max_arriving", "num_arriving", "number", "policy",
+        "_arriving", "_begun", "_bit", "_counters", "_num_waiting", "_salted", "_waiting", "below", "costs", "demotion",
+        "identity", "max_arriving", "num_arriving", "number", "policy",
     )  # fmt: skip
 
-    peer, epoch, is_far = "", 0, True
+    is_far = True
 
     def __init__(
         self,
@@ -69,22 +68,12 @@ class HashTier:
         self.identity = identity
         self.num_arriving, self.max_arriving = 0, MAX_ARRIVING
         self._counters = counters
-        self._demotion = demotion
+        self.demotion = demotion
         self._salted = salted
         self._bit, self._begun = 1 << number, 1 << (number + _BEGUN)
         self._arriving: dict[BlockHash, CachedBlock] = {}
         self._waiting: deque[list[CachedBlock]] = deque()  # the end of a prefix first: they are taken from the back
         self._num_waiting = 0
-
-    @property
-    def name(self) -> str:
-        """For people and metrics."""
-        return tier_name(self.number)
-
-    @property
-    def link(self) -> Link:
-        """What copies from it to the device cost."""
-        return self.costs.load
 
     def may_have(self, cache_salt: str | None) -> bool:
         """Whether KV of requests with this cache salt may be here."""
@@ -165,20 +154,14 @@ class HashTier:
         """Copy a block from the tier ``source`` to here if it is wanted."""
         if node.stored & PRIVATE and not self._salted:
             return False
-        if not self._is_wanted(node):
+        # What comes before a block that is here is written in any case.
+        if self.num_arriving >= _MOST_ARRIVING or not (node.stored & self._begun or self.wants(node)):
             return False
         node.stored |= self._bit
         self._arriving[hash_of(node)] = node
         self.num_arriving += 1
         copies.append((source, node.block_id(source), self.number, node))
         return True
-
-    def _is_wanted(self, node: CachedBlock) -> bool:
-        if node.stored & self._begun:  # what comes behind it is here
-            return self.num_arriving < _MOST_ARRIVING
-        if self.num_arriving >= self.max_arriving:
-            return False
-        return self._demotion is None or self._demotion.is_worth_copying(node, self)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """See ``Tier``."""
@@ -203,12 +186,6 @@ class HashTier:
         hashes = hash_chain(root, tokens, 4 * block_size)
         names = (BlockName(hashes[at], hashes[at - 1] if at else root) for at in range(start, stop))
         return [Place(self, self.number, name=name) for name in names]
-
-    def let_go(self, places: Iterable[Place]) -> None:
-        """Nothing was held."""
-
-    def remote(self, tier: int) -> None:
-        """It is the executor's own way there."""
 
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``. What was looked up does not hold any more if something is gone."""

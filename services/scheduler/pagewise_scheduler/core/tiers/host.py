@@ -1,31 +1,22 @@
 """Tiers below the device whose blocks have ids, and whose content is known exactly: host memory."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, tier_name
+from pagewise_shared.protocol import DEVICE, BlockCopies
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.copy_costs import TierCosts
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Place, Tier
+from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""
 
 
-class DemotionPolicy(Protocol):
-    """Decides which prefixes a tier takes over from the one above."""
-
-    def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
-        """Whether the prefix that ends with ``node`` is worth copying to ``tier``, block by block from its end on."""
-        ...
-
-
-class CacheTier(Pool):
+class CacheTier(Pool, Tier):
     """A tier below the device: it holds copies of cached blocks.
 
     While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
@@ -35,15 +26,13 @@ class CacheTier(Pool):
     above evicts then goes further down, or is lost.
     """
 
-    peer, epoch, is_far = "", 0, False
-
     __slots__ = (
         "_after",
         "_before",
-        "_demotion",
         "_no_copies",
         "_num_children",
         "costs",
+        "demotion",
         "max_arriving",
         "num_arriving",
     )
@@ -63,22 +52,12 @@ class CacheTier(Pool):
         self.costs = costs
         self.num_arriving = 0
         self.max_arriving = MAX_ARRIVING
-        self._demotion = demotion
+        self.demotion = demotion
         self._caches = (self, *self.lower)
         self._no_copies = tree.no_copies
         self._before, self._after = tree.no_copies[:number], tree.no_copies[number + 1 :]
         # How many children of each block's node lie here too; of no interest where nothing can go further down.
         self._num_children = [0] * num_blocks if self.lower else []
-
-    @property
-    def name(self) -> str:
-        """For people and metrics."""
-        return tier_name(self.number)
-
-    @property
-    def link(self) -> Link:
-        """What copies from it to the device cost."""
-        return self.costs.load
 
     # ---- what comes here -----------------------------------------------------------------------------
 
@@ -90,7 +69,7 @@ class CacheTier(Pool):
         """See ``Tier``."""
         if node.num_places == 1:  # else it lies here already, or further down
             # A prefix comes from its end. Once that is here, refusing what comes before would make it worthless.
-            if not node.children and not self._is_wanted(node):
+            if not node.children and not self.wants(node):
                 return False
             if not self._free and not self._give_up_one(copies):
                 return False
@@ -103,11 +82,6 @@ class CacheTier(Pool):
                 self.counters.demoted += 1
             copies.append((source, node.block_id(source), self.number, block))
         return True
-
-    def _is_wanted(self, node: CachedBlock) -> bool:
-        if self.num_arriving >= self.max_arriving:
-            return False
-        return self._demotion is None or self._demotion.is_worth_copying(node, self)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """See ``Tier``. A block that could not be stored is found when it is loaded."""
@@ -129,19 +103,12 @@ class CacheTier(Pool):
         """See ``Source``."""
         self.release(place.block for place in places)
 
-    def remote(self, tier: int) -> None:
-        """It is the executor's own."""
-
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``."""
         self.counters.loaded += len(places)
         self.counters.spoiled += len(bad)
         # Looked at one by one, for dropping one takes others along.
         return (place.node for place in bad if place.node is not None and self.node(place.block) is place.node)
-
-    def has_failed(self, num_bad: int, num_blocks: int) -> bool:
-        """What is spoiled is dropped: the rest is as good as before."""
-        return False
 
     # ---- what goes from here -------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
@@ -19,23 +18,11 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.copy_costs import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashTier
-from pagewise_scheduler.core.tiers.host import CacheTier, DemotionPolicy
+from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
 
 _RESTORABLE = attrgetter("restorable")
-
-
-class TierSpec(NamedTuple):
-    """A tier below the device: its number, and what copies between it and the device cost.
-
-    ``size``: how many blocks it has, or its identity if they have no ids. ``salted``: see ``HashTier``.
-    """
-
-    number: int
-    size: int | str
-    costs: TierCosts
-    salted: bool = True
 
 
 @dataclass(slots=True)
@@ -57,33 +44,38 @@ class CachedPrefix:
 class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
+    ``lower``: of each tier below the device, by its number, how many blocks it has, or its identity if they have no
+    ids, and what copies cost. ``demotion``: what these tiers take over. ``salted``: see ``HashTier``.
+
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
-    device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. ``demotion``: what
-    the tiers below the device take over. A block that is freed while a step that touches it is in flight is *retiring*:
-    it keeps its reference until that step has returned, so nobody else can write into it before. ``losses``: what was
-    cached and is lost.
+    device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
+    freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step has returned,
+    so nobody else can write into it before. ``losses``: what was cached and is lost.
     """
 
     __slots__ = (
-        "_demotion", "_lower", "_num_retiring", "_retiring", "block_size", "capacity_tokens", "hashed", "losses",
-        "pool", "tiers",
+        "_demotion", "_lower", "_num_retiring", "_retiring", "_salted", "block_size", "capacity_tokens", "hashed",
+        "losses", "pool", "tiers",
     )  # fmt: skip
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        lower: Sequence[TierSpec] = (),
+        lower: Mapping[int, tuple[int | str, TierCosts]] | None = None,
         policy: EvictionPolicy | None = None,
         demotion: DemotionPolicy | None = None,
         model_fingerprint: str = "",
+        *,
+        salted: bool = True,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self.capacity_tokens = num_blocks * block_size
-        self._lower = lower
+        self._lower = lower or {}
         self._demotion = demotion
+        self._salted = salted
         self.losses = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
@@ -93,16 +85,15 @@ class KVCacheManager:
         self, num_blocks: int, policy: EvictionPolicy, counters: MemoryCounters, model_fingerprint: str
     ) -> None:
         """Empty tiers over an empty prefix tree."""
-        lowest_first = sorted(self._lower, key=lambda tier: tier.number, reverse=True)
-        num_tiers = 1 + max((spec.number for spec in lowest_first if isinstance(spec.size, int)), default=DEVICE)
+        num_tiers = 1 + max(self._lower, default=DEVICE)
         tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.losses)
         below: Tier | None = None
         self.hashed: dict[int, HashTier] = {}
-        for number, size, costs, salted in lowest_first:
+        for number, (size, costs) in sorted(self._lower.items(), reverse=True):
             if isinstance(size, int):
                 below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
             else:
-                below = HashTier(number, size, policy, counters, below, costs, self._demotion, salted=salted)
+                below = HashTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
         self.pool = BlockPool(num_blocks, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager, TierSpec
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
@@ -31,7 +31,7 @@ def make_memory(
     model = CostModel(costs, block_size, chunk, sizes)
     policy = RecoveryPolicy(model, recovery)
     if kv is None:
-        lower = [TierSpec(number, size, model.tiers[number], salted) for number, size in sizes.items()]
+        lower = {number: (size, model.tiers[number]) for number, size in sizes.items()}
         order = make_policy(eviction, model, num_blocks)
-        kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint)
+        kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint, salted=salted)
     return kv, Recoveries(kv, model, policy)

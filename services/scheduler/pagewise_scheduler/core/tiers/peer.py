@@ -18,10 +18,10 @@ from pagewise_scheduler.core.tiers.copy_costs import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.tier import Place, Source
 
 
-class PeerTiers:
+class PeerTiers(Source):
     """The tiers of another executor, as they are in its present life, from which one recovery or prefetch gets blocks.
 
     ``counters``: of the executor that gets them.

@@ -13,10 +13,10 @@ has.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from pagewise_shared.block_hash import BlockName
-from pagewise_shared.protocol import BlockCopies, RemoteTier
+from pagewise_shared.protocol import BlockCopies, RemoteTier, tier_name
 
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
@@ -45,47 +45,40 @@ class Place(NamedTuple):
     name: BlockName | None = None
 
 
-class Source(Protocol):
-    """A tier from which blocks come to the device.
+class Source:
+    """A tier from which blocks come to the device: what all have in common, which the kinds of tiers override.
 
-    ``peer``: the block endpoint of the executor that it is of, in its ``epoch``; empty: it is the own one. ``is_far``:
-    blocks may not come, so copies can be cancelled, and few are asked for at a time.
+    ``link``: what copies from there cost. ``peer``: the block endpoint of the executor that the tier is of, in its
+    ``epoch``; empty: it is the own one. ``is_far``: blocks may not come, so copies can be cancelled, and few are asked
+    for at a time.
     """
 
-    peer: str
-    epoch: int
-    is_far: bool
+    __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """For people and metrics."""
-        ...
-
-    @property
-    def link(self) -> Link:
-        """What copies from it to the device cost."""
-        ...
+    name: str
+    link: Link
+    peer: str = ""
+    epoch: int = 0
+    is_far: bool = False
 
     def let_go(self, places: Iterable[Place]) -> None:
         """Blocks that were held are not needed any more, the last one first."""
-        ...
 
     def remote(self, tier: int) -> RemoteTier | None:
         """How a copy from there names the executor that the tier is of; None: it is the own one."""
-        ...
+        return None
 
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
         """Count blocks that have come for a request, of which ``bad`` are not what they should be. Returns those of the
         own tree whose content is spoiled."""
-        ...
+        raise NotImplementedError
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:
         """Whether nothing is to be asked of it for a while, when so many of so many blocks were bad."""
-        ...
+        return False
 
 
-@runtime_checkable
-class Tier(Source, Protocol):
+class Tier(Source):
     """A tier below the device.
 
     ``below``: the next one down. ``costs``: of copies between it and the device. ``policy``: knows how likely a block
@@ -93,24 +86,51 @@ class Tier(Source, Protocol):
     ``max_arriving`` of them no more prefixes are begun.
     """
 
+    __slots__ = ()
+
     number: int
     below: "Tier | None"
     costs: TierCosts
     policy: EvictionPolicy
     num_arriving: int
     max_arriving: int
+    demotion: "DemotionPolicy | None"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For people and metrics."""
+        return tier_name(self.number)
+
+    @property
+    def link(self) -> Link:  # type: ignore[override]
+        """What copies from it to the device cost."""
+        return self.costs.load
+
+    def wants(self, node: CachedBlock) -> bool:
+        """Whether the prefix that ends with ``node`` is to come here, block by block."""
+        if self.num_arriving >= self.max_arriving:
+            return False
+        return self.demotion is None or self.demotion.is_worth_copying(node, self)
 
     def holds(self, node: CachedBlock) -> bool:
         """Whether the block lies there, as far as is known here."""
-        ...
+        raise NotImplementedError
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """Keep the content of ``node``, whose block the tier ``source`` is about to give up; False: it does not.
 
         ``copies``: where those go that it takes.
         """
-        ...
+        raise NotImplementedError
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to it have been made, but for those to the targets ``bad``."""
+        raise NotImplementedError
+
+
+class DemotionPolicy(Protocol):
+    """Decides which prefixes a tier takes over from the ones above."""
+
+    def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
+        """Whether the prefix that ends with ``node`` is worth copying to ``tier``, block by block from its end on."""
         ...

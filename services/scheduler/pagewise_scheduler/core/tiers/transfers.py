@@ -84,16 +84,6 @@ class _UnderWay(NamedTuple):
     load: Load | None
 
 
-class _Recent(NamedTuple):
-    """A list of copies, and when it was asked for. ``peer``: as in ``TransferKey``."""
-
-    time: float
-    source: int
-    target: int
-    peer: str
-    pairs: bytes
-
-
 class Transfers:
     """All copies under way of one executor. ``num_loading``: blocks that are to come to the device. ``now``: when the
     step is planned that asks for copies next, in seconds."""
@@ -105,14 +95,14 @@ class Transfers:
         # Several lists of one step between the same tiers are confirmed in their order.
         self._under_way: dict[TransferKey, deque[_UnderWay]] = {}
         self._cancelled: dict[Cancelled, None] = {}
-        self._recent: deque[_Recent] = deque(maxlen=_MOST_RECENT)
+        self._recent: deque[tuple[float, BlockCopies]] = deque(maxlen=_MOST_RECENT)
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load]) -> None:
         """A plan asks for ``copies``; those to the device are ``loads``."""
         now = self.now
         for one in copies:
             peer = one.peer.endpoint if one.peer is not None else ""
-            self._recent.append(_Recent(now, one.source, one.target, peer, one.pairs))
+            self._recent.append((now, one))
             if one.source == one.target and not peer:
                 continue  # inside the device: done with the step, and not confirmed
             key = TransferKey(step, one.source, one.target, peer)
@@ -178,15 +168,14 @@ class Transfers:
         """The blocks of a tier that copies read or write which are under way, or were asked for since a time, as far as
         they were remembered; not many more than ``most``."""
         found: set[int] = set()
-        under_way = ((*key[1:], one.copies.pairs) for key, entries in self._under_way.items() for one in entries)
-        recent = (one[1:] for one in self._recent if one.time >= since)
-        for source, target, peer, pairs in (*under_way, *recent):
+        under_way = (entry.copies for entries in self._under_way.values() for entry in entries)
+        for one in (*under_way, *(copies for time, copies in self._recent if time >= since)):
             if len(found) >= most:
                 break
-            blocks = unpack_int32s(pairs[: 8 * most]) if tier in (source, target) else None
-            if blocks is not None and target == tier:
+            blocks = unpack_int32s(one.pairs[: 8 * most]) if tier in (one.source, one.target) else None
+            if blocks is not None and one.target == tier:
                 found.update(blocks[1::2])
-            if blocks is not None and source == tier and not peer:  # else they are a peer's
+            if blocks is not None and one.source == tier and one.peer is None:  # else they are a peer's
                 found.update(blocks[::2])
         return found
 
