@@ -126,7 +126,7 @@ class Bench:
 
     def write_all(self) -> None:
         """Write all that waits to storage."""
-        while any(tier.is_busy for tier in self.scheduler.kv.hashed.values()):
+        while any(tier.writes_back or tier.num_arriving for tier in self.scheduler.kv.hashed.values()):
             if (plan := self.scheduler.schedule(perf_counter())) is not None:
                 self.scheduler.update(self.runner.execute(plan).result())
             else:

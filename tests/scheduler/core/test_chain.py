@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.explanation import explain
 from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, Share, together
+from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, together
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, RecoveryMode, compose
@@ -201,8 +201,8 @@ def test_each_block_comes_from_the_first_tier_that_has_it() -> None:
 
 def test_links_that_bring_blocks_at_the_same_time_take_as_long_as_the_slowest() -> None:
     fast, slow = Link(0.0, 1e-3), Link(0.5, 1e-2)
-    assert together([Share(fast, 7, 3)]) == (fast, 3)
-    both, queued = together([Share(fast, 90), Share(slow, 10, 20)])
+    assert together({fast: 7}, lambda link: 3) == (fast, 3)
+    both, queued = together({fast: 90, slow: 10}, lambda link: 20 if link is slow else 0)
     assert both.seconds(100) == pytest.approx(0.5 + 10 * 1e-2)
     assert both.predict(0, queued) == pytest.approx(20 * 1e-2, rel=0.01)
 
@@ -308,7 +308,7 @@ class ChainRules(RuleBasedStateMachine):
             run(each.scheduler, each.executor)
             assert each.scheduler.kv.pool.num_lent == 0
             assert_all_free(each.scheduler)
-            assert not any(tier.is_busy for tier in each.scheduler.kv.hashed.values())
+            assert not any(tier.writes_back or tier.num_arriving for tier in each.scheduler.kv.hashed.values())
         for request in self.requests:
             assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
 

@@ -1,10 +1,9 @@
 """What copies of blocks between tiers cost: linear in their number, and learned from every copy. Times are in
 seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import mul
-from typing import NamedTuple
 
 _FORGETTING = 0.99
 _LEAST_SECONDS = 1e-9
@@ -123,26 +122,20 @@ class Link(OnlineLine):
         self.rests = _RESTS
 
 
-class Share(NamedTuple):
-    """What a link is to bring: so many blocks, behind ``num_queued`` others."""
+def together(blocks: Mapping[Link, int], queued: Callable[[Link], int] = lambda link: 0) -> tuple[Link, int]:
+    """A link that stands for several which bring ``blocks`` at the same time, and how many blocks are queued there.
 
-    link: Link
-    num_blocks: int
-    num_queued: int = 0
-
-
-def together(shares: Sequence[Share]) -> tuple[Link, int]:
-    """A link that stands for several which bring blocks at the same time, and how many blocks are queued there."""
-    if len(shares) == 1:
-        return shares[0].link, shares[0].num_queued
-    total = sum(share.num_blocks for share in shares)
-    block = max(share.link.predict(0, share.num_blocks) for share in shares) / total
-    queued = max(share.link.predict(0, share.num_queued) for share in shares)
-    link = Link(max(share.link.predict(1, 0) for share in shares), block)
-    link.wait = max(share.link.wait for share in shares)
-    link.busy_until = max(share.link.busy_until for share in shares)
-    link.num_loading = sum(share.link.num_loading for share in shares)
-    return link, round(queued / max(block, _LEAST_SECONDS))
+    ``queued``: says how many are queued at each.
+    """
+    if len(blocks) == 1:
+        (link,) = blocks
+        return link, queued(link)
+    block = max(link.predict(0, count) for link, count in blocks.items()) / sum(blocks.values())
+    one = Link(max(link.predict(1, 0) for link in blocks), block)
+    one.wait = max(link.wait for link in blocks)
+    one.busy_until = max(link.busy_until for link in blocks)
+    one.num_loading = sum(link.num_loading for link in blocks)
+    return one, round(max(link.predict(0, queued(link)) for link in blocks) / max(block, _LEAST_SECONDS))
 
 
 @dataclass(slots=True, frozen=True)

@@ -129,11 +129,6 @@ class HashTier(Tier):
         """Whether something that waits may be written now."""
         return bool(self._waiting) and self.num_arriving < self.max_arriving
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something waits to be written, or is on its way."""
-        return bool(self._waiting) or self.num_arriving > 0
-
     def write_back(self, copies: list[BlockCopy]) -> None:
         """Write some of what waits. ``copies``: where those go."""
         most = len(copies) + min(_WRITTEN_PER_STEP, self.max_arriving - self.num_arriving)

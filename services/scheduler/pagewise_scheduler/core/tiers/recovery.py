@@ -15,7 +15,7 @@ from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link, Share, together
+from pagewise_scheduler.core.tiers.copy_costs import Link, together
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -99,7 +99,7 @@ class Recoveries:
         for some in taken:
             plan = RecoveryPlan("load", compose([offer for offer in offers if offer.source in some]), start)
             blocks = plan.blocks_of(plan.end)
-            link, queued = together([Share(link, count, self._queued(link)) for link, count in blocks.items()])
+            link, queued = together(blocks, self._queued)
             plan.estimate = self.costs.estimate(
                 start * self._kv.block_size, plan.num_blocks, link, queued, share, plan.first - start
             )

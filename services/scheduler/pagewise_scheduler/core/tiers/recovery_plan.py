@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link, Share, together
+from pagewise_scheduler.core.tiers.copy_costs import Link, together
 from pagewise_scheduler.core.tiers.cost_model import RecoveryEstimate
 from pagewise_scheduler.core.tiers.tier import Place, Source
 
@@ -82,11 +82,6 @@ class RecoveryPlan:
         return blocks
 
     @property
-    def main_source(self) -> Source | None:
-        """The tier that has the most of the blocks; None: they are on the device."""
-        return max(self.parts, key=lambda part: part.stop - part.start).source if self.parts else None
-
-    @property
     def peer(self) -> str | None:
         """The endpoint of the executor that blocks are fetched from, if some are."""
         return next((part.source.peer for part in self.parts if part.source.peer), None)
@@ -159,8 +154,8 @@ class Recovery:
 
         "device": nothing of it was known to lie elsewhere.
         """
-        source = self.plan.main_source
-        return "device" if source is None else source.name
+        parts = self.plan.parts
+        return max(parts, key=lambda part: part.stop - part.start).source.name if parts else "device"
 
     @property
     def estimate(self) -> RecoveryEstimate | None:
@@ -186,5 +181,4 @@ class Recovery:
     @property
     def link(self) -> Link:
         """What is still to be asked for comes over this link, or over several that this one stands for."""
-        blocks = self.plan.blocks_of(self.first + max(1, self.back))
-        return together([Share(link, count) for link, count in blocks.items()])[0]
+        return together(self.plan.blocks_of(self.first + max(1, self.back)))[0]
