@@ -1,4 +1,7 @@
-"""What JSON schemas accept, as far as that is certain: types, names and texts. References are not followed."""
+"""What JSON schemas accept, as far as that is certain: types, names and texts.
+
+References are not followed, because those within unions may multiply. A schema that has one may accept anything.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -14,7 +17,7 @@ ASSERTIONS = frozenset(
         *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
     }
 )
-"""Keywords that may forbid something. Others forbid nothing, whatever their value, and are left out but for these."""
+"""Keywords that may forbid something. All others forbid nothing, whatever their value, so they are left out."""
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _NO_TYPES: frozenset[str] = frozenset()
 
@@ -47,8 +50,7 @@ def accepts_none(schema: Any) -> bool:
 
 
 def reach(schema: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The types of which a schema, that refers to none, may accept some value, and certainly accepts every one:
-    references within unions may multiply."""
+    """Return the types of which a schema may accept some value, and those of which it certainly accepts every value."""
     if not isinstance(schema, dict):
         return (_NO_TYPES if schema is False else TYPES), (TYPES if schema is True else _NO_TYPES)
     if accepts_none(schema):
@@ -66,7 +68,7 @@ def reach(schema: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def listed_names(schema: Any) -> Collection[str] | None:
-    """The strings that a schema accepts, which refers to none; None: they are not listed."""
+    """Return the strings that a schema accepts, if it lists them; None otherwise."""
     if not isinstance(schema, dict) or accepts_none(schema):
         return () if accepts_none(schema) else None
     asserted = ASSERTIONS & schema.keys()
@@ -87,7 +89,7 @@ def listed_names(schema: Any) -> Collection[str] | None:
 
 
 def listed_texts(schema: Any) -> list[str | None] | None:
-    """The texts that a schema accepts, and null, if it lists its values; None: it does not, or has others."""
+    """Return the values that a schema lists, if all of them are texts or null; None otherwise."""
     if not isinstance(schema, dict) or not isinstance(values := schema.get("enum", [schema.get("const", 0)]), list):
         return None
     if "const" in schema and "enum" in schema:
