@@ -297,7 +297,8 @@ class ModelRunner:
             self._copier.begin(plan.epoch, plan.step, work.copies)
             # After the copies, which report what leaves the device by its block hash.
             self._block_hashes.discard_overwritten(batch, work.changed_tables)
-            self._mover.move(work.moves, batch)
+            if work.moves:
+                self._mover.move(work.moves, batch)
             tokens = torch.zeros(0, dtype=torch.int64)
             logprobs: LogprobsTensors | None = None
             prompts: list[tuple[int, LogprobsTensors]] = []
@@ -369,6 +370,7 @@ class ModelRunner:
         sampled = self._sampled_at(work)
         logits, at = self._engine.compute(work, np.array(kept, np.int64), sampled)
         number = len(sampled[0])
-        reported = reported if self._ranks.first else []
-        prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
+        prompts: list[tuple[int, LogprobsTensors]] = []
+        if reported and self._ranks.first:
+            prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
         return logits[:number], at, prompts
