@@ -24,11 +24,13 @@ _TIMEOUT = timedelta(minutes=30)
 class Ranks:
     """The ranks of an executor, seen from one of them. As made by the constructor it is the only one.
 
-    ``on_host``: how many of them share this host's memory; None: all.
+    ``first``: whether this is rank 0, which samples. ``alone``: whether there is no other rank. ``on_host``: how many
+    of them share this host's memory; None: all.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, on_host: int | None = None) -> None:
         self.rank, self.size = rank, size
+        self.first, self.alone = rank == 0, size == 1
         self.on_host = size if on_host is None else on_host
         self._interface = contextlib.ExitStack()
 
@@ -82,16 +84,6 @@ class Ranks:
             )
             self._interface = using.pop_all()  # NCCL connects at the first call
         return self
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank."""
-        return self.size == 1
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which samples."""
-        return self.rank == 0
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``x`` over all ranks, which may be ``x`` itself, changed."""

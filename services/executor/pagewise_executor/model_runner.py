@@ -338,7 +338,7 @@ class ModelRunner:
             tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
         else:
             tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
-        last = tokens = self._ranks.share_tokens(tokens)
+        last = tokens = tokens if self._ranks.alone else self._ranks.share_tokens(tokens)
         if work.drafts:  # this waits for the device: no other step is planned before the result of this one is back
             kept = np.array(accept(work.drafts, tokens.tolist(), len(work.decoding)), np.int64)
             chosen, index = self._upload.together(kept, np.array(rows, np.int64)[kept])
