@@ -180,12 +180,12 @@ LIMITS = (
     (
         "steps that a request waits for room before sequences of keys above their share are preempted for it",
         "each request that is next and whose key has less than its share",
-        "pagewise_scheduler.core.scheduling.fair_shares:PATIENCE_STEPS",
+        "pagewise_scheduler.core.features.fair_shares:PATIENCE_STEPS",
     ),
     (
         "output tokens of a sequence before it is preempted again for another key",
         "each sequence",
-        "pagewise_scheduler.core.scheduling.fair_shares:LEAST_PROGRESS",
+        "pagewise_scheduler.core.features.fair_shares:LEAST_PROGRESS",
     ),
     ("tokens of a step, at most", "each executor", "pagewise_shared.protocol.limits:MAX_BATCHED_TOKENS"),
     ("gateways", "", "pagewise_scheduler.actors.gateways:MAX_GATEWAYS"),

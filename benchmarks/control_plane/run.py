@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pagewise_scheduler.core.memory.prefix_tree import PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_shared.protocol import (
@@ -39,9 +39,9 @@ class Sink:
     tokens: list[int] = field(default_factory=list)
 
 
-def start(num_seqs: int, max_tokens: int, sink: Sink) -> AdapterScheduler:
+def start(num_seqs: int, max_tokens: int, sink: Sink) -> Scheduler:
     """A scheduler whose ``num_seqs`` sequences have all finished their prefill, and tell their tokens to ``sink``."""
-    scheduler = AdapterScheduler(
+    scheduler = Scheduler(
         num_blocks=num_seqs * (-(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE) + 2),
         block_size=BLOCK_SIZE,
         max_num_seqs=num_seqs,
@@ -72,7 +72,7 @@ def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
         tokens = pack_int32s([5] * num_seqs)
         began = time.perf_counter()
         for _ in range(steps):
-            assert not scheduler.adapter_loads(0.0)
+            assert not scheduler.features.messages(0.0)
             plan = scheduler.schedule(0.0)
             assert plan is not None
             received = decode_from_scheduler(encode(plan))
@@ -123,7 +123,7 @@ def measure_memory(repeats: int) -> dict[str, float]:
 def measure_long(num_tokens: int) -> dict[str, float]:
     """One sequence of ``num_tokens`` tokens: what a chunk costs early and late, a decode at the end, and a full hit."""
     chunk = 2048
-    scheduler = AdapterScheduler(
+    scheduler = Scheduler(
         num_blocks=num_tokens // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=chunk
     )
     prompt = array("i", range(num_tokens))

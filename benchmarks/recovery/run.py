@@ -137,7 +137,7 @@ class Bench:
         """Take the whole device from the cache for a moment."""
         pool = self.scheduler.kv.pool
         blocks, copies = pool.reserve(pool.num_blocks)
-        self.scheduler._plan.copy(copies)
+        self.scheduler.plan.copy(copies)
         pool.release(blocks)
 
     def _hear(self, *, block: bool) -> None:

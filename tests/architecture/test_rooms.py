@@ -24,12 +24,15 @@ FOLDERS = ["shared", "kernels", "services", "benchmarks", "docs", "examples"]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = {"kernels": 150}
 DEFAULT_FUNCTION_LINES = 60
+_CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
     "services/gateway/pagewise_gateway/http/parsing.py": "a body from its first byte to a checked struct",
     "services/gateway/pagewise_gateway/http/prompts.py": "texts and conversations to token ids",
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
     "services/scheduler/pagewise_scheduler/actors/router.py": "where requests wait and go",
-    "services/scheduler/pagewise_scheduler/core/routing/executor_view.py": "an executor as routing sees it",
+    f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",
+    f"{_CORE}/routing/executor_view.py": "an executor as routing sees it",
+    f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     "shared/pagewise_shared/config/options.py": "the options of every command",
 }
 """Files that may be longer, each with the reason."""

@@ -6,8 +6,8 @@ from collections import deque
 from time import monotonic
 
 from pagewise_executor.runner import PendingStep, Runner
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
@@ -16,6 +16,7 @@ from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import (
     AdapterLoaded,
+    CompileGrammar,
     Copied,
     GrammarCompiled,
     StepPlan,
@@ -38,21 +39,19 @@ def run_requests(
     recovery: RecoveryMode = "auto",
     directory: PrefixDirectory | None = None,
     speculative: SpeculativeConfig | None = None,
-) -> tuple[AdapterScheduler, list[StepOutput]]:
+) -> tuple[Scheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
     ``directory``: of the executors that lend blocks, to which this one is added.
     """
-    scheduler = AdapterScheduler(
-        max_loras=runner.info.max_loras,
-        max_grammars=runner.info.max_grammars,
+    scheduler = Scheduler(
+        features=FeatureOptions(runner.info.max_loras, max_grammars=runner.info.max_grammars, speculative=speculative),
         num_blocks=num_blocks or runner.info.num_blocks,
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         tiers={tier.number: tier.num_blocks or tier.identity for tier in runner.info.tiers},
         recovery=recovery,
-        speculative=speculative,
         short_rope_len=runner.info.short_rope_len or ONE_ROPE,
     )
     if directory is not None:
@@ -65,7 +64,6 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
     """Run requests to their end on a runner that was reset for this scheduler."""
     reported: queue.SimpleQueue[Copied | AdapterLoaded | GrammarCompiled] = queue.SimpleQueue()
     runner.report_to(reported.put)  # type: ignore[arg-type] # storage is not asked
-    adapters = scheduler.adapters if isinstance(scheduler, AdapterScheduler) else None
     coming, compiling = deque(requests), 0
     outputs: list[StepOutput] = []
     results: deque[PendingStep] = deque()
@@ -77,24 +75,28 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
                 break
         while not reported.empty():
             compiling -= _take(scheduler, reported.get())
-        if isinstance(scheduler, AdapterScheduler):
-            for load in scheduler.adapter_loads(monotonic()):
-                runner.handle(load)
+        compiling += _send_messages(runner, scheduler)
         while scheduler.num_in_flight < 2 and (plan := scheduler.schedule(monotonic())) is not None:
             received = decode_from_scheduler(encode(plan))
             assert isinstance(received, StepPlan)
             results.append(runner.execute(received))
-        if isinstance(scheduler, AdapterScheduler):
-            for question in scheduler.grammars.take_questions(scheduler.epoch):
-                runner.handle(question)
-                compiling += 1
+        compiling += _send_messages(runner, scheduler)
         if results:
             outputs.append(scheduler.update(results.popleft().result()))
-        elif compiling or scheduler.recoveries.num_loading or (adapters is not None and adapters.waiting):
+        elif compiling or scheduler.recoveries.num_loading or scheduler.features.kept().sequences:
             compiling -= _take(scheduler, reported.get(timeout=30))
         elif not coming:
             return outputs
         steps += 1
+
+
+def _send_messages(runner: Runner, scheduler: Scheduler) -> int:
+    """Ask the runner what features ask it; returns how many grammars it is to compile."""
+    compiling = 0
+    for message in scheduler.features.messages(monotonic()):
+        runner.handle(message)
+        compiling += isinstance(message, CompileGrammar)
+    return compiling
 
 
 def _take(scheduler: Scheduler, message: Copied | AdapterLoaded | GrammarCompiled) -> bool:
@@ -102,12 +104,9 @@ def _take(scheduler: Scheduler, message: Copied | AdapterLoaded | GrammarCompile
     if isinstance(message, Copied):
         scheduler.copied(message)
         return False
-    assert isinstance(scheduler, AdapterScheduler)
-    if isinstance(message, AdapterLoaded):
-        assert not scheduler.adapter_loaded(message, monotonic()), message.error
-        return False
-    scheduler.grammars.compiled(message.number)
-    return True
+    failed = scheduler.features.take(message, monotonic())
+    assert not failed, message
+    return isinstance(message, GrammarCompiled)
 
 
 def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> None:

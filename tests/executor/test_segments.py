@@ -87,7 +87,7 @@ def check(runner: ModelRunner, model: transformers.PreTrainedModel, requests: li
     for asked, tokens in zip(requests, expected, strict=True):
         for sequence in asked.sequences:
             assert sequence.output_token_ids.tolist() == tokens, asked.segments
-    assert scheduler.segments.num_moved > 0
+    assert scheduler.features.segments.num_moved > 0
     assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
     return scheduler.num_preemptions
 

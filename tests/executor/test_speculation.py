@@ -9,7 +9,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import openvino_choice
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -50,7 +50,7 @@ def requests() -> list[Request]:
     return [request(prompt(1 + number % 4), 45, f"r{number}", **kind) for number, kind in enumerate(kinds)]
 
 
-def outputs(runner: ModelRunner, asked: list[Request], **options: Any) -> tuple[AdapterScheduler, list[list[int]]]:
+def outputs(runner: ModelRunner, asked: list[Request], **options: Any) -> tuple[Scheduler, list[list[int]]]:
     scheduler, _ = run_requests(runner, asked, **options)
     return scheduler, [sequence.output_token_ids.tolist() for one in asked for sequence in one.sequences]
 
@@ -70,7 +70,7 @@ def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> No
         scheduler, found = outputs(runner, requests(), **settings, speculative=NGRAM)
         assert found == expected
         # 20 to 38. With "swap" that depends on when blocks come back from the host: until then there are no drafts.
-        assert scheduler.speculation.num_accepted_tokens > 10
+        assert scheduler.features.drafts.num_accepted_tokens > 10
         assert (scheduler.num_preemptions > 0) == bool(more)
 
 
@@ -98,7 +98,7 @@ def test_the_triton_kernels_verify_drafts(tmp_path: Path) -> None:
     runner._graphs.mixed.runs = True  # from static buffers, as CUDA graphs do
     scheduler, found = outputs(runner, asked[1], speculative=NGRAM)
     assert found == expected
-    assert scheduler.speculation.num_drafts > 0
+    assert scheduler.features.drafts.num_drafts > 0
 
 
 @pytest.mark.gpu
@@ -108,7 +108,7 @@ def test_drafts_are_verified_on_a_gpu(tmp_path: Path) -> None:
     _, expected = outputs(runner, requests(), arrive_every=9)
     scheduler, found = outputs(runner, requests(), arrive_every=9, speculative=NGRAM)
     assert found == expected
-    assert scheduler.speculation.num_accepted_tokens > 20
+    assert scheduler.features.drafts.num_accepted_tokens > 20
 
 
 def decoding(runner: ModelRunner, **sampling: Any) -> list[int]:

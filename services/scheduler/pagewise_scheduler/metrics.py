@@ -91,8 +91,7 @@ class Metrics:
         self.model_name = model_name
         self._bind_gauges()
         self._bind_counters()
-        self._bind_adapter_counters()
-        self._bind_speculation_counters()
+        self._bind_feature_counters()
         self._bind_histograms()
         self._bind_services()
         self._frames_dropped = self._raw_counter(
@@ -193,10 +192,6 @@ class Metrics:
         """The counter of tokens found in a cache: source is one of ``SOURCES``."""
         return self._cached_tokens.labels(self.model_name, source)
 
-    def segment_tokens(self, outcome: Literal["found", "computed"]) -> Counter:
-        """The counter of tokens of segments, by what became of them."""
-        return self._segment_tokens.labels(self.model_name, outcome)
-
     def block_events(self, event: str) -> Counter:
         """The counter of one of ``MEMORY_EVENTS``."""
         return self._block_events.labels(self.model_name, event)
@@ -274,16 +269,6 @@ class Metrics:
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
         )
-        self._segment_tokens = self._raw_counter(
-            "segment_tokens",
-            "Tokens of segments that sequences started with, by whether their KV was found or had to be computed.",
-            ("outcome",),
-        )
-        self.segment_tokens("found")
-        self.segment_tokens("computed")
-        self.segment_moved_tokens = self._counter(
-            "segment_moved_tokens", "Tokens of segments whose KV was moved to where they stand."
-        )
         self._cached_tokens = self._raw_counter(
             "cached_tokens",
             "Tokens that did not have to be computed again, by the tier that had their KV.",
@@ -340,19 +325,25 @@ class Metrics:
         for reason in REFUSALS:
             self.requests_refused(reason)
 
-    def _bind_adapter_counters(self) -> None:
-        self.lora_loads = self._counter(
-            "lora_loads", "LoRA adapters that executors have loaded, by themselves or to slots."
+    def _bind_feature_counters(self) -> None:
+        """``of_features``: by the names of ``Feature.counts``."""
+        texts = {
+            "lora_loads": "LoRA adapters that executors have loaded, by themselves or to slots.",
+            "lora_load_errors": "LoRA adapters that executors could not load.",
+            "lora_evictions": "LoRA adapters that gave up their slots to others.",
+            "spec_decode_num_drafts": "Drafts that steps have verified.",
+            "spec_decode_num_draft_tokens": "Tokens of these drafts.",
+            "spec_decode_num_accepted_tokens": "Tokens of drafts that were drawn, and kept.",
+            "segment_moved_tokens": "Tokens of segments whose KV was moved to where they stand.",
+        }
+        self.of_features = {name: self._counter(name, text) for name, text in texts.items()}
+        segments = self._raw_counter(
+            "segment_tokens",
+            "Tokens of segments that sequences started with, by whether their KV was found or had to be computed.",
+            ("outcome",),
         )
-        self.lora_load_errors = self._counter("lora_load_errors", "LoRA adapters that executors could not load.")
-        self.lora_evictions = self._counter("lora_evictions", "LoRA adapters that gave up their slots to others.")
-
-    def _bind_speculation_counters(self) -> None:
-        self.spec_decode_num_drafts = self._counter("spec_decode_num_drafts", "Drafts that steps have verified.")
-        self.spec_decode_num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens of these drafts.")
-        self.spec_decode_num_accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Tokens of drafts that were drawn, and kept."
-        )
+        for outcome in ("found", "computed"):
+            self.of_features[f"segment_tokens_{outcome}"] = segments.labels(self.model_name, outcome)
 
     def _bind_histograms(self) -> None:
         self._recovery_predicted = self._raw_histogram(

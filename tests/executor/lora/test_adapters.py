@@ -116,7 +116,7 @@ def test_segments_belong_to_an_adapter(llama: Path, folders: dict[str, Path]) ->
         mark_segments(made.prompt_token_ids, made.segments)
         requests.append(made)
     scheduler, _ = run_requests(runner, requests, arrive_every=1000)
-    assert scheduler.segments.num_found > 0
+    assert scheduler.features.segments.num_found > 0
     for made in requests:
         with quietly():
             merged = peft_model(llama, folders[made.request_id.split()[0]]).merge_and_unload()  # type: ignore[operator]
@@ -183,7 +183,7 @@ def test_32_adapters_share_four_slots(llama: Path, tmp_path: Path) -> None:
     requests = [with_adapter(adapters[number % 32], list(range(3, 20)), 3, f"r{number}") for number in range(64)]
     scheduler, _ = run_requests(runner, requests, arrive_every=1)
     assert all(len(one.sequences[0].output_token_ids) == 3 for one in requests)
-    slots = scheduler.adapters
+    slots = scheduler.features.adapters
     assert slots.num_loads >= 32
     assert slots.num_loads - slots.num_evictions == slots.num_resident == 4
     assert isinstance(host := runner._adapters._host, HostAdapters)  # type: ignore[union-attr]

@@ -124,7 +124,7 @@ def test_drafts_end_at_the_border(phi3_path: Path) -> None:
     prompts = [[5, 6, 7, 8] * 7, [9, 10, 11] * 10, [5, 6] * 20]
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
     scheduler = check(phi3_path, runner_of(phi3_path), prompts, count=40, speculative=speculative)
-    assert scheduler.speculation.num_accepted_tokens > 0
+    assert scheduler.features.drafts.num_accepted_tokens > 0
 
 
 def test_several_outputs_cross_the_border_in_their_own_time(phi3_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_whatever_requests_ask_for(
         logprobs = [entry.logprob for output in outputs for entry in output.logprobs.values()]
         found.append((tokens(asked), [round(value, 3) for value in logprobs]))
         if speculative is not None:
-            assert scheduler.speculation.num_accepted_tokens > 0
+            assert scheduler.features.drafts.num_accepted_tokens > 0
     assert found[0] == found[1]
     assert found[0][1]
 

@@ -139,7 +139,7 @@ class StreamedBench:
         """Take the whole device from the cache for a moment."""
         pool = self.scheduler.kv.pool
         blocks, copies = pool.reserve(pool.num_blocks)
-        self.scheduler._plan.copy(copies)
+        self.scheduler.plan.copy(copies)
         pool.release(blocks)
 
     def recover(self, mode: RecoveryMode) -> tuple[float, Recovery]:

@@ -20,7 +20,8 @@ from pagewise_gateway.structured.grammars import (
     json_schema_grammar,
     regex_grammar,
 )
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.features.registry import FeatureOptions
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import GrammarCompiled, Welcome
 
 from tests.executor.driver import drive, request, run_requests
@@ -58,8 +59,8 @@ def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path
     waits = runner.counted.num_grammar_waits
     compiling = Event()
     runner._grammars._compiler.submit(compiling.wait)  # as a grammar that takes long
-    scheduler = AdapterScheduler(
-        max_grammars=runner.info.max_grammars,
+    scheduler = Scheduler(
+        features=FeatureOptions(max_grammars=runner.info.max_grammars),
         num_blocks=runner.info.num_blocks,
         block_size=runner.info.block_size,
         max_num_seqs=16,
@@ -76,7 +77,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path
         plan = scheduler.schedule(0.0)
         assert plan is not None
         scheduler.update(runner.execute(plan).result())
-        for question in scheduler.grammars.take_questions(1):
+        for question in scheduler.features.messages(0.0):
             runner.handle(question)
     assert bound.sequences[0].output_token_ids.tolist() == []
     assert answered == []
@@ -85,7 +86,7 @@ def test_steps_go_on_while_a_grammar_is_compiled(runner: ModelRunner, model_path
     compiling.set()
     assert told.wait(30)
     assert answered == [GrammarCompiled(1, 1)]
-    scheduler.grammars.compiled(1)
+    scheduler.features.take(GrammarCompiled(1, 1), 0.0)
     drive(runner, scheduler, [])
     assert text_of(model_path, bound.sequences[0].output_token_ids.tolist()) == "12 <3"
     assert runner.counted.num_grammar_waits == waits

@@ -353,7 +353,7 @@ async def test_a_load_that_hangs_fails_who_waits_for_it_and_says_so(tmp_path: Pa
         for number in (load.number, load.number + 1):
             await raw.send(AdapterLoaded(welcome.epoch, number))
         (engine,) = stack.engines
-        await until(lambda: engine.scheduler.adapters.can_take(OTHER))
+        await until(lambda: engine.scheduler.features.adapters.can_take(OTHER))
         after = await submit(stack.gateway, OTHER, max_tokens=1)
         load = await next_load(raw)
         assert (load.adapter, load.slot) == (OTHER, 0)

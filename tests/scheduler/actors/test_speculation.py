@@ -92,7 +92,7 @@ async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, di
             await until(lambda: stack.metric("spec_decode_num_accepted_tokens_total") > 30)
             async with executor(tmp_path, "second", runner=runner()):
                 await stack.ready(2)
-                before = stack.engines[1].scheduler.speculation.num_accepted_tokens
+                before = stack.engines[1].scheduler.features.drafts.num_accepted_tokens
                 if dies:
                     first.cancel()
                 else:
@@ -103,5 +103,5 @@ async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, di
                     assert await (await stack.gateway.submit(WORDS * 2, max_tokens=40)).result() == [WORDS * 8]
                 (engine,) = stack.engines
                 assert engine.executor_id == "second"
-                assert engine.scheduler.speculation.num_accepted_tokens > before
+                assert engine.scheduler.features.drafts.num_accepted_tokens > before
                 await stack.all_free()

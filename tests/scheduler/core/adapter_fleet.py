@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
 from pagewise_shared.sampling import SamplingParams
@@ -53,10 +54,11 @@ class Fleet:
         load_steps: int = 2,
         num_blocks: int = 64,
         broken: Iterable[int] = (),
+        max_rank: int = 2**31 - 1,
         **options: Any,
     ) -> None:
-        self.scheduler = AdapterScheduler(
-            max_loras=max_loras,
+        self.scheduler = Scheduler(
+            features=FeatureOptions(max_loras, max_rank),
             num_blocks=num_blocks,
             block_size=4,
             max_num_seqs=8,
@@ -80,7 +82,8 @@ class Fleet:
         self.now += 1.0
         while self._loads and self._loads[0][0] <= self.now and not self.stuck:
             self._answer(self._loads.popleft()[1])
-        for load in scheduler.adapter_loads(self.now):
+        for load in scheduler.features.messages(self.now):
+            assert isinstance(load, LoadAdapter)
             in_flight = [one for step in scheduler.steps_in_flight for one in step.requests if one.adapter is not None]
             assert load.slot < 0 or not any(one.adapter_slot == load.slot for one in in_flight), "a step uses that slot"
             self.asked.append(load)
@@ -101,7 +104,7 @@ class Fleet:
         else:
             self.slots[load.slot] = load.adapter.content
             answer = AdapterLoaded(load.epoch, load.number, 500_000)
-        for one in self.scheduler.adapter_loaded(answer, self.now):
+        for one in self.scheduler.features.take(answer, self.now):
             self.failed.append(one)
 
     def _check(self, plan: StepPlan) -> None:

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping
 from itertools import count
 
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
@@ -37,6 +38,8 @@ def create_scheduler(
     hashed: Mapping[int, str] | None = None,
     salted: bool = True,
     speculative: SpeculativeConfig | None = None,
+    max_adapters: int = 0,
+    max_adapter_rank: int = 8,
     short_rope_len: int = ONE_ROPE,
 ) -> Scheduler:
     return Scheduler(
@@ -49,7 +52,7 @@ def create_scheduler(
         costs=costs,
         eviction=eviction,
         salted=salted,
-        speculative=speculative,
+        features=FeatureOptions(max_adapters, max_adapter_rank, speculative=speculative),
         short_rope_len=short_rope_len,
     )
 
@@ -64,7 +67,7 @@ def evict(scheduler: Scheduler, count: int) -> None:
     """Somebody takes blocks for a moment, and what was cached in them goes."""
     kv = scheduler.kv
     blocks, copies = kv.pool.reserve(min(count, kv.num_available))
-    scheduler._plan.copy(copies)
+    scheduler.plan.copy(copies)
     kv.pool.release(blocks)
 
 

@@ -10,7 +10,7 @@ from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, 
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.peer import Peer
-from pagewise_shared.protocol import Role
+from pagewise_shared.protocol import AdapterLoaded, LoadAdapter, Role
 
 from tests.scheduler.core.fleets import Node, fleet
 
@@ -56,6 +56,9 @@ class Fleet:
         """Plan as far ahead as is allowed, else take a result in; so many times."""
         node = self.nodes[where]
         for _ in range(steps):
+            for load in node.scheduler.features.messages(0.0):
+                assert isinstance(load, LoadAdapter)
+                node.scheduler.features.take(AdapterLoaded(load.epoch, load.number), 0.0)
             if node.scheduler.num_in_flight < 2 and (plan := node.scheduler.schedule(0.0)) is not None:
                 node.results.append(node.executor.execute(plan))
             elif node.results:

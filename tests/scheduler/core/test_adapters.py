@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import SequenceStatus
-from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
-from pagewise_shared.protocol import AdapterLoaded
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
 from tests.scheduler.core.adapter_fleet import Fleet, adapter, request, segmented
+from tests.scheduler.core.builders import create_scheduler
 from tests.scheduler.core.driving import expected_tokens
 
 ARRIVALS = st.lists(
@@ -32,7 +32,7 @@ def test_every_row_has_its_adapter_and_every_request_ends(
     for one in requests:
         tokens = one.sequences[0].output_token_ids.tolist()
         assert one.sequences[0].finish_reason == "abort" or tokens == expected_tokens(one)
-    assert fleet.scheduler.adapters.num_loads == len(fleet.asked)
+    assert fleet.scheduler.features.adapters.num_loads == len(fleet.asked)
     assert fleet.scheduler.num_waiting == fleet.scheduler.num_running == 0
     assert fleet.scheduler.kv.pool.num_in_use == 0
 
@@ -44,7 +44,7 @@ def test_32_adapters_share_four_slots() -> None:
         fleet.scheduler.add(one)
     fleet.run()
     assert all(one.sequences[0].output_token_ids.tolist() == expected_tokens(one) for one in requests)
-    adapters = fleet.scheduler.adapters
+    adapters = fleet.scheduler.features.adapters
     assert (adapters.num_resident, adapters.num_loads - adapters.num_evictions) == (4, 4)
     assert adapters.num_loads >= 32
 
@@ -88,8 +88,8 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_requests_only() -> None:
         one.sequences[0].finish_reason == ("error" if number % 3 == 1 else "length")
         for number, one in enumerate(requests)
     )
-    assert fleet.scheduler.adapters.num_load_errors == 1
-    assert fleet.scheduler.adapters.num_resident == 2
+    assert fleet.scheduler.features.adapters.num_load_errors == 1
+    assert fleet.scheduler.features.adapters.num_resident == 2
 
 
 def test_after_a_reset_adapters_are_loaded_again() -> None:
@@ -151,7 +151,7 @@ def test_a_request_that_never_fits_is_refused_before_its_adapter_is_loaded() -> 
 
 def test_loads_are_priced_by_what_they_took() -> None:
     fleet = Fleet(1)
-    adapters = fleet.scheduler.adapters
+    adapters = fleet.scheduler.features.adapters
     cold = adapters.seconds(adapter(0))
     fleet.scheduler.add(request(0, 0))
     assert adapters.seconds(adapter(0)) == pytest.approx(cold)
@@ -204,7 +204,7 @@ def test_the_original_of_a_segment_keeps_its_slot_when_who_wanted_it_has_gone() 
     fleet.scheduler.add(wanting)
     while not fleet.rows:
         fleet.step()
-    (original,) = fleet.scheduler.segments.requests
+    (original,) = fleet.scheduler.features.segments.requests
     assert original.sequences[0].row in fleet.rows
     fleet.scheduler.add(other)
     fleet.scheduler.abort(wanting.request_id)
@@ -213,30 +213,31 @@ def test_the_original_of_a_segment_keeps_its_slot_when_who_wanted_it_has_gone() 
     assert fleet.scheduler.kv.pool.num_in_use == 0
 
 
-def test_what_computes_an_original_is_not_sent_back_behind_a_claim() -> None:
+def test_what_computes_an_original_is_not_sent_back_behind_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who wants it would wait for it, and keep the slot that the claim is for."""
-    queue = WaitingQueue()
-    slots = AdapterSlots(1, queue)
+    scheduler = create_scheduler(max_adapters=1)
+    slots = scheduler.features.adapters
     wanting, urgent = segmented(0, 0, 40), request(1, 1, arrival=1.0, priority=-1)
-    wanting.create_sequences()
-    slots.admit(wanting)
-    slots.advance(0.0, None)
-    (load,) = slots.take_loads(1, 0.0)
-    slots.loaded(AdapterLoaded(1, load.number), 0.0)
-    assert slots.advance(0.0, None)[0] == [wanting]
+    scheduler.add(wanting)
+    (load,) = slots.messages(0.0)
+    assert isinstance(load, LoadAdapter)
+    slots.take(AdapterLoaded(1, load.number), 0.0)
+    assert slots.messages(0.0) == []
+    assert list(scheduler.waiting) == wanting.sequences
     original = request(2, 0, 0)
     original.computes_for = wanting.sequences[0]
     original.create_sequences()
-    slots.pin(original)
-    slots.admit(urgent)
-    assert slots.advance(1000.0, None) == ([], [])
-    assert slots.take_loads(1, 1000.0) == []
-    slots.drop(wanting, 0)
+    assert slots.enter(original)
+    scheduler.add(urgent)
+    assert slots.messages(1000.0) == []
+    assert list(scheduler.waiting) == wanting.sequences
+    slots.leave(wanting, 0)
     original.sequences[0].last_step = 5  # it is preempted and not needed any more, while a step of it is in flight
-    slots.unpin(original)
+    slots.leave(original, 5)
     for oldest_step, loads in ((5, []), (6, [adapter(1)])):
-        slots.advance(1000.0, oldest_step)
-        assert [one.adapter for one in slots.take_loads(1, 1000.0)] == loads
+        monkeypatch.setattr(Scheduler, "oldest_step", oldest_step)
+        asked = [one for one in slots.messages(1000.0) if isinstance(one, LoadAdapter)]
+        assert [one.adapter for one in asked] == loads
 
 
 def test_equal_files_under_a_path_that_cannot_be_read_fail_who_named_that_path_only() -> None:
@@ -264,7 +265,7 @@ def test_a_request_that_is_refused_needs_no_slot() -> None:
     fleet.run()
     assert other.finished, "the slot is free when those that were taken have ended"
     with pytest.raises(ValueError, match="of rank 8, and the executor serves none"):
-        Fleet(1, max_lora_rank=4).scheduler.add(request(4, 0))
+        Fleet(1, max_rank=4).scheduler.add(request(4, 0))
 
 
 def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> None:
@@ -274,15 +275,15 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     while not held.sequences[0].output_token_ids:
         fleet.step()
     fleet.stuck = True
-    slots, waiting, plain = fleet.scheduler.adapters, [request(1, 1), request(2, 2)], request(3, None, 30)
+    slots, waiting, plain = fleet.scheduler.features.adapters, [request(1, 1), request(2, 2)], request(3, None, 30)
     for one in (*waiting, plain):
         fleet.scheduler.add(one)
     told: list[str | None] = []
     slots.check(adapter(3), lambda error, *, lost=False: told.append(error))
     fleet.step()
     asked = fleet.now
-    assert fleet.scheduler.give_up_loads(asked + 5, 5.0) == []
-    assert fleet.scheduler.give_up_loads(asked + 5.5, 5.0) == waiting
+    assert fleet.scheduler.features.give_up(asked + 5, 5.0) == []
+    assert fleet.scheduler.features.give_up(asked + 5.5, 5.0) == waiting
     assert all(one.sequences[0].finish_reason == "error" for one in waiting)
     assert told == ["the adapter 'adapter-3' has not been loaded within 5 s"]
     assert slots.num_load_errors == 2  # the check, and that of one slot: the other one is needed
@@ -298,7 +299,7 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     assert again.finished
     assert plain.finished
     assert not late.finished
-    assert fleet.scheduler.give_up_loads(asked + 6, 5.0) == [late]
+    assert fleet.scheduler.features.give_up(asked + 6, 5.0) == [late]
     assert len(fleet.asked) == before
     fleet.stuck = False  # they return after all: nobody waits for them, and their slot is loaded anew
     fleet.step()
@@ -311,14 +312,15 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
 
 
 def test_a_load_has_as_long_as_it_may_take_from_the_end_of_the_one_before() -> None:
-    slots = AdapterSlots(1, WaitingQueue())
+    scheduler = create_scheduler(max_adapters=1)
+    slots = scheduler.features.adapters
     for number in range(2):
         slots.check(adapter(number), lambda error, *, lost=False: None)
-    first, second = slots.take_loads(1, 0.0)
-    slots.loaded(AdapterLoaded(1, first.number), 4.0)
-    slots.give_up_loads(8.0, 5.0)
+    first, second = slots.messages(0.0)
+    slots.take(AdapterLoaded(1, first.number), 4.0)
+    slots.give_up(8.0, 5.0)
     assert slots.num_load_errors == 0
-    slots.give_up_loads(9.5, 5.0)
+    slots.give_up(9.5, 5.0)
     assert slots.num_load_errors == 1
-    slots.loaded(AdapterLoaded(1, second.number), 10.0)
+    slots.take(AdapterLoaded(1, second.number), 10.0)
     assert slots.can_take(adapter(7))

@@ -63,7 +63,7 @@ def without_write_back(at: Node, prompt: list[int]) -> None:
 def evict_host(at: Node) -> list[tuple[int, int]]:
     """Let the host give up all it has; returns the tiers between which the next plan copies."""
     copies = host_of(at.scheduler).evict(1000)
-    at.scheduler._plan.copy(copies)
+    at.scheduler.plan.copy(copies)
     return [(source, target) for source, _, target, _ in copies]
 
 
@@ -93,7 +93,7 @@ def test_what_comes_before_the_end_of_a_prefix_goes_down_with_it() -> None:
     without_write_back(one, PROMPT)
     evict(one.scheduler, 24)
     host = host_of(one.scheduler)
-    one.scheduler._plan.copy(host.evict(1))
+    one.scheduler.plan.copy(host.evict(1))
     assert host.num_used == 14
     run(one.scheduler, one.executor)
     assert num_stored(one.scheduler, one.executor, create_request(prompt=PROMPT)) == 15
@@ -107,7 +107,7 @@ def test_a_busy_tier_is_passed_over() -> None:
     host_of(one.scheduler).max_arriving = 0
     one.scheduler.kv.hashed[DISK].max_arriving = 0
     copies = one.scheduler.kv.pool.evict(15)
-    one.scheduler._plan.copy(copies)
+    one.scheduler.plan.copy(copies)
     assert {(source, target) for source, _, target, _ in copies} == {(DEVICE, REDIS)}
 
 
@@ -143,7 +143,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     serve(one, PROMPT[:24], looked_up=False)
     pool = one.scheduler.kv.pool
     for _ in range(4):
-        one.scheduler._plan.copy(pool.evict(1))
+        one.scheduler.plan.copy(pool.evict(1))
     request = create_request(prompt=[*PROMPT, 999], max_tokens=2)
     request.stored[IDENTITIES[DISK]] = 10
     one.scheduler.add(request)
@@ -271,7 +271,7 @@ class ChainRules(RuleBasedStateMachine):
         if tier == DEVICE:
             evict(scheduler, count)
         elif tier in scheduler.kv.tiers:
-            scheduler._plan.copy(scheduler.kv.tiers[tier].evict(count))
+            scheduler.plan.copy(scheduler.kv.tiers[tier].evict(count))
 
     @rule(at=st.integers(0, 1), happens=st.integers(0, 2))
     def executor_is_reset(self, at: int, happens: int) -> None:

@@ -7,10 +7,10 @@ from collections import OrderedDict, deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
-from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
-from pagewise_shared.protocol import CompileGrammar, StepPlan, StepResult
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import CompileGrammar, GrammarCompiled, StepPlan, StepResult
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 from pagewise_shared.sampling import SamplingParams
 
@@ -28,8 +28,8 @@ class Fleet:
     and compiling takes as many steps as ``patience`` says of the grammar."""
 
     def __init__(self, kept: int, num_blocks: int = 64, max_num_seqs: int = 8, seed: int | None = None) -> None:
-        self.scheduler = AdapterScheduler(
-            max_grammars=kept,
+        self.scheduler = Scheduler(
+            features=FeatureOptions(max_grammars=kept),
             num_blocks=num_blocks,
             block_size=4,
             max_num_seqs=max_num_seqs,
@@ -54,7 +54,7 @@ class Fleet:
             self._compiling.append((self._now + (self._rng.randrange(5) if self._rng else 0), question))
         for done in [one for one in self._compiling if one[0] <= self._now] if answers else ():
             self._compiling.remove(done)
-            self.scheduler.grammars.compiled(done[1].number)
+            self.scheduler.features.take(GrammarCompiled(self.scheduler.epoch, done[1].number), 0.0)
         plan = None
         while self.scheduler.num_in_flight < 2 and (planned := self.scheduler.schedule(float(self._now))) is not None:
             plan = planned
@@ -63,7 +63,8 @@ class Fleet:
                     assert grammar in self._there, "a step waits for a grammar"
                     self._use(grammar)
             self._results.append(self.executor.execute(plan))
-        for question in self.scheduler.grammars.take_questions(self.scheduler.epoch):
+        for question in self.scheduler.features.messages(0.0):
+            assert isinstance(question, CompileGrammar)
             self.asked.append(question.grammar)
             self._sent.append(question)
         if self._results:
@@ -128,12 +129,12 @@ def test_a_grammar_is_asked_for_once_for_all_who_have_it() -> None:
 
 
 def test_executors_that_do_not_compile_ahead_are_not_asked() -> None:
-    scheduler = AdapterScheduler(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
+    scheduler = Scheduler(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
     scheduler.add(request(0, "any"))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert plan.joined
-    assert scheduler.grammars.take_questions(scheduler.epoch) == []
+    assert scheduler.features.messages(0.0) == []
 
 
 def test_a_request_may_end_while_it_waits() -> None:
@@ -182,17 +183,22 @@ def test_no_step_waits_and_every_request_ends(
 @pytest.mark.parametrize(("length", "kept"), [(10, 20), (MAX_COMPILED_CHARACTERS // 8, 4)])
 def test_half_of_what_an_executor_keeps_is_taken_to_be_there(length: int, kept: int) -> None:
     """By their number, or by the characters that they have together."""
-    grammars = CompiledGrammars()
-    grammars.num_kept = 40
-    texts = [f"{number}".rjust(length) for number in range(kept + 1)]
-    for text in texts[:kept]:
-        assert not grammars.is_ready(text)
-        for question in grammars.take_questions(1):
-            grammars.compiled(question.number)
-        assert grammars.is_ready(text)
-    assert all(grammars.is_ready(text) for text in texts[:kept])
-    grammars.joined(texts[0])
-    assert not grammars.is_ready(texts[kept])
-    assert grammars.is_ready(texts[0])
-    assert not grammars.is_ready(texts[1])
-    grammars.compiled(12345)  # nobody has asked that
+    fleet = Fleet(40)
+    grammars = fleet.scheduler.features.grammars
+    sequences = []
+    for number in range(kept + 1):
+        one = request(number, f"{number}".rjust(length))
+        one.create_sequences()
+        sequences += one.sequences
+    for sequence in sequences[:kept]:
+        assert not grammars.may_start(sequence)
+        for question in grammars.messages(0.0):
+            assert isinstance(question, CompileGrammar)
+            grammars.take(GrammarCompiled(1, question.number), 0.0)
+        assert grammars.may_start(sequence)
+    assert all(grammars.may_start(sequence) for sequence in sequences[:kept])
+    grammars.joined(sequences[0])
+    assert not grammars.may_start(sequences[kept])
+    assert grammars.may_start(sequences[0])
+    assert not grammars.may_start(sequences[1])
+    grammars.take(GrammarCompiled(1, 12345), 0.0)  # it answers no question

@@ -7,16 +7,26 @@ from itertools import count, pairwise
 import pytest
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import adapter_salt
-from pagewise_shared.protocol import HOST, Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
+from pagewise_shared.protocol import (
+    HOST,
+    Adapter,
+    AdapterLoaded,
+    CompileGrammar,
+    GrammarCompiled,
+    LoadAdapter,
+    StepPlan,
+    StepResult,
+)
 from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.core.builders import create_request
@@ -36,16 +46,16 @@ class Player:
             "block_size": 4,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
-            "max_loras": 2,
-            "max_grammars": 4,
+            "features": FeatureOptions(max_adapters=2, max_grammars=4),
             "eviction": "cost",
         }
-        self.scheduler = AdapterScheduler(**(given | options))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(**(given | options))  # type: ignore[arg-type]
         self.executor = executor_for(self.scheduler)
         self.results: deque[StepResult] = deque()
         self.now = 100.0
         self.numbers = count()
         self.loads: list[LoadAdapter] = []
+        self.questions: list[CompileGrammar] = []
         self.started: dict[Request, float] = {}
 
     def send(self, prompt: list[int] | int, max_tokens: int = 2, **fields: object) -> Request:
@@ -57,8 +67,16 @@ class Player:
         self.scheduler.add(request)
         return request
 
+    def send_messages(self) -> None:
+        for message in self.scheduler.features.messages(self.now):
+            if isinstance(message, LoadAdapter):
+                self.loads.append(message)
+            else:
+                assert isinstance(message, CompileGrammar)
+                self.questions.append(message)
+
     def step(self) -> None:
-        self.loads += self.scheduler.adapter_loads(self.now)
+        self.send_messages()
         while self.scheduler.num_in_flight < 2 and (plan := self.scheduler.schedule(self.now)) is not None:
             assert isinstance(plan, StepPlan)
             self.results.append(self.executor.execute(plan))
@@ -172,8 +190,9 @@ def test_a_grammar() -> None:
     waits = player.send(4, sampling=SamplingParams(temperature=0.0, grammar="g"))
     for _ in range(5):
         player.step()
-    (question,) = player.scheduler.grammars.take_questions(player.scheduler.epoch)
-    player.scheduler.grammars.compiled(question.number)
+    player.send_messages()
+    (question,) = player.questions
+    player.scheduler.features.take(GrammarCompiled(player.scheduler.epoch, question.number), player.now)
     player.finish(waits)
     told = player.explain(waits)
     assert told.waits == {"grammar": pytest.approx(0.5)}
@@ -228,7 +247,7 @@ def test_an_adapter_that_is_loaded() -> None:
         player.step()
     (load,) = player.loads
     loaded = AdapterLoaded(player.scheduler.epoch, load.number)
-    assert not player.scheduler.adapter_loaded(loaded, player.now)
+    assert not player.scheduler.features.take(loaded, player.now)
     player.finish(waits)
     told = player.explain(waits)
     assert told.waits == {"adapter": pytest.approx(0.4)}
@@ -486,7 +505,7 @@ def test_another_adapter() -> None:
     adapter = Adapter("poet", "/p", b"\1" * 32, 1000, 8)
     other = player.send(prompt, adapter=adapter, cache_salt=adapter_salt(adapter.content, None))
     player.step()
-    player.scheduler.adapter_loaded(AdapterLoaded(player.scheduler.epoch, player.loads[0].number), player.now)
+    player.scheduler.features.take(AdapterLoaded(player.scheduler.epoch, player.loads[0].number), player.now)
     player.finish(other)
     told = player.explain(other)
     assert told.other_cache is not None

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagewise_scheduler.core.features import fair_shares
+from pagewise_scheduler.core.features.fair_shares import FairShares
 from pagewise_scheduler.core.requests.request import Preempted, Request
-from pagewise_scheduler.core.scheduling import fair_shares
-from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepPlan, StepResult, encode
 from pagewise_shared.sampling import BeamParams

@@ -5,9 +5,9 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT, VirtualTokens
+from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT, VirtualTokens
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run

@@ -221,12 +221,12 @@ class MemoryRules(RuleBasedStateMachine):
         check_states(pool)
         sequences = [
             sequence
-            for request in (*scheduler.requests, *scheduler.segments.requests)
+            for request in (*scheduler.requests, *scheduler.features.segments.requests)
             for sequence in request.sequences
         ]
         tables = sum(len(sequence.table.blocks) for sequence in sequences)
         references = sum(pool.references(block) for block in range(pool.num_blocks))
-        held = scheduler.segments.num_held
+        held = scheduler.features.segments.num_held
         assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + held
         most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:

@@ -112,8 +112,8 @@ def test_what_leaves_before_anybody_was_told_leaves_room_in_the_plan() -> None:
     scheduler = create_scheduler()
     scheduler.add(request := create_request(prompt=5))
     request.sampling = msgspec.structs.replace(request.sampling, grammar="é" * 1000)
-    plan = scheduler._plan
-    scheduler._prefilling.chunks(32, 0, scheduler.steps_in_flight, 0.0)
+    plan = scheduler.plan
+    scheduler.prefilling.chunks(32, 0, scheduler.steps_in_flight, 0.0)
     assert plan.joined_bytes > 2000, "a grammar of 1,000 characters takes up to 4 bytes for each"
     scheduler.abort(request.request_id)
     assert plan.joined_bytes == 0

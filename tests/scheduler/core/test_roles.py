@@ -4,14 +4,13 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers import prefetch as prefetch_module
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_shared.block_hash import adapter_salt
-from pagewise_shared.protocol import Adapter, AdapterLoaded, Role
+from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Role
 from pagewise_shared.sampling import BeamParams
 
 from tests.scheduler.core.builders import create_request, evict
@@ -82,14 +81,15 @@ def with_adapter(rank: int, max_tokens: int) -> Request:
     return request
 
 
-def slots(max_loras: int, max_rank: int = 8) -> AdapterSlots:
-    return AdapterSlots(max_loras, WaitingQueue(), max_rank)
+def serve_adapters(served: Fleet, *slots: tuple[int, int]) -> None:
+    """The executors have so many slots, for adapters up to some rank."""
+    for view, (number, rank) in zip(served.views, slots, strict=True):
+        view.scheduler.features.options = FeatureOptions(number, rank)
 
 
 def test_with_an_adapter_a_request_goes_on_where_adapters_of_its_rank_are_served() -> None:
     served = Fleet(["prefill", "decode", "decode", "decode"])
-    for view, held in zip(served.views, (slots(1), slots(0), slots(1, 4), slots(1)), strict=True):
-        view.adapters = held
+    serve_adapters(served, (1, 8), (0, 8), (1, 4), (1, 8))
     requests = [with_adapter(8, 20), with_adapter(4, 20)]
     for request in requests:
         served.add(request)
@@ -101,8 +101,7 @@ def test_with_an_adapter_a_request_goes_on_where_adapters_of_its_rank_are_served
 
 def test_who_can_go_nowhere_else_with_its_adapter_holds_up_nobody() -> None:
     served = Fleet(["prefill", "decode", "decode"])
-    for view, held in zip(served.views, (slots(1), slots(1), slots(0)), strict=True):
-        view.adapters = held
+    serve_adapters(served, (1, 8), (1, 8), (0, 8))
     stays, moves = with_adapter(8, 80), create_request(prompt=40, max_tokens=20)
     served.add(stays)
     served.kill(1)  # where it was to go on
@@ -117,16 +116,15 @@ def test_a_move_costs_the_load_of_an_adapter() -> None:
     served = Fleet(["prefill", "decode", "decode"])
     request = with_adapter(8, 20)
     assert request.adapter is not None
-    for view in served.views:
-        view.adapters = slots(1)
-    held = served.views[2].adapters
-    assert held is not None
+    serve_adapters(served, (1, 8), (1, 8), (1, 8))
+    held = served.views[2].scheduler.features.adapters
     other = with_adapter(8, 20)
     other.create_sequences()
-    held.admit(other)
-    held.advance(0.0, None)
-    (load,) = held.take_loads(1, 0.0)
-    held.loaded(AdapterLoaded(1, load.number), 0.0)
+    held.enter(other)
+    (load,) = held.messages(0.0)
+    assert isinstance(load, LoadAdapter)
+    held.take(AdapterLoaded(1, load.number), 0.0)
+    held.leave(other, 0)
     served.add(request)
     served.run()
     assert served.node_of(request) == 2

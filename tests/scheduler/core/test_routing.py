@@ -19,10 +19,9 @@ from pagewise_scheduler.core.routing.policies import (
     make_routing,
     place,
 )
-from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
-from pagewise_shared.protocol import Adapter, AdapterLoaded
+from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
 from pagewise_shared.segments import make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler
@@ -400,15 +399,15 @@ def test_an_adapter_is_a_reason_to_go_where_it_is() -> None:
     adapter = Adapter("one", "/adapters/one", b"1" * 32, 50_000_000, 16)
     views, slots = [], []
     for _ in range(2):
-        scheduler = create_scheduler(costs=COSTS)
-        slots.append(AdapterSlots(1, scheduler.waiting))
-        views.append(ExecutorView(scheduler, adapters=slots[-1]))
+        scheduler = create_scheduler(costs=COSTS, max_adapters=1, max_adapter_rank=16)
+        slots.append(scheduler.features.adapters)
+        views.append(ExecutorView(scheduler))
     wanting = create_request(prompt=LONG)
     wanting.adapter = adapter
-    slots[1].admit(wanting)
-    slots[1].advance(0.0, None)
-    (load,) = slots[1].take_loads(1, 0.0)
-    slots[1].loaded(AdapterLoaded(1, load.number, 80_000), 0.1)
+    slots[1].enter(wanting)
+    (load,) = slots[1].messages(0.0)
+    assert isinstance(load, LoadAdapter)
+    slots[1].take(AdapterLoaded(1, load.number, 80_000), 0.1)
 
     def chosen(executors: list[ExecutorView], adapter: Adapter | None) -> Placement:
         request = create_request(prompt=LONG)

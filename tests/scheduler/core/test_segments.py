@@ -90,7 +90,7 @@ def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
     turn = [*prompt, *first.sequences[0].output_token_ids, *range(60, 70)]
     following = serve(*fetcher, segmented(turn, ranges))
     fetched = fetch_block < 1
-    assert fetcher[0].segments.num_requests == (0 if fetched else 2)
+    assert fetcher[0].features.segments.num_requests == (0 if fetched else 2)
     assert following.num_cached_tokens >= (len(prompt) // 4 * 4 if fetched else 0)
     assert not list(fetcher[0].recoveries.prefetches)
     elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
@@ -107,7 +107,7 @@ def test_what_a_draining_executor_leaves_is_computed_elsewhere() -> None:
     other = create_scheduler()
     executor = executor_for(other)
     for prefix in hottest_prefixes(scheduler.kv.pool, 10):
-        other.add(_copy_request(prefix).request)  # recomputing may be cheaper than fetching, or the fetch fails
+        other.add(_copy_request(prefix))  # recomputing may be cheaper than fetching, or the fetch fails
         run(other, executor)
 
 
@@ -163,7 +163,7 @@ def test_who_waits_lets_go_before_who_runs_is_preempted() -> None:
         if step == 1:
             scheduler.add(running[1])
         scheduler.update(executor.execute(plan))
-    held = scheduler.segments.num_held
+    held = scheduler.features.segments.num_held
     run(scheduler, executor, depth=1)
     assert held == 0 or [one.sequences[0].num_preemptions for one in running] == [0, 0]
 
@@ -179,11 +179,11 @@ def test_planning_many_segments_behind_a_long_root_is_not_work_for_each_of_them(
     request = segmented([*prompt, 5], ranges)
     scheduler.add(request)
     scheduler.schedule(0.0)
-    (prepared,) = scheduler.segments._prepared.values()
+    (prepared,) = scheduler.features.segments._prepared.values()
     keys = [key for original in prepared.distinct for key in original.keys]
     assert len(prepared.root) == 20_000 // 16
     assert sum(map(len, keys)) <= 4 * 2 * len(prompt)
-    assert 0 < len(scheduler.segments.requests) <= 16
+    assert 0 < len(scheduler.features.segments.requests) <= 16
 
 
 def test_who_dies_with_an_original_is_blamed() -> None:
@@ -239,10 +239,10 @@ def test_what_computes_originals_does_not_wait_for_the_garbage_collector() -> No
     executor = executor_for(scheduler)
     scheduler.add(segmented([*ROOT, *SECOND, 9, *FIRST, 9], [(8, 48), (49, 57)]))
     assert scheduler.schedule(0.0) is not None
-    known = list(scheduler.segments.requests)
+    known = list(scheduler.features.segments.requests)
     scheduler.fail(2)
     assert scheduler.schedule(0.0) is not None
-    known += scheduler.segments.requests
+    known += scheduler.features.segments.requests
     scheduler.fail(3)
     executor.reset(3)
     run(scheduler, executor)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise_scheduler.core.features import drafts
+from pagewise_scheduler.core.features.drafts import look_up
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling import speculation
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.speculation import look_up
 from pagewise_scheduler.core.scheduling.step import PlanBuilder
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s
@@ -87,7 +87,7 @@ def test_one_step_keeps_what_was_drafted_and_one_token_more() -> None:
     # The prompt; 7 8 9 7 were right and 8 came free; of the next draft 1 was not, and nothing stood behind 1 before.
     assert drafts[:3] == [[], [[7, 8, 9, 7]], [[9, 7]]]
     assert request.sequences[0].output_token_ids.tolist() == list(drawn.values())
-    assert scheduler.speculation.num_accepted_tokens == 4
+    assert scheduler.features.drafts.num_accepted_tokens == 4
     assert_all_free(scheduler)
 
 
@@ -116,7 +116,7 @@ def test_a_token_that_ends_a_sequence_is_never_followed_by_others(min_tokens: in
     (output,) = request.sequences
     assert (output.finish_reason, output.stop_reason) == ("stop", 1)
     assert output.output_token_ids.tolist() == [9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 1]
-    assert scheduler.speculation.num_accepted_tokens > 0
+    assert scheduler.features.drafts.num_accepted_tokens > 0
 
 
 @pytest.mark.usefixtures("repeats")
@@ -137,8 +137,8 @@ def test_tokens_are_those_without_drafts_in_fewer_steps(depth: int, block_size: 
                 assert sequence.output_token_ids.tolist() == expected_tokens(request)
         assert_all_free(scheduler)
     assert (executor.num_drafted, executor.num_accepted) == (
-        scheduler.speculation.num_draft_tokens,
-        scheduler.speculation.num_accepted_tokens,
+        scheduler.features.drafts.num_draft_tokens,
+        scheduler.features.drafts.num_accepted_tokens,
     )
     assert executor.num_accepted > 0
     assert steps[NGRAM] < steps[None]
@@ -171,7 +171,7 @@ def test_blocks_that_a_prefill_has_yet_to_take_are_not_given_to_drafts(speculati
     scheduler.add(create_request(prompt=[*range(1000, 1240)], max_tokens=2))
     list(plans)
     assert scheduler.num_preemptions == 0
-    assert (scheduler.speculation.num_accepted_tokens > 4) == (speculative is not None)
+    assert (scheduler.features.counts().get("spec_decode_num_accepted_tokens", 0) > 4) == (speculative is not None)
 
 
 def test_blocks_that_drafts_have_filled_are_shared_soon() -> None:
@@ -202,7 +202,7 @@ def test_what_was_not_found_is_not_looked_up_again(monkeypatch: pytest.MonkeyPat
         looked.append(len(tokens) // 4)
         return look_up(tokens, *rest)
 
-    monkeypatch.setattr(speculation, "look_up", counted)
+    monkeypatch.setattr(drafts, "look_up", counted)
     scheduler = create_scheduler(speculative=NGRAM, max_num_seqs=1)
     scheduler.add(create_request(prompt=9, max_tokens=20))
     executor = executor_for(scheduler)
@@ -223,7 +223,7 @@ def test_accepted_tokens_of_an_aborted_request_are_neither_counted_nor_charged()
     served = request.account.served
     scheduler.abort(request.request_id)
     list(plans)
-    assert (scheduler.speculation.num_accepted_tokens, request.account.served) == (0, served)
+    assert (scheduler.features.drafts.num_accepted_tokens, request.account.served) == (0, served)
     assert_all_free(scheduler)
 
 
@@ -241,7 +241,7 @@ def drafted(request: Request) -> int:
     scheduler.add(request)
     run(scheduler, executor_for(scheduler))
     assert_all_free(scheduler)
-    return scheduler.speculation.num_draft_tokens
+    return scheduler.features.drafts.num_draft_tokens
 
 
 @pytest.mark.usefixtures("repeats")
@@ -323,7 +323,7 @@ def test_with_many_sequences_nothing_is_drafted_and_steps_overlap() -> None:
     for number in range(NGRAM.disable_by_batch_size + 1):
         scheduler.add(create_request([number, 1, 2], max_tokens=40))
     assert play(scheduler, executor_for(scheduler), 20) == [2] * 20
-    assert scheduler.speculation.num_drafts == 0
+    assert scheduler.features.drafts.num_drafts == 0
 
 
 def test_after_drafts_that_were_wrong_a_sequence_pauses() -> None:

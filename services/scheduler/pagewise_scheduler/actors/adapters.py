@@ -147,7 +147,7 @@ class AdapterRegistry:
             answer(AdapterAnswer(message.number))
             return
         engines = self._engines()
-        able = [engine for engine in engines if engine.scheduler.adapters.serves(adapter)]
+        able = [engine for engine in engines if engine.scheduler.features.adapters.serves(adapter)]
         if able:
             self._try(message, answer, able)
             return
@@ -199,7 +199,7 @@ class AdapterRegistry:
                 self._tried(trial)
 
         for engine in engines:
-            engine.scheduler.adapters.check(message.adapter, told)
+            engine.scheduler.features.adapters.check(message.adapter, told)
             engine.touch()
 
     def _tried(self, trial: _Trial) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.core.requests.timeline import WaitCause
-from pagewise_scheduler.core.scheduling.waiting_queue import queue_time_of
+from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
 
 _SMOOTHING_SECONDS = 10.0
 _LEAST_INTERVAL = 0.1

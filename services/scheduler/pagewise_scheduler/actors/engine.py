@@ -6,8 +6,17 @@ from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, about, printable
-from pagewise_shared.protocol import CancelCopies, Copied, Hello, LookUp, StepResult, TokenLogprobs, Welcome, tier_name
-from pagewise_shared.protocol.adapter_messages import AdapterLoaded
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    Hello,
+    LookUp,
+    Message,
+    StepResult,
+    TokenLogprobs,
+    Welcome,
+    tier_name,
+)
 
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
@@ -20,8 +29,8 @@ from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.requests.timeline import Reset
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
 from pagewise_scheduler.core.scheduling.results import failed
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
 from pagewise_scheduler.metrics import Metrics
 
@@ -64,7 +73,7 @@ class Engine:
     def __init__(
         self,
         hello: Hello,
-        scheduler: AdapterScheduler,
+        scheduler: Scheduler,
         link: ExecutorLink,
         agenda: dict["Engine", None],
         metrics: Metrics,
@@ -129,8 +138,7 @@ class Engine:
     def plan_ahead(self) -> None:
         """Send plans while there is something to run and room in flight."""
         if self.life in (Life.SERVING, Life.DRAINING):
-            for load in self.scheduler.adapter_loads(clock()):
-                self._link.send(load)
+            self._send_messages()
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
                 now = clock()
                 if (plan := self.scheduler.schedule(now)) is None:
@@ -138,9 +146,12 @@ class Engine:
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
                 self._link.send(plan)
-            for question in self.scheduler.grammars.take_questions(self.scheduler.epoch):
-                self._link.send(question)
+            self._send_messages()
         self._cancel_fetches()
+
+    def _send_messages(self) -> None:
+        for message in self.scheduler.features.messages(clock()):
+            self._link.send(message)
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
         """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
@@ -210,11 +221,11 @@ class Engine:
             self._metrics.frames_dropped("undecodable").inc()
             self._start_over(str(error), blame_step=False)
 
-    def take_loaded(self, message: AdapterLoaded) -> None:
-        """An adapter has been loaded, or could not be."""
+    def take_answer(self, message: Message, error: str = "") -> None:
+        """An answer to what a feature has asked the executor. ``error``: why requests fail that need it."""
         self.touch()
-        for request in self.scheduler.adapter_loaded(message, clock()):
-            self.fail(request, printable(message.error, _MAX_ERROR_TEXT))
+        for request in self.scheduler.features.take(message, clock()):
+            self.fail(request, printable(error, _MAX_ERROR_TEXT))
 
     def _answered(self, live: ClientRequest, now: float) -> None:
         """The first token of a request has come here, or of one of its outputs."""
@@ -333,7 +344,7 @@ class Engine:
         try:
             self.watch.report()
             self._blame(loss)
-            self.scheduler.adapters.give_up_checks()
+            self.scheduler.features.close()
             self.scheduler.release_all()
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)

@@ -33,11 +33,12 @@ from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, si
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.losses import LostBlocks
 from pagewise_scheduler.core.memory.use_history import UseHistory
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
-from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Eviction
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.metrics import Metrics
@@ -181,7 +182,7 @@ class Fleet(Sessions[Executor]):
     def _give_up_loads(self, engine: Engine, now: float) -> None:
         """Adapters that are not loaded in time cost their requests, and not the executor: what hangs is their files."""
         most = _LOAD_STEPS * self._options.step_timeout
-        if not (failed := engine.scheduler.give_up_loads(now, most)):
+        if not (failed := engine.scheduler.features.give_up(now, most)):
             return
         log.warning("%s: adapters are not loaded within %g s: %d requests fail", engine.executor_id, most, len(failed))
         for request in failed:
@@ -238,12 +239,10 @@ class Fleet(Sessions[Executor]):
         session.epoch = self._next_epoch()
         return session.epoch
 
-    def _scheduler(self, hello: Hello, epoch: int) -> AdapterScheduler:
+    def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
         options = self._options
-        return AdapterScheduler(
-            max_loras=hello.max_loras,
-            max_lora_rank=hello.max_lora_rank,
-            max_grammars=hello.max_grammars,
+        return Scheduler(
+            features=FeatureOptions(hello.max_loras, hello.max_lora_rank, hello.max_grammars, options.speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
@@ -259,7 +258,6 @@ class Fleet(Sessions[Executor]):
             max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
             salted=options.storage_salted,
-            speculative=options.speculative,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
         )
 
@@ -282,10 +280,9 @@ class Fleet(Sessions[Executor]):
                 case AdapterLoaded():
                     check_loaded(message)
                     with self.guarded(engine):
-                        engine.take_loaded(message)
-                case GrammarCompiled(number=number):
-                    engine.scheduler.grammars.compiled(number)
-                    engine.touch()
+                        engine.take_answer(message, message.error)
+                case GrammarCompiled():
+                    engine.take_answer(message)
                 case Found():
                     self.router.look_ups.found(engine, message)
                 case Heartbeat(tasks=tasks, closed=closed, storage_errors=errors, grammar_waits=waits):

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from math import isnan
 
-from pagewise_scheduler.core.scheduling.adapter_scheduler import AdapterScheduler
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
 
@@ -17,7 +17,7 @@ class MemoryWatch:
     ``num_generated``: tokens generated. ``cached_tokens``: those found in caches, by where they lay (``SOURCES``).
     """
 
-    def __init__(self, executor_id: str, scheduler: AdapterScheduler, metrics: Metrics, bytes_per_block: int) -> None:
+    def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
         self._executor_id = executor_id
         self._scheduler = scheduler
         self._metrics = metrics
@@ -27,16 +27,8 @@ class MemoryWatch:
             metrics.num_preemptions,
             metrics.prefix_cache_queries,
             metrics.prefix_cache_hits,
-            metrics.lora_loads,
-            metrics.lora_load_errors,
-            metrics.lora_evictions,
-            metrics.spec_decode_num_drafts,
-            metrics.spec_decode_num_draft_tokens,
-            metrics.spec_decode_num_accepted_tokens,
-            metrics.segment_tokens("found"),
-            metrics.segment_tokens("computed"),
-            metrics.segment_moved_tokens,
         )
+        self._of_features = Counter[str]()
         self._seen = (0,) * len(self._counters)
         self.num_generated, self.cached_tokens = 0, Counter[str]()
         self._fetch_seconds = 0.0
@@ -57,6 +49,10 @@ class MemoryWatch:
                 if total != seen:
                     counter.inc(total - seen)
             self._seen = totals
+        if (of_features := scheduler.features.counts()) != self._of_features:
+            for name, total in of_features.items():
+                metrics.of_features[name].inc(total - self._of_features[name])
+            self._of_features = Counter(of_features)
         counts, counted = scheduler.kv.pool.counters.by_name(), self._counted
         for name, metric in self._events:
             if (value := counts[name]) != counted[name]:
@@ -79,20 +75,7 @@ class MemoryWatch:
 
     def _totals(self) -> tuple[int, ...]:
         """What the scheduler has counted since it began."""
-        adapters, drafts, segments = self._scheduler.adapters, self._scheduler.speculation, self._scheduler.segments
-        return (
-            self._scheduler.num_preemptions,
-            *self._scheduler.prefix_hits,
-            adapters.num_loads,
-            adapters.num_load_errors,
-            adapters.num_evictions,
-            drafts.num_drafts,
-            drafts.num_draft_tokens,
-            drafts.num_accepted_tokens,
-            segments.num_found,
-            segments.num_wanted - segments.num_found,
-            segments.num_moved,
-        )
+        return self._scheduler.num_preemptions, *self._scheduler.prefix_hits
 
     def _report_recovery(self, recovery: Recovery) -> None:
         metrics, method, origin = self._metrics, recovery.method, recovery.origin

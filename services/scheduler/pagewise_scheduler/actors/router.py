@@ -55,7 +55,7 @@ class Placer:
         """The engine takes requests from now on."""
         role = cast(Role, engine.hello.role)  # it was looked at when the executor joined
         scheduler, grammars = engine.scheduler, not engine.hello.no_grammars
-        self._views[engine] = view = ExecutorView(scheduler, role, scheduler.adapters, grammars=grammars)
+        self._views[engine] = view = ExecutorView(scheduler, role, grammars=grammars)
         self._engines[view] = engine
         self._moves[engine] = Moves(view, self._roles, self._touch)
         self._look_for_roles()
@@ -126,7 +126,7 @@ def could_serve(engine: Engine, request: Request) -> bool:
         scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
         and not (request.segments and hello.no_segments)
         and not (request.sampling.grammar and hello.no_grammars)
-        and scheduler.adapters.serves(request.adapter)
+        and (request.adapter is None or scheduler.features.adapters.serves(request.adapter))
     )
 
 
@@ -198,14 +198,14 @@ class Router:
             queue = engine.scheduler.waiting
             sequences += len(queue)
             tokens += queue.num_prompt_tokens
-            parked = engine.scheduler.adapters.parked()
+            parked = engine.scheduler.features.kept()
             sequences, tokens = sequences + parked.sequences, tokens + parked.tokens
         return Load(sequences, tokens)
 
     def _waiting_of(self, key: str) -> Load:
         load = self.unplaced.of_key(key)
         for engine in self._engines:
-            load = load.plus(Load(*engine.scheduler.adapters.parked(key)))
+            load = load.plus(Load(*engine.scheduler.features.kept(key)))
         for engine in self._engines:  # all of them share the accounts of keys
             account = engine.scheduler.waiting.account(key)
             return load.plus(Load(account.num_waiting, account.num_prompt_tokens))
@@ -346,11 +346,10 @@ class Router:
         Raises:
             AdmissionError: they serve none, or none of that rank.
         """
-        engines = list(self._engines) if request.adapter is not None else []
-        if engines and not any(engine.scheduler.adapters.serves(request.adapter) for engine in engines):
-            raise AdmissionError(
-                "invalid", f"no executor serves adapters of rank {request.adapter.rank if request.adapter else 0}"
-            )
+        if (adapter := request.adapter) is None or not self._engines:
+            return
+        if not any(engine.scheduler.features.adapters.serves(adapter) for engine in self._engines):
+            raise AdmissionError("invalid", f"no executor serves adapters of rank {adapter.rank}")
 
     def _place(self, live: ClientRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
@@ -361,7 +360,8 @@ class Router:
             return
         able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
         # Where loads of adapters do not return, a request would only fail: so it goes there last.
-        able = [engine for engine in able if engine.scheduler.adapters.can_take(live.adapter)] or able
+        if (adapter := live.adapter) is not None:
+            able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
         live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
         if not able or self._expected_engines:
             live.engine = None

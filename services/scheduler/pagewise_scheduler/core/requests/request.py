@@ -5,7 +5,7 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 from pagewise_shared.block_hash import ONE_ROPE, rope_salt
@@ -20,6 +20,9 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.features.feature import Feature
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -215,7 +218,8 @@ class Request:
     as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
     which it was placed, and when, the last few. ``adapter``: with which it is computed; its content is in
     ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it. ``timeline``: what explains its
-    times; ``ref``: what is remembered of it where it leaves traces. ``short_rope_len``: see ``rope_salt``; of the model
+    times; ``features``: those that it uses at its scheduler; ``ref``: what is remembered of it where it leaves traces.
+    ``short_rope_len``: see ``rope_salt``; of the model
     that serves it.
     """
 
@@ -251,6 +255,7 @@ class Request:
     adapter: Adapter | None = None
     adapter_slot: int = -1
     timeline: Timeline = field(default_factory=Timeline)
+    features: "tuple[Feature, ...]" = ()
     short_rope_len: int = ONE_ROPE
     ref: RequestRef = field(init=False)
 

@@ -16,7 +16,6 @@ from pagewise_shared.segments import Segment, original_tokens
 
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.adapter_slots import AdapterSlots
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 
@@ -267,7 +266,7 @@ class _Lately:
 
 class ExecutorView:
     """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for;
-    ``adapters``: those that it holds; ``grammars``: whether its outputs can be made to match grammars.
+    ``grammars``: whether its outputs can be made to match grammars.
 
     Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
     into the prefix tree that the executor offered by hash.
@@ -277,10 +276,8 @@ class ExecutorView:
     step.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, role: Role = "both", adapters: AdapterSlots | None = None, *, grammars: bool = True
-    ) -> None:
-        self.scheduler, self.role, self.grammars, self.adapters = scheduler, role, grammars, adapters
+    def __init__(self, scheduler: Scheduler, role: Role = "both", *, grammars: bool = True) -> None:
+        self.scheduler, self.role, self.grammars = scheduler, role, grammars
         self.costs: CostModel = scheduler.costs
         self.load = self.num_expected = 0
         self.num_decoding = 0
@@ -300,7 +297,7 @@ class ExecutorView:
         """Whether the outputs of a request can match its grammar here, and be computed with its adapter."""
         if request.sampling.grammar and not self.grammars:
             return False
-        return request.adapter is None or (self.adapters is not None and self.adapters.can_take(request.adapter))
+        return request.adapter is None or self.scheduler.features.adapters.can_take(request.adapter)
 
     def find(self, query: PrefixQuery) -> Match:
         """How much of a prompt is cached. O(blocks found).
@@ -397,9 +394,7 @@ class ExecutorView:
 
     def adapter_seconds(self, query: PrefixQuery) -> float:
         """Until the adapter of a prompt is there, if it has one."""
-        if query.adapter is None or self.adapters is None:
-            return 0.0
-        return self.adapters.seconds(query.adapter)
+        return 0.0 if query.adapter is None else self.scheduler.features.adapters.seconds(query.adapter)
 
     def busy(self, seconds: float, now: float) -> float:
         """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.

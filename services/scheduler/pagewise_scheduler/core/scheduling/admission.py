@@ -2,7 +2,7 @@
 
 Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there;
 and one whose next block is being computed by somebody else waits for it instead of computing it twice. One also waits
-for its grammar to be compiled.
+for what its features need, its grammar for instance.
 """
 
 from collections.abc import Hashable, Iterable
@@ -11,9 +11,8 @@ from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
-from pagewise_scheduler.core.scheduling.segments import Segments
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 
 _WINDOW = 16
@@ -23,20 +22,16 @@ _MOST_PASSED = 32
 
 class Admission:
     """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and what waits
-    to compute segments. ``grammars``: of the executor, which is asked for those that are lacking.
+    for features, to compute segments for instance.
 
-    ``held``: who was not started, since ``computing`` was told, because it waits for its grammar, or for another
-    request, the value, that computes its prefix. ``lacked_room``: whether the last one was not, for want of blocks."""
+    ``held``: who was not started, since ``computing`` was told, and its cause: a feature's, or that another request,
+    where it is known, computes its prefix. ``lacked_room``: whether the last one was not, for want of blocks."""
 
-    def __init__(
-        self, kv: KVCacheManager, waiting: WaitingQueue, segments: Segments, grammars: CompiledGrammars
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
         self._kv = kv
         self._waiting = waiting
-        self._segments = segments
-        self._grammars = grammars
         self._busy: dict[tuple[Hashable, bytes], RequestRef | None] = {}
-        self.held: dict[Sequence, RequestRef | None] = {}
+        self.held: dict[Sequence, tuple[WaitCause, RequestRef | None]] = {}
         self.lacked_room = False
 
     def computing(self, sequences: Iterable[Sequence]) -> None:
@@ -72,7 +67,7 @@ class Admission:
         if room <= (watermark if favoured is None else 0):
             self.lacked_room = True
             return None
-        changes = self._segments.num_requests, self._segments.num_withdrawn
+        changes = self._waiting.num_changes
         for head in self._waiting.heads(_WINDOW):
             if head.status is not SequenceStatus.WAITING:
                 break  # it was to compute a segment, which somebody else has computed meanwhile
@@ -80,21 +75,21 @@ class Admission:
             best = self._best(head, oldest_step, own_room)
             if best is not None:
                 return self._start(head, best, own_room)
-        if changes == (self._segments.num_requests, self._segments.num_withdrawn):
+        if changes == self._waiting.num_changes:
             return None
         return self.next(room, oldest_step, watermark, favoured)  # the queue is not what it was a moment ago
 
     def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
-        """What a sequence that waits would begin with now, and how many tokens of it need no segments."""
+        """What a sequence that waits would begin with now, and how many tokens of it are cached for its features."""
         found = self._find(sequence)
         return self._longest_prefix(sequence), self._num_cached(found)
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
-        if _is_in_flight(sequence, oldest_step) or not self._may_start(sequence):
+        if _is_in_flight(sequence, oldest_step) or not (_first_has_begun(sequence) and _may_start(sequence)):
             return None
         found = self._find(sequence)
-        if self._is_computed_elsewhere(sequence, found) or not self._has_segments(sequence, found):
+        if self._is_computed_elsewhere(sequence, found) or not self._is_ready(sequence, found):
             return None
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
@@ -105,17 +100,17 @@ class Admission:
         if _is_in_flight(head, oldest_step):
             return None
         for sequence in self._candidates(head):
-            if _is_in_flight(sequence, oldest_step) or not self._may_start(sequence):
-                if sequence.sampling.grammar and _first_has_begun(sequence):
-                    self.held[sequence] = None
+            if _is_in_flight(sequence, oldest_step) or not (_first_has_begun(sequence) and _may_start(sequence)):
+                if _first_has_begun(sequence) and (cause := _cause(sequence)) is not None:
+                    self.held[sequence] = cause, None
                 continue
             if sequence.status is not SequenceStatus.WAITING:
                 continue  # it was to compute a segment, which somebody else has computed meanwhile
             found = self._find(sequence)
             if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
-                if self._has_segments(sequence, found) or self._prepare(sequence, found, room):
+                if self._is_ready(sequence, found) or self._prepare(sequence, found, room):
                     best, longest = sequence, len(found)
-                elif sequence is head and not self._segments.is_preparing(head):
+                elif sequence is head and not any(one.is_preparing(head) for one in head.request.features):
                     return None  # it is next: what comes after it does not take the room that it waits for
         return best if best is not None and best.status is SequenceStatus.WAITING else None
 
@@ -126,34 +121,31 @@ class Admission:
         if prefix is None and best is not head:
             best = head
             found = self._find(head)
-            ready = head.status is SequenceStatus.WAITING and self._may_start(head)
-            if ready and self._has_segments(head, found) and not self._is_computed_elsewhere(head, found):
+            ready = head.status is SequenceStatus.WAITING and _first_has_begun(head) and _may_start(head)
+            if ready and self._is_ready(head, found) and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
             self.lacked_room = True
             return None
-        if best is not head and self._grammars.is_ready(head.sampling.grammar):
+        if best is not head and _may_start(head):
             head.num_passed += 1
         return best, prefix
 
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Whether it is worth while to start now, and the executor has its grammar."""
-        return _first_has_begun(sequence) and self._grammars.is_ready(sequence.sampling.grammar)
-
-    def _has_segments(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
-        """Whether it could be computed behind the blocks ``found`` of its prefix, with all segments that it needs."""
-        if not sequence.request.segments or self._shares_with_first(sequence):
+    def _is_ready(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
+        """Whether it could be computed behind the blocks ``found`` of its prefix, with all that its features need."""
+        if not (features := sequence.request.features) or self._shares_with_first(sequence):
             return True
-        return self._segments.is_ready(sequence, self._num_cached(found))
+        num_cached = self._num_cached(found)
+        return all(feature.is_ready(sequence, num_cached) for feature in features)
 
     def _prepare(self, sequence: Sequence, found: list[CachedBlock], room: int) -> bool:
-        """Have the segments computed that a sequence lacks, if there is room; returns whether it lacks none now."""
-        if self._segments.is_preparing(sequence):
-            return False
-        return self._segments.prepare(sequence, self._num_cached(found), room)
+        """Begin what its features lack, if there is room; returns whether they lack nothing now."""
+        features, num_cached = sequence.request.features, self._num_cached(found)
+        return all(not one.is_preparing(sequence) and one.prepare(sequence, num_cached, room) for one in features)
 
     def _num_cached(self, found: list[CachedBlock]) -> int:
-        """Tokens of a prefix that need no segments: those in lower tiers too, if nothing between them is lacking."""
+        """Tokens of a prefix for which features have to prepare nothing: those in lower tiers too, if nothing between
+        them is lacking."""
         size = self._kv.block_size
         if all(node.num_places for node in found):
             return len(found) * size
@@ -187,7 +179,7 @@ class Admission:
         block = place, sequence.tokens_between(start, stop)
         if block not in self._busy:
             return False
-        self.held[sequence] = self._busy[block]
+        self.held[sequence] = "prefix", self._busy[block]
         return True
 
     def _place(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
@@ -225,6 +217,16 @@ class Admission:
 def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
     """Whether a token of the sequence may still come back."""
     return oldest_step is not None and sequence.last_step >= oldest_step
+
+
+def _may_start(sequence: Sequence) -> bool:
+    """Whether its features let it start."""
+    return all(feature.may_start(sequence) for feature in sequence.request.features)
+
+
+def _cause(sequence: Sequence) -> WaitCause | None:
+    """What it waits for that its features do not let start."""
+    return next((one.cause for one in sequence.request.features if not one.may_start(sequence)), None)
 
 
 def _first_has_begun(sequence: Sequence) -> bool:

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
+from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
 
 _Calendar = defaultdict[int, dict[Sequence, None]]
 

@@ -13,7 +13,8 @@ def begin_leaving(scheduler: Scheduler, request: Request) -> None:
     assert request.beam is None, "what it goes on with is decided where all its sequences are"
     scheduler.waiting.withdraw(request)
     for sequence in request.sequences:
-        scheduler.segments.release(sequence, scheduler.last_step if scheduler.steps_in_flight else None)
+        for feature in request.features:
+            feature.release(sequence, scheduler.last_step if scheduler.steps_in_flight else None)
         if sequence.status in (SequenceStatus.PREFILL, SequenceStatus.DECODE):
             scheduler.vacate(sequence, ends=False)
         if not sequence.finished:

@@ -6,20 +6,17 @@ from itertools import chain
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
-from pagewise_shared.segments import furthest
 
+from pagewise_scheduler.core.features.fair_shares import FairShares
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue, queue_time
 from pagewise_scheduler.core.scheduling.activity import Activity
 from pagewise_scheduler.core.scheduling.admission import Admission
-from pagewise_scheduler.core.scheduling.compiled_grammars import CompiledGrammars
-from pagewise_scheduler.core.scheduling.fair_shares import FairShares
 from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
-from pagewise_scheduler.core.scheduling.segments import Segments
 from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
@@ -30,8 +27,7 @@ _WATERMARK = 0.01
 
 class PrefillSet:
     """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
-    shares of rows and blocks that keys have. ``segments``: of those that wait and of members. ``grammars``: which of
-    them the executor has compiled.
+    shares of rows and blocks that keys have.
 
     ``activity``: what explains why others wait.
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
@@ -45,6 +41,7 @@ class PrefillSet:
         limits: StepLimits,
         plan: PlanBuilder,
         free_rows: list[int],
+        shares: FairShares,
     ) -> None:
         self.num_queries = 0
         self.num_hits = 0
@@ -53,10 +50,8 @@ class PrefillSet:
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
-        self.shares = FairShares(kv, waiting, limits, recoveries.costs)
-        self.segments = Segments(kv, waiting, self.shares, plan)
-        self.grammars = CompiledGrammars()
-        self._admission = Admission(kv, waiting, self.segments, self.grammars)
+        self._shares = shares
+        self._admission = Admission(kv, waiting)
         self.activity = Activity()
         self._held: set[Sequence] = set()
         self._free_rows = free_rows
@@ -71,31 +66,20 @@ class PrefillSet:
 
     def clear(self) -> None:
         """All requests leave; those on rows have left them."""
-        self.segments.clear()
-        self.shares.clear()
-        self.grammars.clear()
+        self._shares.clear()
         self._held.clear()
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence waits from now on.
-
-        If a peer has a prefix of it with segments in their places, and their originals are not here, that prefix is
-        fetched before the sequence starts, where it is expected to take less time than computing: otherwise the
-        sequence would wait for originals that it then does not need.
-        """
+        """A sequence waits from now on."""
         self._waiting.push(sequence)
         request = sequence.request
         request.timeline.queued(self.activity, request.executors[-1][0] if request.executors else request.arrival_time)
-        if not sequence.request.segments:
-            return
-        prefix, start = self._admission.cached_prefix(sequence)
-        plan = self._recoveries.choose(prefix, 1.0, sequence)
-        if plan.peer is not None and plan.method != "recompute" and self.segments.lacks(sequence, start):
-            self._recoveries.prefetches.want(sequence, plan.end * self._kv.block_size)
+        for feature in request.features:
+            feature.arrive(sequence)
 
-    def make_room(self) -> bool:
-        """Let sequences that wait give up what they hold, because nothing can go on; whether they held anything."""
-        return self.segments.make_room(None if self._members else self._waiting.peek())
+    def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
+        """See ``Admission``."""
+        return self._admission.cached_prefix(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""
@@ -105,7 +89,7 @@ class PrefillSet:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
-        if sequence.table.cache_salt != sequence.cache_salt or not self.shares.may_keep_row(sequence):
+        if sequence.table.cache_salt != sequence.cache_salt or not self._shares.may_keep_row(sequence):
             return False
         sequence.status = SequenceStatus.PREFILL
         self._take_row(sequence)
@@ -117,18 +101,19 @@ class PrefillSet:
     def _join(self, sequence: Sequence, num_computed: int) -> None:
         self._members[sequence] = None
         self._plan.join(sequence, num_computed, self._root(sequence))
-        self.grammars.joined(sequence.sampling.grammar)
+        for feature in sequence.request.features:
+            feature.joined(sequence)
 
     def _take_row(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
-        self.shares.take_row(sequence)
+        self._shares.take_row(sequence)
 
     def victims_for_starved(
         self, step: int, decoding: list[Sequence], in_flight: ReadOnlyList[StepInFlight]
     ) -> list[Sequence]:
         """Choose the sequences to preempt before ``step`` for one of another key that is next and cannot start."""
-        if (head := self.shares.starved(step)) is None:
+        if (head := self._shares.starved(step)) is None:
             return []
         self._tell_computing(in_flight)
         needed = self._admission.num_needed(head, in_flight[0].step if in_flight else None)
@@ -140,7 +125,7 @@ class PrefillSet:
         coming = 1 + (1 + len(in_flight)) * len(decoding) // self._kv.block_size
         missing = needed + self.blocks_owed() + coming - self._kv.num_available - self._kv.num_retiring
         on_rows = [*self._members, *decoding]
-        return self.shares.victims(head, step, on_rows, rows=int(lacks_row), needed=needed, missing=missing)
+        return self._shares.victims(head, step, on_rows, rows=int(lacks_row), needed=needed, missing=missing)
 
     def chunks(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
@@ -172,10 +157,9 @@ class PrefillSet:
     def _note_held(self, now: float) -> None:
         """Note who waits for a grammar or a prefix from this step on, and who did so up to now and does no more."""
         before, self._held = self._held, set()
-        for sequence, computes in self._admission.held.items():
+        for sequence, (cause, computes) in self._admission.held.items():
             if sequence.index == 0 and sequence.status is SequenceStatus.WAITING:
-                grammar = computes is None and not self.grammars.is_ready(sequence.sampling.grammar)
-                sequence.request.timeline.held("grammar" if grammar else "prefix", computes, now)
+                sequence.request.timeline.held(cause, computes, now)
                 self._held.add(sequence)
         for sequence in before - self._held:
             sequence.request.timeline.released(now)
@@ -225,7 +209,7 @@ class PrefillSet:
             and not self._plan_is_full
         ):
             watermark = self._watermark(num_decoding + len(self._members))
-            start = self._admission.next(self._kv.num_available - owed, oldest, watermark, self.shares.favoured)
+            start = self._admission.next(self._kv.num_available - owed, oldest, watermark, self._shares.favoured)
             if start is None:
                 break
             sequence, prefix = start
@@ -237,10 +221,9 @@ class PrefillSet:
         return chunks
 
     def _chunk(self, sequence: Sequence, size: int) -> tuple[Sequence, int]:
-        """A chunk of the last ``size`` tokens that were booked, with what segments move there."""
-        if sequence.request.segments:
-            stop = sequence.num_scheduled_tokens
-            self.segments.plan_moves(sequence, stop - size, stop)
+        """A chunk of the last ``size`` tokens that were booked."""
+        for feature in sequence.request.features:
+            feature.add_chunk(sequence, sequence.num_scheduled_tokens - size, sequence.num_scheduled_tokens)
         return sequence, size
 
     def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
@@ -274,7 +257,7 @@ class PrefillSet:
         plan = self._recoveries.choose(prefix, share, sequence)
         if plan.parts:
             prefix = kv.without_copy(prefix)
-            if not self.segments.holds(sequence, prefix.num_tokens):
+            if not all(feature.holds(sequence, prefix.num_tokens) for feature in sequence.request.features):
                 # What lies in tiers of this executor was to be loaded, segments and all.
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
@@ -302,8 +285,8 @@ class PrefillSet:
     def _size(self, sequence: Sequence, budget: int) -> int:
         start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
         size = min(whole - start, budget)
-        if segments := sequence.request.segments:
-            size = 0 if self._plan.moves_enough else furthest(segments, start, whole, budget) - start
+        for feature in sequence.request.features:
+            size = feature.chunk_end(sequence, start, start + size, budget) - start
         recovering = self._recoveries.room(sequence)
         return size if recovering is None else min(size, recovering)
 
@@ -320,7 +303,9 @@ class PrefillSet:
                 request.account.served += PROMPT_WEIGHT * (sequence.num_tokens - prefix.num_tokens)
                 return
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
-            request.num_cached_tokens = prefix.num_tokens + self.segments.start(sequence, prefix.num_tokens)
+            request.num_cached_tokens = prefix.num_tokens
+            for feature in request.features:
+                request.num_cached_tokens += feature.started(sequence, prefix.num_tokens)
             request.ref.started = now
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens

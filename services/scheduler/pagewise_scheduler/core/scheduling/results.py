@@ -3,13 +3,12 @@
 from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as ReadOnlyList
 
-from pagewise_shared.protocol import RowFailure, StepResult, TokenLogprobs, unpack_int32s
+from pagewise_shared.protocol import RowFailure, StepResult, unpack_int32s
 
 from pagewise_scheduler.core.requests.request import FinishReason, Sequence
 from pagewise_scheduler.core.scheduling.step import StepInFlight, StepMismatchError, StepOutput
 
 Finish = Callable[[Sequence, FinishReason, str | int | None], None]
-TakeCandidates = Callable[[Sequence, TokenLogprobs, StepOutput], None]
 
 
 def check_result(
@@ -56,16 +55,14 @@ def _check_candidates(step: StepInFlight, result: StepResult) -> None:
             raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
 
 
-def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput, take_candidates: TakeCandidates) -> None:
-    """Hand out log-probabilities: to whoever asked for them, or to beam searches."""
+def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> None:
+    """Hand out log-probabilities: to features that choose by them, or to whoever asked for them."""
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
             sequence = step.sampled[entry.index]
             if sequence.finished:
                 continue
-            if sequence.request.beam is not None:
-                take_candidates(sequence, entry, output)
-            else:
+            if not any(feature.take_logprobs(sequence, entry, output) for feature in sequence.request.features):
                 output.logprobs[sequence] = entry
     for prompt in result.prompt_logprobs:
         if (owner := step.chunk_rows.get(prompt.row)) is not None:

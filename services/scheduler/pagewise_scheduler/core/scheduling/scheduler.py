@@ -3,26 +3,26 @@
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
+from weakref import proxy
 
 from pagewise_shared.block_hash import ONE_ROPE
-from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
 from pagewise_shared.segments import Segment
 
+from pagewise_scheduler.core.features.fair_shares import FairShares
+from pagewise_scheduler.core.features.registry import FeatureOptions, Features
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
-from pagewise_scheduler.core.scheduling.beam_groups import BeamGroups
+from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.requeuing import requeue, requeue_outgrown
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.speculation import Speculation
 from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.memory import make_memory
@@ -41,7 +41,7 @@ class Scheduler:
     ``tiers``, ``salted``: below the device, see ``make_memory``. ``costs``: what the executor's steps and copies took
     when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
     comparison. ``virtual_tokens``: what keys have been served, by other schedulers too.
-    ``speculative``: how tokens are drafted; None: they are not. ``short_rope_len``: see ``rope_salt``.
+    ``features``: what else the executor can do. ``short_rope_len``: see ``rope_salt``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Scheduler:
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
         salted: bool = True,
-        speculative: SpeculativeConfig | None = None,
+        features: FeatureOptions = FeatureOptions(),  # noqa: B008 - it is frozen
         short_rope_len: int = ONE_ROPE,
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
@@ -73,33 +73,36 @@ class Scheduler:
         self.costs = self.recoveries.costs
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step = 0, 0
-        self._plan, self.short_rope_len = PlanBuilder(), short_rope_len
-        self._decoding = DecodeSet(block_size)
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._prefilling = PrefillSet(self.kv, self.waiting, self.recoveries, self.limits, self._plan, self._free_rows)
-        self._shares, self.segments = self._prefilling.shares, self._prefilling.segments
-        self.activity = self._prefilling.activity
-        self.speculation = Speculation(speculative, self.kv, self._decoding, self._prefilling, self.limits, self._plan)
-        self._beam_groups = BeamGroups(self.kv, self.waiting, self._prefilling, self._plan, self.kv.ended)
+        self.plan, self.short_rope_len = PlanBuilder(), short_rope_len
+        self.decoding, self._free_rows = DecodeSet(block_size), list(range(max_num_seqs - 1, -1, -1))
+        self.shares = FairShares(self.kv, self.waiting, self.limits, self.costs)
+        self.prefilling = PrefillSet(
+            self.kv, self.waiting, self.recoveries, self.limits, self.plan, self._free_rows, self.shares
+        )
+        self.activity = self.prefilling.activity
         self._requests: dict[str, Request] = {}
+        self._kept: dict[str, Request] = {}  # by features, until they may wait to run
         self.steps_in_flight: deque[StepInFlight] = deque()
+        # A proxy: with a cycle, the memory of a lost executor would wait for the garbage collector.
+        self.features = Features(proxy(self), features)
+        self._drafts = self.features.drafts if features.speculative is not None else None
 
     # ---- requests ------------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks and run."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self.prefilling) + len(self.decoding)
 
     @property
     def prefix_hits(self) -> tuple[int, int]:
         """Tokens of sequences that started, which were looked up in the cache, and those of them on the device."""
-        return self._prefilling.num_queries, self._prefilling.num_hits
+        return self.prefilling.num_queries, self.prefilling.num_hits
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for admission, preempted ones included."""
-        return len(self.waiting)
+        """Sequences that wait for admission or are kept by features, preempted ones included."""
+        return len(self.waiting) + self.features.kept().sequences
 
     @property
     def num_in_flight(self) -> int:
@@ -107,40 +110,58 @@ class Scheduler:
         return len(self.steps_in_flight)
 
     @property
+    def oldest_step(self) -> int | None:
+        """The oldest step in flight; None: there is none."""
+        return self.steps_in_flight[0].step if self.steps_in_flight else None
+
+    @property
     def has_unsent_demotions(self) -> bool:
         """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
-        return self._plan.copies.demotes
+        return self.plan.copies.demotes
 
     @property
     def running(self) -> list[Sequence]:
         """Sequences that hold blocks and run."""
-        return [*self._prefilling, *self._decoding.order()]
+        return [*self.prefilling, *self.decoding.order()]
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not finished, without those that compute segments of others."""
-        return list(self._requests.values())
+        """Requests that have not finished, those that features keep last, without requests of features' own."""
+        return [*self._requests.values(), *self._kept.values()]
 
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
-        slots = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1) + self.segments.num_slots(segments)
-        longest = max(num_prompt_tokens + max_tokens, self.segments.longest_original(segments))
+        slots, longest = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1), num_prompt_tokens + max_tokens
+        if segments:
+            slots += self.features.segments.num_slots(segments)
+            longest = max(longest, self.features.segments.longest_original(segments))
         return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
 
         Raises:
-            ValueError: it could never fit, or its id is taken.
+            ValueError: it could never fit, its id is taken, or the executor lacks one of its features.
         """
         if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
-        if request.request_id in self._requests:
+        if request.request_id in self._requests or request.request_id in self._kept:
             raise ValueError(f"request {request.request_id} is here already")
-        request.short_rope_len = self.short_rope_len
+        request.short_rope_len, request.features = self.short_rope_len, self.features.of(request)
         request.create_sequences()
+        if all(feature.enter(request) for feature in request.features):
+            self.enter(request)
+            return
+        self._kept[request.request_id] = request
+        for sequence in request.sequences:
+            if not sequence.finished:  # it may have run elsewhere, or before a reset
+                sequence.status, sequence.prefilled, sequence.last_step = SequenceStatus.WAITING, False, 0
+
+    def enter(self, request: Request) -> None:
+        """Let a request wait to run; features call it for those that they have kept."""
+        self._kept.pop(request.request_id, None)
         self.waiting.arrive(request)
-        self._shares.arrive(request)
+        self.shares.arrive(request)
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
@@ -148,12 +169,19 @@ class Scheduler:
                 sequence.table = self.kv.new_table(sequence.cache_salt, request.ref)
                 sequence.last_step = 0
                 sequence.path.clear()
-                self._prefilling.arrive(sequence)
-        self._beam_groups.begin(request)
+                self.prefilling.arrive(sequence)
+        for feature in request.features:
+            feature.entered(request)
+
+    def take_back(self, request: Request) -> None:
+        """A feature keeps a request from now on that has entered, and of which nothing has begun."""
+        self.waiting.withdraw(request)
+        self.shares.leave(request)
+        self._kept[request.request_id] = self._requests.pop(request.request_id)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
-        if (request := self._requests.get(request_id)) is None:
+        if (request := self._requests.get(request_id) or self._kept.get(request_id)) is None:
             return []
         ended = [sequence for sequence in request.sequences if not sequence.finished]
         request.num_pending = 0
@@ -167,11 +195,12 @@ class Scheduler:
         """End a sequence; tokens of it that are in flight are dropped when they come back."""
         if sequence.finished:
             return
-        self.segments.ended(sequence, reason)
-        if sequence.status is SequenceStatus.WAITING:
-            self.waiting.take(sequence, SequenceStatus.FINISHED)
-        else:
+        for feature in sequence.request.features:
+            feature.ended(sequence, reason)
+        if sequence.status is not SequenceStatus.WAITING:
             self.vacate(sequence)
+        elif sequence.request.request_id not in self._kept:
+            self.waiting.take(sequence, SequenceStatus.FINISHED)
         sequence.end(reason, stop_reason)
         if sequence.request.finished:
             self.forget(sequence.request)
@@ -180,24 +209,30 @@ class Scheduler:
         """A request is not here any more; harmless the second time."""
         if self._requests.pop(request.request_id, None) is not None:
             self.waiting.forget_pending(request)
-            self._shares.leave(request)
-            self._beam_groups.drop(request)
+            self.shares.leave(request)
+        self._kept.pop(request.request_id, None)
+        for feature in request.features:
+            feature.leave(request, self.last_step)
+        request.features = ()
 
     def release_all(self) -> list[Request]:
         """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
         requests = self.requests
-        for request in (*requests, *self.segments.requests):
+        for request in (*requests, *self.features.requests()):
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self.vacate(sequence)
-        self._prefilling.clear()
+        self.features.clear()
+        self.prefilling.clear()
         self.waiting.clear()
         self.recoveries.clear()
-        self._beam_groups.clear()
         self._requests.clear()
+        self._kept.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
-        self._plan.clear()
+        self.plan.clear()
+        for request in requests:
+            request.features = ()
         return requests
 
     # ---- planning ------------------------------------------------------------------------------------
@@ -208,22 +243,24 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self.kv.losses.now = self.recoveries.transfers.now = now
-        if self.speculation.waits(self.steps_in_flight):
+        if self._drafts is not None and self._drafts.waits(self.steps_in_flight):
             return None
         step = self.last_step + 1
-        for sequence in self._decoding.length_due(step):
-            self._decoding.remove(sequence)
+        for sequence in self.decoding.length_due(step):
+            self.decoding.remove(sequence)
             self._leave_row(sequence)
             sequence.status = SequenceStatus.DRAINING
-        for sequence in self._prefilling.victims_for_starved(step, self._decoding.order(), self.steps_in_flight):
-            self._preempt(sequence, "another key has less than its share", self._shares.favoured)
-        if (due := self._decoding.blocks_due(step)) and not self._give_blocks(due, step):
+        for sequence in self.prefilling.victims_for_starved(step, self.decoding.order(), self.steps_in_flight):
+            self._preempt(sequence, "another key has less than its share", self.shares.favoured)
+        if (due := self.decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
-        decoding = self._decoding.order()
-        loads = self._prefilling.fetch_ahead(step, len(decoding))
+        decoding = self.decoding.order()
+        loads = self.prefilling.fetch_ahead(step, len(decoding))
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        drafts, budget = self.speculation.draft(self.steps_in_flight, budget, self._cache_full_blocks)
-        chunks = self._prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
+        drafts: Drafts = {}
+        if self._drafts is not None:
+            drafts, budget = self._drafts.draft(self.steps_in_flight, budget)
+        chunks = self.prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
         if not decoding and not chunks and not loads and not self.kv.writes_back:
             return self._unblock(now)
@@ -233,25 +270,25 @@ class Scheduler:
         """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
         for sequence in due:
             if sequence.prefilled:
-                self._cache_full_blocks(sequence, sequence.num_tokens - 1)
+                self.cache_full_blocks(sequence, sequence.num_tokens - 1)
         if not self._make_room_for_decodes(step):
             return False
-        due = self._decoding.take_blocks_due(step)
-        self._plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
+        due = self.decoding.take_blocks_due(step)
+        self.plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
         for sequence in due:
-            self._plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
+            self.plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
         return True
 
     def _make_room_for_decodes(self, step: int) -> bool:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
-        while (needed := len(due := self._decoding.blocks_due(step))) > self.kv.num_available:
-            if needed > self.kv.num_available + self.kv.num_retiring and not self.segments.make_room(None):
-                self._preempt(self._shares.victim(self.running), "decoding sequences need blocks", *due)
+        while (needed := len(due := self.decoding.blocks_due(step))) > self.kv.num_available:
+            if needed > self.kv.num_available + self.kv.num_retiring and not self.features.make_room():
+                self._preempt(self.shares.victim(self.running), "decoding sequences need blocks", *due)
             elif self.steps_in_flight:
                 return False
         return True
 
-    def _cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
         if not sequence.table.blocks:
             return  # a hypothesis that has given them up while it waits for the others
@@ -259,39 +296,40 @@ class Scheduler:
         if replaced:
             if sequence.row >= 0:
                 for index, _, block in replaced:
-                    self._plan.set_blocks(sequence.row, index, [block])
+                    self.plan.set_blocks(sequence.row, index, [block])
             self.kv.drop([own for _, own, _ in replaced], self.last_step if self.steps_in_flight else None)
 
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
         if self.steps_in_flight or self.recoveries.num_loading:
             return None
-        if self._beam_groups.make_room() or self._prefilling.make_room():
+        if self.features.unblock():
             return self.schedule(now)
-        if len(self._prefilling) < 2:
+        if len(self.prefilling) < 2:
             return None
-        self._preempt(self._shares.victim(self.running), "prefills hold each other up", *self._prefilling)
+        self._preempt(self.shares.victim(self.running), "prefills hold each other up", *self.prefilling)
         return self.schedule(now)
 
     def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, drafts: Drafts, loads: Loads) -> StepPlan:
         """Book the step and build its plan."""
-        self._decoding.charge()
+        self.decoding.charge()
         completed: list[Sequence] = []
         for sequence, size in chunks:
-            self._plan.chunk(sequence.row, size)
+            self.plan.chunk(sequence.row, size)
             sequence.last_step = step
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
-                self._prefilling.remove(sequence)
+                self.prefilling.remove(sequence)
                 if sequence.request.beam is None:
-                    self._decoding.add(sequence, first_step=step + 1)
+                    self.decoding.add(sequence, first_step=step + 1)
         self.last_step = step
-        self.segments.planned(step)
+        for feature in self.features.in_use:
+            feature.planned(step)
         # Whoever has nothing to run in the next step samples its last token in this one.
-        ending = self._decoding.length_due(step + 1)
+        ending = self.decoding.length_due(step + 1)
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
-        self._plan.copy(self.kv.write_back())
-        plan = self._plan.build(self.epoch, step, self.recoveries.copies(loads))
+        self.plan.copy(self.kv.write_back())
+        plan = self.plan.build(self.epoch, step, self.recoveries.copies(loads))
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in completed:
@@ -318,9 +356,10 @@ class Scheduler:
         output = StepOutput(step.begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
             if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
-                self._cache_full_blocks(sequence, num_computed)
-        take_logprobs(step, result, output, self._beam_groups.take)
-        tokens = self.speculation.take(step, tokens)
+                self.cache_full_blocks(sequence, num_computed)
+        take_logprobs(step, result, output)
+        if step.drafts and self._drafts is not None:
+            tokens = self._drafts.verify(step, tokens)
         take_tokens(step, tokens, output, self.finish)
         requeue_outgrown(self, step)
         for sequence in output.finished:
@@ -353,7 +392,7 @@ class Scheduler:
             self.limits.step_failed(step.num_seqs, step.num_tokens - step.num_draft_tokens)
         requests = self.release_all()
         self.kv.forget()
-        self._plan.copies.clear()
+        self.plan.copies.clear()
         self.epoch, self.last_step = epoch, 0
         for request in requests:
             if request in failed:
@@ -365,21 +404,22 @@ class Scheduler:
     # ---- rows and blocks -----------------------------------------------------------------------------
 
     def _leave_row(self, sequence: Sequence) -> None:
-        self._plan.leave(sequence.row)
+        self.plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
-        self._shares.leave_row(sequence)
+        self.shares.leave_row(sequence)
         sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
         if sequence.status is SequenceStatus.DECODE:
-            self._decoding.remove(sequence)
+            self.decoding.remove(sequence)
         elif sequence.status is SequenceStatus.PREFILL:
-            self._prefilling.remove(sequence)
+            self.prefilling.remove(sequence)
         self.recoveries.abandon(sequence)
-        self.segments.release(sequence, self.last_step if self.steps_in_flight else None)
-        self._cache_full_blocks(
+        for feature in sequence.request.features:
+            feature.release(sequence, self.last_step if self.steps_in_flight else None)
+        self.cache_full_blocks(
             sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
         )
         if sequence.row >= 0:

@@ -14,14 +14,17 @@ Preemption costs time, because the blocks that are dropped may have to be comput
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+from pagewise_scheduler.core.features.victims import choose_victim
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.victims import choose_victim
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
+from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.step_limits import StepLimits
 
 PATIENCE_STEPS = 8
 """How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""
@@ -37,7 +40,7 @@ class FairShares:
     another one is next. When it starts, it may take blocks that the watermark keeps free from others.
     """
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, limits: StepLimits, costs: CostModel) -> None:
+    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, limits: "StepLimits", costs: CostModel) -> None:
         self.favoured: Sequence | None = None
         self._kv = kv
         self._waiting = waiting

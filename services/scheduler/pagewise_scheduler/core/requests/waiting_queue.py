@@ -8,7 +8,7 @@ from typing import Literal
 
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 
 AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
@@ -38,7 +38,8 @@ class WaitingQueue:
     ``queue_time``. With one key, this is the order of ``queue_time``. Better priorities take part because otherwise a
     priority that is next by its age would go before all keys that have no sequence of that priority.
 
-    ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once.
+    ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once. ``num_changes``: how often a
+    sequence has come or gone.
     """
 
     __slots__ = (
@@ -50,11 +51,12 @@ class WaitingQueue:
         "_numbers",
         "_pending",
         "_virtual_tokens",
+        "num_changes",
         "num_prompt_tokens",
     )
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
-        self.num_prompt_tokens = 0
+        self.num_prompt_tokens = self.num_changes = 0
         self._virtual_tokens = virtual_tokens or VirtualTokens()
         self._lines: dict[int, dict[Account, list[_Entry]]] = {}
         self._entries: dict[Sequence, _Entry] = {}
@@ -89,6 +91,7 @@ class WaitingQueue:
         request = sequence.request
         entry = queue_time(sequence), request.queue_number, sequence.index, next(self._numbers), sequence
         self._entries[sequence] = entry
+        self.num_changes += 1
         insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
         if request.computes_for is not None:
             self._num_uncounted += 1
@@ -159,6 +162,7 @@ class WaitingQueue:
 
     def _remove(self, sequence: Sequence) -> None:
         entry, request = self._entries.pop(sequence), sequence.request
+        self.num_changes += 1
         lines = self._lines[request.priority]
         line = lines[request.account]
         del line[bisect_left(line, entry)]

@@ -18,15 +18,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf, isnan
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
+from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Message
 
+from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue, queue_time_of
+from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
 from pagewise_scheduler.core.tiers.copy_costs import OnlineLine
 
-MAX_RANK = 2**31 - 1
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
 STAY_LOADS = 8
 """How many times as long as its load takes an adapter stays before its slot is claimed for another one."""
 _SCALES = (1.0, 1e8)
@@ -40,16 +43,6 @@ class Checked(Protocol):
     def __call__(self, error: str | None, *, lost: bool = False) -> None:
         """``error``: why it could not be loaded. ``lost``: nobody knows, because the executor is gone."""
         ...
-
-
-class ParkedLoad(NamedTuple):
-    """Sequences that wait for adapters, and tokens of their prompts."""
-
-    sequences: int
-    tokens: int
-
-
-_NO_LOAD = ParkedLoad(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,21 +72,20 @@ class _Load:
     asked: float = inf
 
 
-class AdapterSlots:
+class AdapterSlots(Feature):
     """The adapters of one executor. ``num_slots``: of its device; 0: it serves none. ``max_rank``: the greatest that
     they may have.
 
     ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
     ``num_evictions``: so far.
-    ``queue``: where they wait to run afterwards.
     """
 
-    def __init__(self, num_slots: int, queue: WaitingQueue, max_rank: int = MAX_RANK) -> None:
+    def __init__(self, scheduler: "Scheduler", num_slots: int, max_rank: int) -> None:
+        super().__init__(scheduler)
         self.num_slots, self.max_rank = num_slots, max_rank
         self.num_loads = self.num_load_errors = self.num_evictions = 0
-        self.waiting: dict[Request, ParkedLoad] = {}
-        self._of_keys: dict[str, ParkedLoad] = {}
-        self._queue = queue
+        self.waiting: dict[Request, Load] = {}
+        self._of_keys: dict[str, Load] = {}
         self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
         self._numbers = count(1)
         self._checks: list[_Load] = []
@@ -124,39 +116,39 @@ class AdapterSlots:
         """Adapters in slots."""
         return sum(slot.loaded for slot in self._slots.values())
 
-    def serves(self, adapter: Adapter | None) -> bool:
-        """Whether the executor can compute with an adapter; None: with the model alone."""
-        return adapter is None or (self.num_slots > 0 and adapter.rank <= self.max_rank)
+    def serves(self, adapter: Adapter) -> bool:
+        """Whether the executor can compute with an adapter."""
+        return self.num_slots > 0 and adapter.rank <= self.max_rank
 
-    def can_take(self, adapter: Adapter | None) -> bool:
+    def can_take(self, adapter: Adapter) -> bool:
         """Whether a request with that adapter may come now: the executor serves it, and loads or holds it."""
-        return adapter is None or (self.serves(adapter) and (not self._late or self._holds(adapter)))
+        return self.serves(adapter) and (not self._late or self._holds(adapter))
 
     def _holds(self, adapter: Adapter) -> bool:
         slot = self._slots.get(adapter.content)
         return slot is not None and slot.loaded
 
-    def parked(self, key: str | None = None) -> ParkedLoad:
-        """What waits for adapters, of one API key or of all."""
+    def kept(self, key: str | None) -> Load:
+        """See ``Feature``."""
         if not self.waiting:
-            return _NO_LOAD
+            return NO_LOAD
         if key is not None:
-            return self._of_keys.get(key, _NO_LOAD)
+            return self._of_keys.get(key, NO_LOAD)
         loads = self._of_keys.values()
-        return ParkedLoad(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+        return Load(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
 
     def _park(self, request: Request) -> None:
         unfinished = request.num_sequences - sum(sequence.finished for sequence in request.sequences)
-        load = self.waiting[request] = ParkedLoad(unfinished, len(request.prompt_token_ids))
-        before = self._of_keys.get(request.key, _NO_LOAD)
-        self._of_keys[request.key] = ParkedLoad(before.sequences + load.sequences, before.tokens + load.tokens)
+        load = self.waiting[request] = Load(unfinished, len(request.prompt_token_ids))
+        before = self._of_keys.get(request.key, NO_LOAD)
+        self._of_keys[request.key] = Load(before.sequences + load.sequences, before.tokens + load.tokens)
 
     def _unpark(self, request: Request) -> None:
         if (load := self.waiting.pop(request, None)) is None:
             return
         before = self._of_keys.pop(request.key)
         if before != load:
-            self._of_keys[request.key] = ParkedLoad(before.sequences - load.sequences, before.tokens - load.tokens)
+            self._of_keys[request.key] = Load(before.sequences - load.sequences, before.tokens - load.tokens)
 
     def seconds(self, adapter: Adapter) -> float:
         """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
@@ -172,28 +164,25 @@ class AdapterSlots:
 
     # ---- requests ------------------------------------------------------------------------------------
 
-    def admit(self, request: Request) -> bool:
-        """Whether a request that comes may go to the waiting queue; else it waits here until ``advance`` returns it."""
+    def enter(self, request: Request) -> bool:
+        """See ``Feature``. A request whose adapter is not in a slot waits here."""
         assert request.adapter is not None
+        if not self.serves(request.adapter):
+            raise ValueError(
+                f"{request.request_id} needs an adapter of rank {request.adapter.rank}, and the executor serves none"
+            )
         slot = self._slots.get(request.adapter.content)
-        if slot is not None and self._may_enter(request, slot):
+        # What computes a segment uses the slot that the request holds for which it does.
+        if slot is not None and (request.computes_for is not None or self._may_enter(request, slot)):
             self._pin(request, slot)
             return True
         self._park(request)
         self._changed = True
+        request.timeline.begin("adapter", request.executors[-1][0] if request.executors else request.arrival_time)
         return False
 
-    def pin(self, request: Request) -> None:
-        """A request that computes an original of a segment needs the slot of its owner, until it is unpinned."""
-        if request.adapter is not None:
-            self._pin(request, self._slots[request.adapter.content])
-
-    def unpin(self, request: Request) -> None:
-        """Such a request has ended: its one sequence knows the last step that runs it."""
-        self.drop(request, max((sequence.last_step for sequence in request.sequences), default=0))
-
-    def drop(self, request: Request, last_step: int) -> None:
-        """A request has ended, or left; harmless the second time. ``last_step``: the last one that was planned."""
+    def leave(self, request: Request, last_step: int) -> None:
+        """See ``Feature``."""
         self._changed |= request in self.waiting  # a slot that it has claimed is nobody's any more
         self._unpark(request)
         if (slot := self._pinned.pop(request, None)) is not None:
@@ -201,14 +190,24 @@ class AdapterSlots:
             slot.free_after = last_step
             self._changed = True
 
-    def advance(self, now: float, oldest_step: int | None) -> tuple[list[Request], list[Request]]:
-        """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
-        from there because their adapter gives its slot to another one.
+    def messages(self, now: float) -> list[Message]:
+        """See ``Feature``. Lets requests enter whose adapters are there now, and begins loads."""
+        if self.waiting and (self._changed or now >= self._look_at):
+            admitted, taken_back = self._advance(now)
+            for request in taken_back:
+                self.scheduler.take_back(request)
+            for request in admitted:
+                request.timeline.end(now)
+                self.scheduler.enter(request)
+        asked, self._outbox = self._outbox, []
+        for number, _, _ in asked:
+            self._loads[number].asked = now
+        return [LoadAdapter(self.scheduler.epoch, number, adapter, slot) for number, adapter, slot in asked]
 
-        ``oldest_step``: the oldest one in flight, None: there is none.
-        """
-        if not self._changed and now < self._look_at:
-            return [], []
+    def _advance(self, now: float) -> tuple[list[Request], list[Request]]:
+        """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
+        from there because their adapter gives its slot to another one."""
+        oldest_step = self.scheduler.oldest_step
         self._changed, self._look_at = False, inf
         admitted: list[Request] = []
         taken_back: list[Request] = []
@@ -233,7 +232,7 @@ class AdapterSlots:
 
     def _rank(self, request: Request) -> tuple[float, float]:
         """Who goes first: the key that has been served the least, and of one key the request that is next."""
-        return self._queue.account(request.key).served, queue_time_of(request)
+        return self.scheduler.waiting.account(request.key).served, queue_time_of(request)
 
     def _pin(self, request: Request, slot: _Slot) -> None:
         slot.pins[request] = None
@@ -283,27 +282,17 @@ class AdapterSlots:
         """Have an adapter loaded to the host, to see whether that works."""
         self._load(adapter, -1, checked)
 
-    def give_up_checks(self) -> None:
-        """The executor is gone: nobody will tell whether adapters can be loaded there."""
+    def close(self) -> None:
+        """See ``Feature``. Whether adapters can be loaded there stays open."""
         checks, self._checks = self._checks, []
         for check in checks:
             if check.checked is not None:
                 check.checked(None, lost=True)
 
-    def take_loads(self, epoch: int, now: float) -> list[LoadAdapter]:
-        """The loads that the executor is asked for now (seconds)."""
-        asked, self._outbox = self._outbox, []
-        for number, _, _ in asked:
-            self._loads[number].asked = now
-        return [LoadAdapter(epoch, number, adapter, slot) for number, adapter, slot in asked]
-
-    @property
-    def has_loads(self) -> bool:
-        """Whether there are such."""
-        return bool(self._outbox)
-
-    def loaded(self, message: AdapterLoaded, now: float) -> list[Request]:
-        """A load has ended; returns the requests that waited for an adapter that could not be loaded."""
+    def take(self, message: Message, now: float) -> list[Request]:
+        """See ``Feature``. A load has ended; requests fail whose adapter could not be loaded."""
+        if not isinstance(message, AdapterLoaded):
+            return []
         self._told, self._changed = now, True
         self._late.discard(message.number)
         if (load := self._loads.pop(message.number, None)) is None:
@@ -327,11 +316,8 @@ class AdapterSlots:
             slot.since = now
         return []
 
-    def give_up_loads(self, now: float, most: float) -> list[Request]:
-        """Give up all loads if the executor has not told of any for more than ``most`` seconds.
-
-        Returns the requests that waited for adapters, which cannot be loaded.
-        """
+    def give_up(self, now: float, most: float) -> list[Request]:
+        """See ``Feature``. All loads are given up if the executor has reported none for more than ``most`` seconds."""
         oldest = next(iter(self._loads.values()), None)
         if oldest is not None and now - max(oldest.asked, self._told) > most:
             for number, load in list(self._loads.items()):
@@ -374,6 +360,14 @@ class AdapterSlots:
     def _evict(self, slot: _Slot) -> None:
         self.num_evictions += 1
         del self._slots[slot.adapter.content]
+
+    def counts(self) -> dict[str, int]:
+        """See ``Feature``."""
+        return {
+            "lora_loads": self.num_loads,
+            "lora_load_errors": self.num_load_errors,
+            "lora_evictions": self.num_evictions,
+        }
 
 
 def _has_not_begun(request: Request) -> bool:

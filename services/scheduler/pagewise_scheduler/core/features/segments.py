@@ -6,20 +6,20 @@ computed by a request of its own, which nobody is told of, before the sequence s
 the sequence holds references on the blocks. That is the same whether an original was found or computed.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import SegmentMove, pack_int32s
 from pagewise_shared.sampling import SamplingParams
-from pagewise_shared.segments import Segment, original_tokens
+from pagewise_shared.segments import Segment, furthest, original_tokens
 
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.fair_shares import FairShares
-from pagewise_scheduler.core.scheduling.step import PlanBuilder
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _EARLIER = 1e-4
 """Seconds by which requests that compute originals go before the sequences that wait for them."""
@@ -65,7 +65,7 @@ class _Prepared:
         return list(dict.fromkeys(self.originals.values()))
 
 
-class Segments:
+class Segments(Feature):
     """The originals of all sequences of one executor that wait for them or hold them.
 
     ``requests``: those that compute originals, waiting and running. ``num_moved``: tokens whose KV was moved;
@@ -73,22 +73,12 @@ class Segments:
     there. ``num_requests``: that were to compute originals, ``num_withdrawn``: those of them that did not have to.
     """
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        waiting: WaitingQueue,
-        shares: FairShares,
-        plan: PlanBuilder,
-    ) -> None:
-        self.requests: dict[Request, None] = {}
-        # Told of each request that computes an original, and when it has ended.
-        self.computing: Callable[[Request], None] = lambda request: None
-        self.computed = self.computing
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
         self.num_moved = self.num_wanted = self.num_found = self.num_requests = self.num_withdrawn = 0
-        self._kv = kv
-        self._waiting = waiting
-        self._shares = shares
-        self._plan = plan
+        self._kv = scheduler.kv
+        self._waiting = scheduler.waiting
+        self._plan = scheduler.plan
         self._prepared: dict[Sequence, _Prepared] = {}
         self._draft: tuple[Sequence, int, _Prepared] | None = None
         self._moved: list[int] = []
@@ -116,16 +106,29 @@ class Segments:
 
     # ---- before a sequence starts --------------------------------------------------------------------
 
+    def arrive(self, sequence: Sequence) -> None:
+        """See ``Feature``.
+
+        If a peer has a prefix of the sequence with segments in their places, and their originals are not here, that
+        prefix is fetched before the sequence starts, where it is expected to take less time than computing: otherwise
+        the sequence would wait for originals that it then does not need.
+        """
+        prefix, start = self.scheduler.prefilling.cached_prefix(sequence)
+        recoveries = self.scheduler.recoveries
+        plan = recoveries.choose(prefix, 1.0, sequence)
+        if plan.peer is not None and plan.method != "recompute" and self.lacks(sequence, start):
+            recoveries.prefetches.want(sequence, plan.end * self._kv.block_size)
+
     def is_preparing(self, sequence: Sequence) -> bool:
-        """Whether originals are held or computed for it."""
+        """See ``Feature``: whether originals are held or computed for the sequence."""
         return sequence in self._prepared
 
-    def is_ready(self, sequence: Sequence, start: int) -> bool:
-        """Whether a sequence whose first ``start`` tokens are cached holds the originals of all segments behind them.
+    def is_ready(self, sequence: Sequence, num_cached: int) -> bool:
+        """See ``Feature``: whether the sequence holds the originals of all segments behind its first tokens.
 
         Those that have come meanwhile are held from now on.
         """
-        needed = _needed(sequence, start)
+        needed = _needed(sequence, num_cached)
         if not needed:
             return True
         if (prepared := self._prepared.get(sequence)) is None:
@@ -136,13 +139,10 @@ class Segments:
         self._go_on(sequence, prepared)
         return all(prepared.originals[segment].blocks for segment in needed)
 
-    def prepare(self, sequence: Sequence, start: int, room: int) -> bool:
-        """Hold the originals of the segments that end behind token ``start``, and have the others computed.
-
-        ``room``: free blocks; if the sequence with all of them takes more, nothing is done. Returns whether all are
-        there.
-        """
-        prepared = self._drafted(sequence, start)
+    def prepare(self, sequence: Sequence, num_cached: int, room: int) -> bool:
+        """See ``Feature``. Hold the originals of the segments that end behind the cached tokens, and have the others
+        computed."""
+        prepared = self._drafted(sequence, num_cached)
         last, root = self._root(sequence, prepared)
         references = self._kv.pool.references
         more = len(prepared.root)
@@ -236,8 +236,9 @@ class Segments:
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request, None)
-        self.computed(request)
-        self._shares.leave(request)
+        for feature in request.features:
+            feature.leave(request, max((sequence.last_step for sequence in request.sequences), default=0))
+        self.scheduler.shares.leave(request)
         request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
 
     def _compute(self, sequence: Sequence, original: _Original) -> None:
@@ -260,20 +261,21 @@ class Segments:
             stored=dict(stored),
             computes_for=sequence,
             adapter=parent.adapter,
-            adapter_slot=parent.adapter_slot,
         )
+        request.features = (*self.scheduler.features.of(request), self)
         request.create_sequences()
         self._waiting.arrive(request)
-        self._shares.arrive(request)
+        self.scheduler.shares.arrive(request)
         self.requests[request] = None
-        self.computing(request)
+        for feature in request.features:
+            feature.enter(request)
         (computing,) = request.sequences
         self._kv.restore(request.cache_salt, computing.token_bytes)
         computing.table = self._kv.new_table(request.cache_salt, parent.ref)
         self._waiting.push(computing)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
-        """A sequence ends: it needs no originals any more, or has computed one, which is held from now on."""
+        """See ``Feature``. The sequence needs no originals any more, or has computed one, which is held from now on."""
         self.release(sequence)
         request, owner = sequence.request, sequence.request.computes_for
         if owner is None:
@@ -296,12 +298,15 @@ class Segments:
                 reserved += 0 if prepared.root_blocks else len(prepared.root)
         return reserved
 
-    def make_room(self, head: Sequence | None) -> bool:
-        """Let go of what waiting sequences hold, because nothing can go on otherwise; they ask again later.
+    def make_room(self) -> bool:
+        """See ``Feature``. What waiting sequences hold is let go; they ask again later."""
+        return self._let_waiting_go(None)
 
-        ``head``: who is next, which keeps what it holds; None: what runs is to go on. Returns whether anything was let
-        go.
-        """
+    def unblock(self) -> bool:
+        """See ``Feature``. If nothing runs, the sequence that is next keeps what it holds."""
+        return self._let_waiting_go(None if self.scheduler.prefilling else self._waiting.peek())
+
+    def _let_waiting_go(self, head: Sequence | None) -> bool:
         kept = None if head is None else head.request.computes_for or head
         waiting = [one for one in self._prepared if one.status is SequenceStatus.WAITING and one is not kept]
         for sequence in waiting:
@@ -310,11 +315,8 @@ class Segments:
 
     # ---- while it is computed ------------------------------------------------------------------------
 
-    def start(self, sequence: Sequence, num_cached: int) -> int:
-        """A sequence starts whose first ``num_cached`` tokens are cached.
-
-        Returns how many more come from segments whose originals were found.
-        """
+    def started(self, sequence: Sequence, num_cached: int) -> int:
+        """See ``Feature``; returns how many tokens come from segments whose originals were found."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
             return 0
@@ -328,29 +330,35 @@ class Segments:
         self._let_go(sequence, prepared)
         return found
 
-    def holds(self, sequence: Sequence, start: int) -> bool:
-        """Whether it holds the originals of all segments that end behind token ``start``."""
+    def holds(self, sequence: Sequence, num_cached: int) -> bool:
+        """See ``Feature``: whether it holds the originals of all segments that end behind the cached tokens."""
         prepared = self._prepared.get(sequence)
         held = prepared.originals if prepared is not None else {}
-        return all(segment in held and held[segment].blocks for segment in _needed(sequence, start))
+        return all(segment in held and held[segment].blocks for segment in _needed(sequence, num_cached))
 
-    def plan_moves(self, sequence: Sequence, start: int, stop: int) -> None:
-        """A running sequence goes on from token ``start`` to ``stop``: the next plan moves what segments have there."""
+    def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+        """See ``Feature``. Tokens that are moved cost nothing of the budget; a plan moves so many at most."""
+        if not (segments := sequence.request.segments):
+            return end
+        return start if self._plan.moves_enough else furthest(segments, start, sequence.num_tokens, budget)
+
+    def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        """See ``Feature``: the next plan moves what segments have there."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
             return
         size = self._kv.block_size
         for segment in prepared.moves_left:
-            first, last = max(segment.moved, start), min(segment.stop, stop)
+            first, last = max(segment.moved, start), min(segment.stop, end)
             if first >= last:
                 continue
             blocks = prepared.originals[segment].blocks
             before, begin = segment.root // size, (first - segment.distance) // size
-            end = self._kv.blocks_for(last - segment.distance)
-            packed = pack_int32s(blocks[begin - before : end - before])
+            last_block = self._kv.blocks_for(last - segment.distance)
+            packed = pack_int32s(blocks[begin - before : last_block - before])
             self._plan.move(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
             self.num_moved += last - first
-        prepared.moves_left = [one for one in prepared.moves_left if one.stop > stop]
+        prepared.moves_left = [one for one in prepared.moves_left if one.stop > end]
         self._let_go(sequence, prepared)
 
     def _let_go(self, sequence: Sequence, prepared: _Prepared) -> None:
@@ -368,16 +376,16 @@ class Segments:
             del self._prepared[sequence]
 
     def planned(self, step: int) -> None:
-        """The plan of ``step`` makes the moves: until it has returned, nobody overwrites what they read.
+        """See ``Feature``. The plan makes the moves: until it has returned, nothing overwrites what they read.
 
         Not even a copy of the same plan may, because copies come before moves.
         """
-        blocks, self._moved = self._moved, []
-        self._kv.drop(blocks, step)
+        if self._moved:
+            blocks, self._moved = self._moved, []
+            self._kv.drop(blocks, step)
 
     def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
-        """The sequence ends, or loses its blocks; harmless for one that holds nothing. ``in_flight_step``: the last one
-        that may move some of what it holds."""
+        """See ``Feature``; harmless for a sequence that holds nothing."""
         if self._draft is not None and self._draft[0] is sequence:
             self._draft = None
         if (prepared := self._prepared.pop(sequence, None)) is not None:
@@ -387,12 +395,20 @@ class Segments:
             self._kv.drop(prepared.root_blocks, in_flight_step)
 
     def clear(self) -> None:
-        """The executor is gone or reset."""
+        """See ``Feature``."""
         for sequence in list(self._prepared):
             self.release(sequence)
         for request in self.requests:
             request.replace_sequences([])
         self.requests.clear()
+
+    def counts(self) -> dict[str, int]:
+        """See ``Feature``."""
+        return {
+            "segment_tokens_found": self.num_found,
+            "segment_tokens_computed": self.num_wanted - self.num_found,
+            "segment_moved_tokens": self.num_moved,
+        }
 
 
 def _needed(sequence: Sequence, start: int) -> list[Segment]:

@@ -19,20 +19,20 @@ kept lie behind the last known token, where the next step writes, and blocks are
 """
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
+from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from pagewise_shared.segments import TOKEN_ID
 from pagewise_shared.speculation import num_accepted
 
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
-from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.step import Drafts, PlanBuilder, StepInFlight
-from pagewise_scheduler.core.scheduling.step_limits import StepLimits
-from pagewise_scheduler.core.scheduling.virtual_tokens import OUTPUT_WEIGHT
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+    from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 _WINDOW = 16_384
 """Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""
@@ -42,64 +42,50 @@ _MOST_UNALIGNED = 64
 """How often what is looked up may be found between two tokens: a prompt could be made of nothing else."""
 _TOKEN_IDS = int.from_bytes(TOKEN_ID.to_bytes(_TOKEN_BYTES, "little") * _WINDOW, "little")
 
-CacheFullBlocks = Callable[[Sequence, int], None]
-"""Lets others share the full blocks of a sequence among so many of its first tokens."""
 
-
-class Speculation:
-    """Drafts for the sequences that decode on one executor. ``config``: None: there are none, which costs nothing.
+class Drafting(Feature):
+    """Drafts for the sequences that decode on one executor.
 
     ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``: of all steps that have come back.
     """
 
-    def __init__(
-        self,
-        config: SpeculativeConfig | None,
-        kv: KVCacheManager,
-        decoding: DecodeSet,
-        prefilling: PrefillSet,
-        limits: StepLimits,
-        plan: PlanBuilder,
-    ) -> None:
+    def __init__(self, scheduler: "Scheduler", config: SpeculativeConfig) -> None:
+        super().__init__(scheduler)
         self._config = config
-        self._kv = kv
-        self._decoding = decoding
-        self._prefilling = prefilling
-        self._limits = limits
-        self._plan = plan
+        self._kv = scheduler.kv
+        self._decoding = scheduler.decoding
+        self._plan = scheduler.plan
         self._awaited: Sequence | None = None
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
-    def waits(self, in_flight: ReadOnlyList[StepInFlight]) -> bool:
+    def waits(self, in_flight: "ReadOnlyList[StepInFlight]") -> bool:
         """Whether the next step is planned when those in flight have come back, because of drafts in them or in
         sight."""
-        if self._config is None or not in_flight:
+        if not in_flight:
             return False
         if in_flight[-1].drafts:
             return True
-        if self._num_running > self._config.disable_by_batch_size:
+        if self.scheduler.num_running > self._config.disable_by_batch_size:
             return False
         in_sight = (sequence for sequence in self._decoding.order() if self._found(sequence, self._most(sequence)))
         self._awaited = next(in_sight, None)
         return self._awaited is not None
 
-    def draft(
-        self, in_flight: ReadOnlyList[StepInFlight], budget: int, cache_full_blocks: CacheFullBlocks
-    ) -> tuple[Drafts, int]:
+    def draft(self, in_flight: "ReadOnlyList[StepInFlight]", budget: int) -> "tuple[Drafts, int]":
         """Put drafts, and the blocks that they need, into the next plan; returns them, and what is left of ``budget``:
         at least half of it, so that prefills go on."""
         drafts: Drafts = {}
-        if self._config is None or in_flight:
+        if in_flight:
             return drafts, budget
         awaited, self._awaited = self._awaited, None
-        if (running := self._num_running) > self._config.disable_by_batch_size:
+        if (running := self.scheduler.num_running) > self._config.disable_by_batch_size:
             return drafts, budget
         # Executors reserve memory for the logits of max_num_seqs tokens. With few of them that much is not missed.
-        most = max(MAX_SPECULATIVE_TOKENS, self._limits.max_num_seqs) - running
+        most = max(MAX_SPECULATIVE_TOKENS, self.scheduler.limits.max_num_seqs) - running
         reserved = max((budget + 1) // 2, budget - most)
         for sequence in self._decoding.order():
             found = self._found(sequence, min(self._most(sequence), budget - reserved))
-            if found and (draft := self._fitting(sequence, found, cache_full_blocks)):
+            if found and (draft := self._fitting(sequence, found)):
                 drafts[sequence] = draft
                 self._plan.draft(sequence.row, draft)
                 budget -= len(draft)
@@ -107,11 +93,7 @@ class Speculation:
             _pause(awaited)  # two steps could have been in flight
         return drafts, budget
 
-    @property
-    def _num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
-
-    def take(self, step: StepInFlight, tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
         """A step has come back with these tokens, of which those that are kept are returned; ``step`` then samples for
         whoever gets one of them."""
         if not step.drafts:
@@ -148,7 +130,6 @@ class Speculation:
 
     def _most(self, sequence: Sequence) -> int:
         """The most tokens of a draft for this sequence, without regard to its blocks."""
-        assert self._config is not None
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
@@ -157,7 +138,6 @@ class Speculation:
     def _found(self, sequence: Sequence, most: int) -> "array[int]":
         """At most so many tokens that followed its last ones where those stood before; none that would end it."""
         config, stop = self._config, sequence.num_tokens
-        assert config is not None
         if most <= 0:
             return array("i")
         tokens = sequence.tokens_between(max(0, stop - _WINDOW), stop)
@@ -170,21 +150,29 @@ class Speculation:
             sequence.draft_after = stop + 1  # nor is there anything when it is asked for again
         return found
 
-    def _fitting(self, sequence: Sequence, draft: "array[int]", cache_full_blocks: CacheFullBlocks) -> "array[int]":
+    def _fitting(self, sequence: Sequence, draft: "array[int]") -> "array[int]":
         """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence, and
         those that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
         missing = table.blocks_missing(num_tokens + len(draft))
-        if missing and missing + len(self._decoding) + self._prefilling.blocks_owed() > kv.num_available:
+        if missing and missing + len(self._decoding) + self.scheduler.prefilling.blocks_owed() > kv.num_available:
             draft = draft[: table.num_slots - num_tokens]
         elif missing:
             # Else a sequence whose drafts always bring it blocks would never come to the end of one.
-            cache_full_blocks(sequence, num_tokens - 1)
+            self.scheduler.cache_full_blocks(sequence, num_tokens - 1)
             held = len(table.blocks)
             added, copies = kv.grow(table, num_tokens + len(draft))
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
         return draft
+
+    def counts(self) -> dict[str, int]:
+        """See ``Feature``."""
+        return {
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+        }
 
 
 def _pause(sequence: Sequence) -> None:

@@ -7,30 +7,38 @@ executor, in another order perhaps, makes no difference.
 
 from collections import OrderedDict
 from itertools import count
+from typing import TYPE_CHECKING
 
-from pagewise_shared.protocol import CompileGrammar
+from pagewise_shared.protocol import CompileGrammar, GrammarCompiled, Message
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
+
+from pagewise_scheduler.core.features.feature import Feature
+from pagewise_scheduler.core.requests.request import Sequence
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_ASKED = 16
 """Grammars that the executor is asked for at a time, so that whoever becomes next does not wait for all others."""
 
 
-class CompiledGrammars:
-    """The grammars of one executor. ``num_kept``: how many it keeps; 0: it compiles none before their sequences join,
-    so that nobody waits here."""
+class CompiledGrammars(Feature):
+    """The grammars of one executor. ``num_kept``: how many it keeps."""
 
-    def __init__(self) -> None:
-        self.num_kept = 0
+    cause = "grammar"
+
+    def __init__(self, scheduler: "Scheduler", num_kept: int) -> None:
+        super().__init__(scheduler)
+        self.num_kept = num_kept
         self._known: OrderedDict[str, bool] = OrderedDict()  # whether it is compiled; the least recently used first
         self._characters = 0
         self._asked: dict[int, str] = {}
         self._unsent: list[int] = []
         self._numbers = count(1)
 
-    def is_ready(self, grammar: str) -> bool:
-        """Whether a sequence with this grammar (empty: without one) may start. If not, it is asked for."""
-        if not grammar or not self.num_kept:
-            return True
+    def may_start(self, sequence: Sequence) -> bool:
+        """See ``Feature``. A grammar that is not compiled is asked for."""
+        grammar = sequence.sampling.grammar
         known = self._known.get(grammar)
         if known is None and len(self._asked) < min(_MOST_ASKED, -(-self._most // 2)):
             number = next(self._numbers)
@@ -39,25 +47,26 @@ class CompiledGrammars:
             self._note(grammar, compiled=False)
         return known is True
 
-    def take_questions(self, epoch: int) -> list[CompileGrammar]:
-        """Return what the executor is to compile, and has not been told yet."""
-        questions = [CompileGrammar(epoch, number, self._asked[number]) for number in self._unsent]
-        self._unsent.clear()
-        return questions
+    def messages(self, now: float) -> list[Message]:
+        """See ``Feature``: what the executor is to compile."""
+        epoch, unsent = self.scheduler.epoch, self._unsent
+        self._unsent = []
+        return [CompileGrammar(epoch, number, self._asked[number]) for number in unsent]
 
-    def compiled(self, number: int) -> None:
-        """The executor has answered a question; what nobody has asked is ignored."""
-        grammar = self._asked.pop(number, None)
-        if grammar is not None and grammar in self._known:
-            self._known[grammar] = True
+    def take(self, message: Message, now: float) -> tuple[()]:
+        """See ``Feature``. A grammar has been compiled; an answer to no question is ignored."""
+        if isinstance(message, GrammarCompiled):
+            grammar = self._asked.pop(message.number, None)
+            if grammar is not None and grammar in self._known:
+                self._known[grammar] = True
+        return ()
 
-    def joined(self, grammar: str) -> None:
-        """A sequence with this grammar (empty: without one) joins: the executor keeps it longer than others."""
-        if grammar and self.num_kept:
-            self._note(grammar, compiled=True)
+    def joined(self, sequence: Sequence) -> None:
+        """See ``Feature``. The executor keeps this grammar longer than others."""
+        self._note(sequence.sampling.grammar, compiled=True)
 
     def clear(self) -> None:
-        """The executor has been reset, or is gone: it answers no question any more."""
+        """See ``Feature``. The executor answers no question any more."""
         self._known.clear()
         self._asked.clear()
         self._unsent.clear()

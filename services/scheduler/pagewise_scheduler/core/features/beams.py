@@ -5,20 +5,20 @@ blocks of those they came from, and the others let go of theirs.
 """
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int32s
 
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
-from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.step import PlanBuilder, StepOutput
-from pagewise_scheduler.core.scheduling.waiting_queue import WaitingQueue
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+    from pagewise_scheduler.core.scheduling.step import StepOutput
 
 
 @dataclass(slots=True)
@@ -30,42 +30,31 @@ class _Group:
     candidates: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
 
 
-class BeamGroups:
+class BeamGroups(Feature):
     """The beam searches of one scheduler."""
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        waiting: WaitingQueue,
-        prefilling: PrefillSet,
-        plan: PlanBuilder,
-        on_end: Callable[[Request, CachedBlock | None], None],
-    ) -> None:
-        """``on_end``: told of the blocks that a request lets go of when it ends, by the last one that is full."""
-        self._on_end = on_end
-        self._kv = kv
-        self._waiting = waiting
-        self._prefilling = prefilling
-        self._plan = plan
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
+        self._kv = scheduler.kv
+        self._plan = scheduler.plan
         self._groups: dict[Request, _Group] = {}
 
-    def begin(self, request: Request) -> None:
-        """A request comes in; if it was elsewhere before, what its hypotheses waited for is asked for again."""
-        if request.beam is None:
-            return
+    def entered(self, request: Request) -> None:
+        """See ``Feature``. If the request was elsewhere before, what its hypotheses waited for is asked for again."""
+        assert request.beam is not None
         if request.search is None:
             ends = frozenset(request.sampling.stop_token_ids)
             request.search = BeamSearch(request.beam, ends, request.max_tokens)
         members = [sequence for sequence in request.sequences if not sequence.finished]
         self._groups[request] = _Group(request.search, members)
 
-    def take(self, sequence: Sequence, entry: TokenLogprobs, output: StepOutput) -> None:
-        """The logprobs of a token that a sequence of such a request has sampled."""
+    def take_logprobs(self, sequence: Sequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
+        """See ``Feature``: the candidates to go on with."""
         sequence.request.num_sampled_tokens += 1
         group = self._groups[sequence.request]
         group.candidates[sequence] = entry
         if len(group.candidates) < len(group.members):
-            return
+            return True
         histories = [member.output_token_ids for member in group.members]
         entries = [group.candidates[member] for member in group.members]
         # Pairs are made as they are asked for, because few of all candidates are looked at.
@@ -80,20 +69,21 @@ class BeamGroups:
             self._conclude(sequence.request, [one.tokens for one in results], ends, output)
         else:
             self._go_on(group, continuations)
+        return True
 
-    def make_room(self) -> bool:
-        """Let hypotheses that have come back, and wait for others, give up their blocks; whether there were any."""
+    def unblock(self) -> bool:
+        """See ``Feature``. Hypotheses that have come back, and wait for others, give up their blocks."""
         held = [member for group in self._groups.values() for member in group.candidates if member.table.blocks]
         for member in held:
             self._kv.free(member.table, None)
         return bool(held)
 
-    def drop(self, request: Request) -> None:
-        """The request has ended or leaves."""
+    def leave(self, request: Request, last_step: int) -> None:
+        """See ``Feature``."""
         self._groups.pop(request, None)
 
     def clear(self) -> None:
-        """All requests leave."""
+        """See ``Feature``."""
         self._groups.clear()
 
     def _go_on(self, group: _Group, continuations: list[Continuation]) -> None:
@@ -114,7 +104,7 @@ class BeamGroups:
                 heir.table = self._fork(parent.table, len(history) + parent.num_prompt_tokens)
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
-            if not (heir.table.blocks and self._prefilling.rejoin(heir)):
+            if not (heir.table.blocks and self.scheduler.prefilling.rejoin(heir)):
                 self._requeue(heir)
         group.members = members
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
@@ -128,7 +118,7 @@ class BeamGroups:
             self._plan.copies.give_up(heir.table.blocks)
             self._kv.free(heir.table, None)
         heir.path = []
-        self._waiting.push(heir)
+        self.scheduler.waiting.push(heir)
 
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that begins as ``table`` does; empty if there is no block for what has to be copied."""
@@ -143,16 +133,16 @@ class BeamGroups:
         return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt, request.ref))
 
     def _conclude(
-        self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: StepOutput
+        self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: "StepOutput"
     ) -> None:
         """Put ``outputs`` in the place of what was tried for them: they have finished."""
         ending: int | None = request.ending(max(outputs, key=len, default=()))
         for sequence in request.sequences:
             if sequence.table.blocks:
-                self._on_end(request, sequence.table.tip)
+                self.scheduler.kv.ended(request, sequence.table.tip)
                 self._kv.free(sequence.table, None, ending)
                 ending = None  # all that was tried is one use of the prompt
-        self.drop(request)
+        self._groups.pop(request, None)
         request.replace_sequences([])
         for index, tokens in enumerate(outputs):
             sequence = Sequence(request, index, request.sampling, self._kv.new_table(), array("i", tokens))

@@ -1,0 +1,1 @@
+"""What stands beside the loop: adapters, grammars, segments, beams, drafts, fair shares."""

@@ -1,0 +1,161 @@
+"""The interface of features, and its recipe.
+
+The scheduler's loop plans decodes, prefills, blocks and preemption. A feature changes that at a few points, which are
+the methods of ``Feature``; each of them does nothing unless a feature overrides it. The loop calls the features of a
+request (``Request.features``) for that request and its sequences, and the features in use (``Features.in_use``) once a
+step. So a feature costs nothing for the requests without it, and nothing at all, not even its import, before the first
+request that uses it.
+
+To add one, write a class in a module of this folder, with the methods that it needs, and register it in ``Features``.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from pagewise_shared.protocol import Message, TokenLogprobs
+
+from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.timeline import WaitCause
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+    from pagewise_scheduler.core.scheduling.step import StepOutput
+
+
+class Load(NamedTuple):
+    """A number of sequences, and of the tokens of their prompts."""
+
+    sequences: int
+    tokens: int
+
+
+NO_LOAD = Load(0, 0)
+
+
+class Feature:
+    """One feature of one scheduler. The methods stand in the order in which a request meets them.
+
+    ``requests``: of the feature's own, which no client has sent.
+    """
+
+    cause: WaitCause | None = None
+    """What a sequence waits for that ``may_start`` refuses."""
+
+    def __init__(self, scheduler: "Scheduler") -> None:
+        self.scheduler = scheduler
+        self.requests: dict[Request, None] = {}
+
+    # ---- a request arrives ---------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> bool:
+        """Whether the sequences of a request may wait to run now; it has its sequences already.
+
+        False: the feature keeps the request, and calls ``Scheduler.enter`` later.
+
+        Raises:
+            ValueError: the executor can never run it.
+        """
+        return True
+
+    def entered(self, request: Request) -> None:
+        """The sequences of a request wait."""
+
+    def arrive(self, sequence: Sequence) -> None:
+        """A sequence of a request that arrives waits from now on."""
+
+    def kept(self, key: str | None) -> Load:
+        """What the requests stand for that the feature keeps, of one API key or (None) of all."""
+        return NO_LOAD
+
+    # ---- a sequence starts ---------------------------------------------------------------------------
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may start, whatever is cached of it; asked in each step with room."""
+        return True
+
+    def is_ready(self, sequence: Sequence, num_cached: int) -> bool:
+        """Whether a sequence may start behind its first ``num_cached`` tokens, which are cached."""
+        return True
+
+    def prepare(self, sequence: Sequence, num_cached: int, room: int) -> bool:
+        """Begin what makes a sequence ready, if it and that fit into ``room`` blocks; returns whether it is ready."""
+        return True
+
+    def is_preparing(self, sequence: Sequence) -> bool:
+        """Whether that has begun."""
+        return False
+
+    def holds(self, sequence: Sequence, num_cached: int) -> bool:
+        """The same as ``is_ready``, for a sequence that starts."""
+        return True
+
+    def joined(self, sequence: Sequence) -> None:
+        """The sequence has taken a row in the next plan."""
+
+    def started(self, sequence: Sequence, num_cached: int) -> int:
+        """It begins behind ``num_cached`` tokens; returns how many more it takes from what the feature has found."""
+        return 0
+
+    # ---- a step computes -----------------------------------------------------------------------------
+
+    def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+        """Up to which token a chunk goes that begins at ``start``; without the feature to ``end``.
+
+        ``budget``: the number of tokens that the step may compute.
+        """
+        return end
+
+    def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        """The next plan computes a sequence from token ``start`` to ``end``."""
+
+    def planned(self, step: int) -> None:
+        """The plan of ``step`` is complete."""
+
+    def take_logprobs(self, sequence: Sequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
+        """A sequence has sampled a token with these; returns whether the feature keeps them from the client."""
+        return False
+
+    # ---- blocks are scarce ---------------------------------------------------------------------------
+
+    def make_room(self) -> bool:
+        """Let go of blocks for which no running sequence waits; returns whether there were any."""
+        return False
+
+    def unblock(self) -> bool:
+        """Nothing can be planned, and nothing is in flight: let go of something; returns whether there was anything."""
+        return False
+
+    # ---- a sequence, or its request, ends ------------------------------------------------------------
+
+    def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
+        """A sequence leaves its row and its blocks. ``in_flight_step``: the last step that may touch them."""
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sequence is about to end; its blocks are still there."""
+
+    def leave(self, request: Request, last_step: int) -> None:
+        """A request has ended or moves; harmless the second time. ``last_step``: the last one that was planned."""
+
+    # ---- the executor --------------------------------------------------------------------------------
+
+    def messages(self, now: float) -> list[Message]:
+        """What the executor is to be told beside plans; called before and after planning. ``now``: seconds."""
+        return []
+
+    def take(self, message: Message, now: float) -> Iterable[Request]:
+        """What the executor answers; returns the requests that fail for it."""
+        return ()
+
+    def give_up(self, now: float, most: float) -> Iterable[Request]:
+        """Give up what the executor has not answered for ``most`` seconds; returns requests as ``take`` does."""
+        return ()
+
+    def clear(self) -> None:
+        """The executor was reset, or is gone: nothing is there, and no request."""
+
+    def close(self) -> None:
+        """The executor is gone for good."""
+
+    def counts(self) -> dict[str, int]:
+        """What the feature has counted so far, by the name of the metric."""
+        return {}
