@@ -31,6 +31,14 @@ _PIECE_BYTES = 32 * 2**20
 _SCRATCH_BLOCKS = 8
 
 
+def _hash_of(text: str) -> BlockHash:
+    return BlockHash(hashlib.sha256(text.encode()).digest())
+
+
+SCRATCH = _hash_of("scratch")
+"""The parent of the blocks that copies are tried with."""
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """A list of copies. ``missing``: the targets that do not have their block yet.
@@ -166,7 +174,7 @@ class HashedTier(Tier, ABC):
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks that no prefix has; the same in each process, so that there are never more of them."""
         numbers = range(min(count, _SCRATCH_BLOCKS))
-        return list(numbers), [BlockName(_scratch(number, 0), _scratch(number, 1)) for number in numbers]
+        return list(numbers), [BlockName(_hash_of(f"scratch {number}"), SCRATCH) for number in numbers]
 
     def close(self) -> None:
         """Void all jobs and end all threads, once they return."""
@@ -178,10 +186,6 @@ class HashedTier(Tier, ABC):
         """Log and count a read or a write that has failed."""
         self.num_errors += 1
         self._complaints.warning(text, *values)
-
-
-def _scratch(number: int, part: int) -> BlockHash:
-    return BlockHash(hashlib.sha256(f"scratch {number} {part}".encode()).digest())
 
 
 def _run(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
