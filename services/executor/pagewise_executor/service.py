@@ -54,6 +54,7 @@ from pagewise_shared.scheduler_connection import (
 )
 from pagewise_shared.service_process import num_tasks
 
+from pagewise_executor.runner import Counted
 from pagewise_executor.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -125,9 +126,8 @@ class ExecutorService:
         self._hello_wanted = asyncio.Event()
         self._hello_number = 0
         self.bad_frames = 0
-        # Connections refused and closed: how many have been reported, and how many of them before the current Welcome.
-        self._refused_told = self._refused_before = 0
-        self._closed_told = self._closed_before = 0
+        # As last reported, and as reported before the current Welcome.
+        self._counted = self._counted_before = Counted()
 
     async def run(self) -> None:
         """Serve until SIGINT, or until SIGTERM and the Drain that follows.
@@ -268,10 +268,10 @@ class ExecutorService:
                 log.warning("nothing received from the scheduler for %.1f s, saying Hello again", silence)
                 self._rejoin()
             else:
-                counted = self._worker.counted
-                self._refused_told, self._closed_told = counted.num_refused, counted.num_closed
-                refused, closed = self._refused_told - self._refused_before, self._closed_told - self._closed_before
-                errors, waits = counted.num_storage_errors, counted.num_grammar_waits
+                self._counted, before = self._worker.counted, self._counted_before
+                refused = self._counted.num_refused - before.num_refused
+                closed = self._counted.num_closed - before.num_closed
+                errors, waits = self._counted.num_storage_errors, self._counted.num_grammar_waits
                 await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed, errors, waits))
 
     def _offers(self, welcome: Welcome) -> bool:
@@ -330,7 +330,7 @@ class ExecutorService:
                     self._welcomed.set()
                     worker.put(message)
                     if first:
-                        self._refused_before, self._closed_before = self._refused_told, self._closed_told
+                        self._counted_before = self._counted
                         log.info("joined the scheduler at %s", self._scheduler.endpoint)
                         # For whoever has started this process, at any --log-level, as others print ``listening``.
                         print(f"joined {self._scheduler.endpoint}", flush=True)

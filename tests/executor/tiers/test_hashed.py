@@ -152,6 +152,21 @@ def test_a_load_that_is_cancelled_is_confirmed_at_once_and_writes_nothing_any_mo
     assert one.told.empty()
 
 
+def test_a_load_may_be_cancelled_before_its_step_comes(executors: list[Executor]) -> None:
+    one, _ = executors
+    names = prefix("a", 1)
+    one.write(1, [7], names)
+    assert one.bad() == []
+    one.gate.clear()
+    one.copier.cancel(CancelCopies(1, 2, tier=DISK))
+    one.load(2, [0], names)
+    one.load(3, [1], names)
+    assert one.bad() == [0], "although the disk does not return"
+    one.gate.set()
+    assert one.bad() == []
+    assert [one.holds(0), one.holds(1)] == [0.0, 7.0]
+
+
 def test_after_a_reset_nothing_is_written_or_told(executors: list[Executor]) -> None:
     one, _ = executors
     names = prefix("a", 1)

@@ -4,7 +4,7 @@ Executors of one machine share the folder, and those of several machines if it i
 under a temporary name and then renamed, so two that write the same block do not disturb each other, and what was torn
 by a crash is found by its checksum. Another user who may write to the folder (/tmp, or a mount that several users
 share) could put blocks there, so only files of the executor's own user are read. A file also tells the block before it,
-by its name, so whoever makes room knows from a listing alone which block follows which.
+by its name, so a listing alone says which block follows which when room is made.
 """
 
 import errno
@@ -50,7 +50,7 @@ class DiskTier(HashedTier):
     """A folder of blocks.
 
     ``content``: tells these blocks from those of other models and formats, which may lie in the same ``folder``.
-    ``most_bytes``: the bound of the folder, over everybody who writes there; each sees to it.
+    ``most_bytes``: the bound of the folder; each executor that writes there keeps to it.
     """
 
     def __init__(self, folder: Path, content: str, bytes_per_block: int, most_bytes: int) -> None:
@@ -142,7 +142,7 @@ class DiskTier(HashedTier):
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
         """See ``HashedTier``."""
         written = [
-            # What is written to measure how long that takes is written again.
+            # Blocks that measure how long writing takes are written again.
             (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row)
             for name, row in zip(names, rows, strict=True)
         ]

@@ -1,9 +1,9 @@
 """Tiers whose blocks have no ids: they lie under the names of their content, where they outlive the executor.
 
 Any number of executors share such a tier, of one machine or of several, without knowing of each other. That works
-because a name tells the content: whoever writes a block writes the same bytes, and a block that is found holds what was
-looked for. The tier forgets by itself to stay within its bound, so a block that was there may be gone when it is read;
-then it is computed again.
+because a name tells the content: all executors that write a block write the same bytes, and a block that is found holds
+the content that was looked for. The tier forgets by itself to stay within its bound, so a block that was there may be
+gone when it is read; then it is computed again.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""The tiers of other executors: blocks come in pieces of about a megabyte over ZeroMQ, asked for by who needs them.
+"""The tiers of other executors, from which this one fetches blocks over ZeroMQ, in pieces of about a megabyte.
 
-Who fetches keeps a few pieces asked for, so that the link never waits, and stops asking when nobody wants the rest any
-more.
+It keeps requests for a few pieces under way, so that the link never waits, and sends no more of them once the copies
+are cancelled.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Blocks, CancelCopies, ReadBlocks, RemoteTier, decode_from_peer, encode
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.input_batch import Int32s
 from pagewise_executor.tiers.block_endpoint import block_listener
 from pagewise_executor.tiers.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
 from pagewise_executor.tiers.checksum import checksum
@@ -39,14 +38,12 @@ _LOOK_UP_MS = 50
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What one step fetches from one tier of a peer: ``places`` [n, 2] (tier, block) there, into own blocks [n] of the
-    device. ``after``: the work of the device that they come after."""
+    """A list of copies from one tier of ``peer`` to the device. ``after``: the work of the device that they come
+    after."""
 
     copies: CopyJob
     peer: RemoteTier
     device: Tier
-    places: Int32s
-    blocks: Int32s
     after: Any
     cancelled: bool = False
 
@@ -79,10 +76,9 @@ class Peers(Tier):
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin a step's copies from one tier of a peer. They come after whatever the device has been given so far."""
-        peer, pairs = job.peer, job.pairs
+        peer = job.peer
         assert peer is not None
-        places = np.stack([np.full(len(pairs), job.source, np.int32), pairs[:, 0]], axis=1)
-        fetch = _Job(job, peer, upper, places, pairs[:, 1].copy(), upper.fence())
+        fetch = _Job(job, peer, upper, upper.fence())
         with self._lock:
             self._jobs.add(fetch)
             link = self._links.get(peer.endpoint)
@@ -161,7 +157,7 @@ class _Link:
                     return
                 continue
             began = time.perf_counter()
-            missing = set(job.blocks.tolist())
+            missing = set(job.copies.pairs[:, 1].tolist())
             try:
                 self._do(job, missing)
             except Exception as error:  # of any kind: the scheduler must be told that the blocks did not come
@@ -176,7 +172,7 @@ class _Link:
         Raises:
             ProtocolError: the peer refuses, sends something else, or nothing.
         """
-        size, count = self.owner.bytes_per_block, len(job.blocks)
+        size, count = self.owner.bytes_per_block, len(job.copies.pairs)
         per_piece = max(1, PIECE_BYTES // max(1, size))
         waiting = deque(slice(start, min(count, start + per_piece)) for start in range(0, count, per_piece))
         asked: dict[int, slice] = {}  # by the number of the request
@@ -195,7 +191,7 @@ class _Link:
             part, rows = self._take(asked, size)
             if job.cancelled:  # the blocks may be given to others now
                 return
-            blocks = job.blocks[part]
+            blocks = job.copies.pairs[part, 1]
             job.device.write(blocks, rows, job.after)
             missing.difference_update(blocks.tolist())
 
@@ -208,7 +204,9 @@ class _Link:
                 self.owner._keys.secure_client(self.socket, job.peer.key.encode())
             self.socket.connect(self.peer.split(" ")[self.owner.rank])
         self.number += 1
-        request = ReadBlocks(self.number, job.peer.epoch, job.peer.step, job.places[part].tobytes())
+        blocks = job.copies.pairs[part, 0]
+        places = np.stack([np.full_like(blocks, job.copies.source), blocks], axis=1)
+        request = ReadBlocks(self.number, job.peer.epoch, job.peer.step, places.tobytes())
         self.socket.send(encode(request))
         return self.number
 

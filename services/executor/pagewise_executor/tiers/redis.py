@@ -38,7 +38,7 @@ class RedisTier(HashedTier):
     """A server's blocks of one ``content``, which tells those of other models and formats apart.
 
     The server keeps to a bound of its own: its ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds
-    after which it forgets a block that nobody has written again; None: never.
+    after which it forgets a block that was not written again; None: never.
     """
 
     def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
