@@ -99,7 +99,7 @@ def _fetch() -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch("pagewise_executor.tiers.peers._Link._do", _break):
         peers = Peers({}, parts.pool.bytes_per_block, f"ipc://{folder}/blocks", "")
         parts.copy(peers, DEVICE, DEVICE, RemoteTier("ipc:///nobody", 1, 1))
-        peers.reset(2, keep=True)  # waits for the copies that have begun
+        _wait()
 
 
 def _serve() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import BlockName
-from pagewise_shared.protocol import Copied, RemoteTier, StepError, pack_int32s
+from pagewise_shared.protocol import CancelCopies, Copied, RemoteTier, StepError, pack_int32s
 
 Pairs = npt.NDArray[np.int32]
 """Source block and target block of each copy [n, 2]."""
@@ -28,6 +28,13 @@ class CopyJob:
     pairs: Pairs
     peer: RemoteTier | None = None
     names: ReadOnlyList[BlockName] = ()
+
+    def is_of(self, cancelled: CancelCopies) -> bool:
+        """Whether these copies are to be cancelled."""
+        of_step = (self.epoch, self.step) == (cancelled.epoch, cancelled.step)
+        if self.peer is not None:
+            return of_step and self.peer.endpoint == cancelled.peer
+        return of_step and not cancelled.peer and cancelled.tier in (self.source, self.target)
 
     def confirmed(self, seconds: float, bad: Iterable[int] = (), error: StepError | None = None) -> Copied:
         """Return the message that confirms the job. ``bad``: target blocks that do not hold what they should."""

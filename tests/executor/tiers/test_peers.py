@@ -330,11 +330,23 @@ def test_a_cancelling_may_come_before_its_step(exchange: Exchange, tmp_path: Pat
     assert not exchange.copier._unwanted, "of what is over nothing is kept"
 
 
-def test_nothing_is_written_after_a_reset(exchange: Exchange, tmp_path: Path) -> None:
-    exchange.fetch([1, 2, 3], peer=f"ipc://{tmp_path}/nobody")
-    exchange.fetch([4], step=2, peer=f"ipc://{tmp_path}/nobody")
-    exchange.copier.reset(2, keep=True)
-    assert len(exchange.done) == 2
+def test_nothing_is_written_or_told_after_a_reset(exchange: Exchange, tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/late"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as peer:
+        peer.bind(endpoint)
+        exchange.fetch([1], peer=endpoint)
+        exchange.fetch([4], step=2, peer=endpoint)
+        identity, frame = peer.recv_multipart()
+        request = decode_from_peer(frame)
+        assert isinstance(request, ReadBlocks)
+        exchange.copier.reset(2, keep=True)
+        content = exchange.content[1].tobytes()
+        peer.send_multipart([identity, encode(Blocks(request.number, peers.checksum(content))), content])
+        exchange.server.begun(7, 3)
+        exchange.fetch([5])
+        assert exchange.wait().bad == b"", "what begins afterwards is served"
+    assert len(exchange.done) == 1
+    assert not exchange.target.gather(np.array([62, 59], np.int32)).any()
 
 
 def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(

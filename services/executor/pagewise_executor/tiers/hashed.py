@@ -13,15 +13,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import DEVICE, CancelCopies, Found, LookUp
+from pagewise_shared.protocol import DEVICE, Found, LookUp
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_names import chain, num_leading
+from pagewise_executor.tiers.far import FarJob, FarTier
 from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -39,20 +39,7 @@ SCRATCH = _hash_of("scratch")
 """The parent of the blocks that copies are tried with."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A list of copies. ``missing``: the targets that do not have their block yet.
-
-    ``lock``: held while targets are written, and while the job is ended, so that nothing is written afterwards.
-    """
-
-    copies: CopyJob
-    missing: set[int]
-    ended: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class HashedTier(Tier, ABC):
+class HashedTier(FarTier, ABC):
     """A tier of named blocks. Loads, stores and look-ups have a thread each, so that no step waits for any of them.
 
     Subclasses say where the blocks lie. None of their methods raises: what fails is logged and counted.
@@ -64,8 +51,6 @@ class HashedTier(Tier, ABC):
         super().__init__()
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
-        self._jobs: set[_Job] = set()
-        self._jobs_lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
 
     @abstractmethod
@@ -82,14 +67,11 @@ class HashedTier(Tier, ABC):
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """See ``Tier``. What is stored has been read from its tier when this returns."""
-        sources, targets = job.pairs.T
-        copies = _Job(job, set(targets.tolist()))
-        with self._jobs_lock:
-            self._jobs.add(copies)
+        copies = self.note(job, upper)
         if job.target == DEVICE:
-            after = upper.fence()
-            self._later("load", lambda: self._do(copies, lambda: self._load(copies, upper, after)))
+            self._later("load", lambda: self._do(copies, lambda: self._load(copies)))
             return
+        sources, targets = job.pairs.T
         rows = np.empty((len(sources), self.bytes_per_block), np.uint8)
         sound = np.array(upper.read(sources, rows), bool)
         if not sound.all():  # the others are confirmed as bad
@@ -103,16 +85,16 @@ class HashedTier(Tier, ABC):
             threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True).start()
         self._inboxes[kind].put(work)
 
-    def _do(self, job: _Job, work: Callable[[], None]) -> None:
+    def _do(self, job: FarJob, work: Callable[[], None]) -> None:
         began = time.perf_counter()
         try:
             if not job.ended:
                 work()
         except Exception:  # of any kind: the scheduler must be told that the blocks did not come
             log.exception("copies to or from %s failed", self.name)
-        self._end(job, time.perf_counter() - began)
+        self.end(job, time.perf_counter() - began)
 
-    def _load(self, job: _Job, device: Tier, after: object) -> None:
+    def _load(self, job: FarJob) -> None:
         sources, blocks = job.copies.pairs.T
         names = [job.copies.names[index] for index in sources.tolist()]
         per_piece = max(1, _PIECE_BYTES // self.bytes_per_block)
@@ -120,42 +102,13 @@ class HashedTier(Tier, ABC):
         for start in range(0, len(blocks), per_piece):
             part = slice(start, start + per_piece)
             there = np.array(self.load(names[part], rows[: len(blocks[part])]))
-            arrived = blocks[part][there]
-            with job.lock:
-                if job.ended:  # the blocks may be given to others now
-                    return
-                device.write(arrived, rows[: len(there)][there], after)
-                job.missing.difference_update(arrived.tolist())
+            if not self.bring(job, blocks[part][there], rows[: len(there)][there]):
+                return
 
-    def _store(self, job: _Job, targets: Blocks, rows: Rows) -> None:
+    def _store(self, job: FarJob, targets: Blocks, rows: Rows) -> None:
         names = [job.copies.names[index] for index in targets.tolist()]
         stored = self.store(names, rows)
         job.missing.difference_update(targets[np.array(stored, bool)].tolist())
-
-    def _end(self, job: _Job, seconds: float) -> None:
-        with job.lock:
-            if job.ended:
-                return
-            job.ended = True
-        with self._jobs_lock:
-            self._jobs.discard(job)
-        self.report(job.copies.confirmed(seconds, sorted(job.missing)))
-
-    def cancel(self, cancelled: CancelCopies) -> None:
-        """Confirm the copies of a step now, what is missing as bad, even if the tier does not return from a call."""
-        step = cancelled.epoch, cancelled.step
-        with self._jobs_lock:
-            jobs = [job for job in self._jobs if (job.copies.epoch, job.copies.step) == step]
-        for job in jobs:
-            self._end(job, 0.0)
-
-    def reset(self, epoch: int, *, keep: bool) -> None:
-        """Void all jobs. After this returns, none of them writes to a block. What lies here stays."""
-        with self._jobs_lock:
-            jobs, self._jobs = list(self._jobs), set()
-        for job in jobs:
-            with job.lock:
-                job.ended = True
 
     def look_up(self, message: LookUp, block_size: int) -> None:
         """See ``Tier``."""

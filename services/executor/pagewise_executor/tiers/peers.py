@@ -19,12 +19,13 @@ import zmq
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Blocks, CancelCopies, ReadBlocks, RemoteTier, decode_from_peer, encode
+from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encode
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_endpoint import block_listener
 from pagewise_executor.tiers.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
 from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.far import FarJob, FarTier
 from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -36,19 +37,7 @@ _IDLE_SECONDS = 60.0
 _LOOK_UP_MS = 50
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A list of copies from one tier of ``peer`` to the device. ``after``: the work of the device that they come
-    after."""
-
-    copies: CopyJob
-    peer: RemoteTier
-    device: Tier
-    after: Any
-    cancelled: bool = False
-
-
-class Peers(Tier):
+class Peers(FarTier):
     """Fetches blocks from the tiers of other executors, with a thread for each of them.
 
     ``server``: serves blocks of ``tiers``, those of this executor by number, to the others; for ``listen`` and
@@ -70,17 +59,15 @@ class Peers(Tier):
         self.bytes_per_block, self.rank = bytes_per_block, rank
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._lock = threading.Condition()
+        self._links_lock = threading.Condition()
         self._links: dict[str, _Link] = {}
-        self._jobs: set[_Job] = set()
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin a step's copies from one tier of a peer. They come after whatever the device has been given so far."""
         peer = job.peer
         assert peer is not None
-        fetch = _Job(job, peer, upper, upper.fence())
-        with self._lock:
-            self._jobs.add(fetch)
+        fetch = self.note(job, upper)
+        with self._links_lock:
             link = self._links.get(peer.endpoint)
             if link is None:
                 link = self._links[peer.endpoint] = _Link(peer.endpoint, self)
@@ -91,48 +78,29 @@ class Peers(Tier):
         """See ``Tier``. Peers may read what the steps up to this one bring to a tier."""
         self.server.begun(epoch, step)
 
-    def cancel(self, cancelled: CancelCopies) -> None:
-        """See ``Tier``."""
-        with self._lock:
-            for job in self._jobs:
-                if CancelCopies(job.copies.epoch, job.copies.step, job.peer.endpoint) == cancelled:
-                    job.cancelled = True
-
     def reset(self, epoch: int, *, keep: bool) -> None:
-        """Refuse the requests of peers, and cancel all fetches, of older epochs."""
+        """Refuse the requests of peers, and void all fetches, of older epochs."""
         self.server.begun(epoch, 0)
-        self._cancel_all()
-
-    def _cancel_all(self) -> None:
-        with self._lock:
-            for job in self._jobs:
-                job.cancelled = True
-            self._lock.wait_for(lambda: not self._jobs)
+        super().reset(epoch, keep=keep)
 
     def close(self) -> None:
-        """Stop serving blocks, cancel all fetches, and end all threads."""
+        """Stop serving blocks, void all fetches, and end all threads."""
         self.server.close()
-        self._cancel_all()
-        with self._lock:
+        super().reset(0, keep=True)
+        with self._links_lock:
             for link in self._links.values():
                 link.inbox.put(None)
-            self._lock.wait_for(lambda: not self._links)
+            self._links_lock.wait_for(lambda: not self._links)
         self._context.destroy(linger=0)
-
-    def _done(self, job: _Job, elapsed: float, bad: list[int]) -> None:
-        with self._lock:
-            self._jobs.discard(job)
-            self._lock.notify_all()
-        self.report(job.copies.confirmed(elapsed, bad))
 
     def _retire(self, link: "_Link") -> bool:
         """End a link that has been idle, unless it has just been given a job; return whether it ended."""
-        with self._lock:
+        with self._links_lock:
             if not link.inbox.empty():
                 return False
             link.disconnect()
             del self._links[link.peer]
-            self._lock.notify_all()
+            self._links_lock.notify_all()
             return True
 
 
@@ -142,7 +110,7 @@ class _Link:
 
     peer: str
     owner: Peers
-    inbox: "queue.SimpleQueue[_Job | None]" = field(default_factory=queue.SimpleQueue)
+    inbox: "queue.SimpleQueue[FarJob | None]" = field(default_factory=queue.SimpleQueue)
     socket: Any = None
     number: int = 0
 
@@ -157,17 +125,16 @@ class _Link:
                     return
                 continue
             began = time.perf_counter()
-            missing = set(job.copies.pairs[:, 1].tolist())
             try:
-                self._do(job, missing)
+                self._do(job)
             except Exception as error:  # of any kind: the scheduler must be told that the blocks did not come
                 log.warning("blocks from %s: %s", self.peer, error)
-            if missing:
+            if job.missing:
                 self.disconnect()  # late answers must not be taken for those of the next job
-            self.owner._done(job, time.perf_counter() - began, sorted(missing))
+            self.owner.end(job, time.perf_counter() - began)
 
-    def _do(self, job: _Job, missing: set[int]) -> None:
-        """Fetch a job's blocks; takes those that have arrived out of ``missing``.
+    def _do(self, job: FarJob) -> None:
+        """Fetch a job's blocks, until it has ended.
 
         Raises:
             ProtocolError: the peer refuses, sends something else, or nothing.
@@ -178,7 +145,7 @@ class _Link:
         asked: dict[int, slice] = {}  # by the number of the request
         heard = time.monotonic()
         while waiting or asked:
-            if job.cancelled:
+            if job.ended:
                 return
             while waiting and len(asked) < WINDOW:
                 part = waiting.popleft()
@@ -189,24 +156,23 @@ class _Link:
                 continue
             heard = time.monotonic()
             part, rows = self._take(asked, size)
-            if job.cancelled:  # the blocks may be given to others now
+            if not self.owner.bring(job, job.copies.pairs[part, 1], rows):
                 return
-            blocks = job.copies.pairs[part, 1]
-            job.device.write(blocks, rows, job.after)
-            missing.difference_update(blocks.tolist())
 
-    def _ask(self, job: _Job, part: slice) -> int:
+    def _ask(self, job: FarJob, part: slice) -> int:
+        peer = job.copies.peer
+        assert peer is not None
         if self.socket is None:
             self.socket = self.owner._context.socket(zmq.DEALER)
             self.socket.setsockopt(zmq.LINGER, 0)
             self.socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _ENVELOPE_BYTES)
             if self.owner._keys is not None:
-                self.owner._keys.secure_client(self.socket, job.peer.key.encode())
+                self.owner._keys.secure_client(self.socket, peer.key.encode())
             self.socket.connect(self.peer.split(" ")[self.owner.rank])
         self.number += 1
         blocks = job.copies.pairs[part, 0]
         places = np.stack([np.full_like(blocks, job.copies.source), blocks], axis=1)
-        request = ReadBlocks(self.number, job.peer.epoch, job.peer.step, places.tobytes())
+        request = ReadBlocks(self.number, peer.epoch, peer.step, places.tobytes())
         self.socket.send(encode(request))
         return self.number
 
