@@ -89,7 +89,7 @@ def _http_api() -> str:
 
 
 def _document() -> dict[str, Any]:
-    from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
+    from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
     from pagewise_gateway.http.openapi import document
     from pagewise_gateway.http.params import Limits
     from pagewise_gateway.metrics import Metrics

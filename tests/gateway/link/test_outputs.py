@@ -14,7 +14,7 @@ from pagewise_gateway.generation import (
     SlowReaderError,
 )
 from pagewise_gateway.http.errors import OverloadedError
-from pagewise_gateway.http.memory_budget import AnswerMemory, Reservation
+from pagewise_gateway.http.intake import AnswerMemory, Reservation
 from pagewise_gateway.link import live_request
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import MOST_STREAMS, StreamTable

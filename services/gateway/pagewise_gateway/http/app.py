@@ -34,9 +34,8 @@ from pagewise_gateway.http.errors import (
     shortened,
 )
 from pagewise_gateway.http.explain import debug_explain
-from pagewise_gateway.http.intake import Answering, Intake
+from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
-from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
 from pagewise_gateway.http.messages_api.errors import error_response
 from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document

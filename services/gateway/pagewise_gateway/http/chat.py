@@ -1,17 +1,21 @@
-"""``POST /v1/chat/completions``."""
+"""``POST /v1/chat/completions``: runs a chat, for other APIs too, and answers with its text as it is, or parsed."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+import secrets
+import string
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
 
 from aiohttp import web
+from msgspec import UNSET
 from pagewise_shared.protocol import Prompt
 
-from pagewise_gateway.http.chat_answer import ChatAnswer, ChatRun, ParsedAnswer
+from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.intake import Intake
-from pagewise_gateway.http.memory_budget import AnswerSize
+from pagewise_gateway.http.intake import AnswerSize, Intake
+from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.params import (
     check_common,
     check_output_length,
@@ -23,10 +27,250 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_segments, encode_bad_words, encode_chat, prompt_segments
-from pagewise_gateway.http.responder import generate
+from pagewise_gateway.http.responder import Responder, generate, usage
+from pagewise_gateway.http.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatResponse,
+    FunctionCall,
+    FunctionCallDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
-from pagewise_gateway.text.output_parsing import Start
+from pagewise_gateway.http.writing import EventTemplate, event
+from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined, make_plain
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_PIECE = 1024
+"""Characters of an output that are parsed at a time; other tasks may run in between."""
+
+
+@dataclass(slots=True, frozen=True)
+class ChatRun:
+    """A chat that was submitted.
+
+    Fields:
+        body: without what may be large.
+        parsing: how its outputs are parsed; None: they are content as they are.
+        start, continues: where an output begins, as a ``MessageParser`` takes it.
+    """
+
+    service: Service
+    body: ChatRequest
+    live: LiveRequest
+    parsing: Parsing | None
+    start: Start
+    continues: bool
+
+    def parser(self) -> MessageParser:
+        """Return a parser of one output."""
+        if self.parsing is None:
+            return make_plain()
+        return self.parsing.parser(self.start, self.continues)
+
+    def new_id(self) -> str:
+        """Return an id for a tool call."""
+        if self.parsing is not None and (length := self.parsing.id_length) > 0:
+            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
+        return f"call_{secrets.token_hex(12)}"
+
+    def quick(self) -> bool:
+        """Whether what has arrived may be parsed and told at once."""
+        return self.live.few_unread and self.service.slices.room()
+
+
+def cut(text: str) -> Iterator[str]:
+    """Yield the pieces in which a text is parsed."""
+    for start in range(0, len(text), _PIECE):
+        yield text[start : start + _PIECE]
+
+
+def finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
+    """Return why an output has ended. One that ends in a call, with whatever cut it off, has not ended with tool calls.
+
+    ``delta``: the last one. ``parser``: of the output.
+    """
+    if delta.finish_reason != "stop" or not parser.num_calls:
+        return delta.finish_reason
+    return "tool_calls" if parser.whole else "stop"
+
+
+class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
+    """The response whose content is the text of the output as it is."""
+
+    def __init__(self, completion_id: str, run: ChatRun) -> None:
+        body = run.body
+        super().__init__(ChatChunk, completion_id, run.service, body, run.live, logprobs=bool(body.logprobs))
+        self._logprobs_wanted = bool(body.logprobs)
+        self._token_ids_wanted = bool(body.return_token_ids)
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._prompt_token_ids = list(run.live.request.prompts[0].token_ids) if body.return_token_ids else UNSET
+        self._templates: dict[int, EventTemplate] = {}
+
+    def _answer(self) -> ChatResponse:
+        return ChatResponse(
+            self._id, self._created, self._model, [], usage(self._live), prompt_token_ids=self._prompt_token_ids
+        )
+
+    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
+        return ChatChoice(
+            delta.index,
+            AssistantMessage(delta.text),
+            (yield from self._logprobs(delta)),
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.token_ids if self._token_ids_wanted else UNSET,
+        )
+
+    def _event(self, delta: SequenceDelta) -> bytes:
+        template = self._templates.get(delta.index)
+        if template is not None and self._only_text and delta.finish_reason is None:
+            return template.event(delta.text) if delta.text else b""
+        return b"".join(self._event_pieces(delta))
+
+    def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
+        index = delta.index
+        if index not in self._templates:
+            self._templates[index] = EventTemplate(
+                lambda text: self._chunk([ChatChunkChoice(index, ChatDelta(content=text))])
+            )
+            yield self._opening(index)
+        logprobs = yield from self._logprobs(delta)
+        token_ids = delta.token_ids if self._token_ids_wanted else UNSET
+        # Tokens whose text is held back get no chunk of their own, unless the client wants their ids or logprobs.
+        if delta.text or logprobs is not None or token_ids:
+            choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
+            yield event(self._chunk([choice]))
+        if delta.finish_reason is not None:
+            ending = ChatChunkChoice(
+                index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
+            )
+            yield event(self._chunk([ending]))
+
+    def _opening(self, index: int) -> bytes:
+        """Return the first event of an output."""
+        chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
+        chunk.prompt_token_ids = self._prompt_token_ids
+        return event(chunk)
+
+    def _logprobs(self, delta: SequenceDelta) -> Generator[bytes, None, ChatLogprobs | None]:
+        if not self._logprobs_wanted or delta.logprobs is None:
+            return None
+        return cast("ChatLogprobs", (yield from chat_logprobs(self._service.tokenizer, delta.logprobs, self._as_ids)))
+
+
+class ParsedAnswer(ChatAnswer):
+    """The response whose message is parsed from the text of the output."""
+
+    def __init__(self, completion_id: str, run: ChatRun) -> None:
+        super().__init__(completion_id, run)
+        self._run = run
+        self._reasoning = run.parsing is None or run.parsing.reasoning
+        self._outputs: dict[int, _Output] = {}
+
+    @property
+    def cheap(self) -> bool:
+        """Parsing takes too long for what a client has left unread for long."""
+        return False
+
+    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
+        parser = self._run.parser()
+        news: list[Delta] = []
+        for text in cut(delta.text):
+            news += parser.push(text)
+            yield b""
+        parsed = joined([*news, *parser.finish()])
+        reasoning = parsed.reasoning or None if self._reasoning else UNSET
+        message = AssistantMessage(
+            parsed.content or (None if parsed.calls or parsed.reasoning else ""),
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+        )
+        if parsed.calls:
+            message.tool_calls = [
+                ToolCall(self._run.new_id(), FunctionCall(call.name, call.arguments)) for call in parsed.calls
+            ]
+        return ChatChoice(
+            delta.index,
+            message,
+            (yield from self._logprobs(delta)),
+            finish_reason(delta, parser),
+            delta.stop_reason,
+            delta.token_ids if self._token_ids_wanted else UNSET,
+        )
+
+    def _event(self, delta: SequenceDelta) -> bytes:
+        output = self._outputs.get(delta.index)
+        if output is None or not self._only_text or delta.finish_reason is not None:
+            return b"".join(self._event_pieces(delta))
+        if not delta.text:
+            return b""
+        return b"".join([self._delta_event(delta.index, output, new) for new in output.parser.push(delta.text)])
+
+    def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
+        index = delta.index
+        if (output := self._outputs.get(index)) is None:
+            output = self._outputs[index] = _Output(self._run.parser())
+            yield self._opening(index)
+        logprobs = yield from self._logprobs(delta)
+        token_ids = delta.token_ids if self._token_ids_wanted else UNSET
+        if (
+            logprobs is not None or token_ids
+        ):  # they belong to no piece of the message, so they have a chunk of their own
+            yield event(self._chunk([ChatChunkChoice(index, ChatDelta(), logprobs, token_ids=token_ids)]))
+        for text in cut(delta.text):
+            for new in output.parser.push(text):
+                yield self._delta_event(index, output, new)
+        if delta.finish_reason is not None:
+            for new in output.parser.finish():
+                yield self._delta_event(index, output, new)
+            reason = finish_reason(delta, output.parser)
+            ending = ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+            yield event(self._chunk([ending]))
+
+    def _delta_event(self, index: int, output: "_Output", new: Delta) -> bytes:
+        """Return the event for a piece of the message; nothing if the client does not want it."""
+        if new.kind == "call":
+            output.calls += 1
+            output.templates.pop("arguments", None)
+            called = FunctionCallDelta(new.text, "")
+            call = ToolCallDelta(output.calls - 1, called, self._run.new_id(), "function")
+            return event(self._chunk([ChatChunkChoice(index, ChatDelta(tool_calls=[call]))]))
+        if new.kind == "reasoning" and not self._reasoning:
+            return b""
+        if not self._only_text:
+            return event(self._piece(index, output, new))
+        if (template := output.templates.get(new.kind)) is None:
+            template = EventTemplate(lambda text: self._piece(index, output, Delta(new.kind, text)))
+            output.templates[new.kind] = template
+        return template.event(new.text)
+
+    def _piece(self, index: int, output: "_Output", new: Delta) -> ChatChunk:
+        if new.kind == "content":
+            delta = ChatDelta(content=new.text)
+        elif new.kind == "reasoning":
+            delta = ChatDelta(reasoning=new.text, reasoning_content=new.text)
+        else:
+            delta = ChatDelta(tool_calls=[ToolCallDelta(output.calls - 1, FunctionCallDelta(arguments=new.text))])
+        return self._chunk([ChatChunkChoice(index, delta)])
+
+
+class _Output:
+    """One output of a stream. ``calls``: how many were told to the client. ``templates``: of events, by what is new."""
+
+    __slots__ = ("calls", "parser", "templates")
+
+    def __init__(self, parser: MessageParser) -> None:
+        self.parser = parser
+        self.calls = 0
+        self.templates: dict[str, EventTemplate] = {}
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:

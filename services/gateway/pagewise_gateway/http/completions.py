@@ -12,8 +12,8 @@ from pagewise_shared.protocol import Prompt
 from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import responses
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.intake import AnswerSize
 from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
-from pagewise_gateway.http.memory_budget import AnswerSize
 from pagewise_gateway.http.params import (
     check_common,
     check_num_sequences,

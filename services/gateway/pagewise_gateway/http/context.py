@@ -7,9 +7,8 @@ from aiohttp import web
 
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.conversation import ChatFormats
-from pagewise_gateway.http.intake import Answering
+from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
-from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink

@@ -7,7 +7,7 @@ from typing import Protocol
 from aiohttp import web
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.chat_answer import ChatRun, cut
+from pagewise_gateway.http.chat import ChatRun, cut
 from pagewise_gateway.http.context import CLIENT
 from pagewise_gateway.http.errors import APIError, UnavailableError
 from pagewise_gateway.http.writing import encode, stream_events

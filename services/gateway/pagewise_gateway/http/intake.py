@@ -1,20 +1,210 @@
-"""What is held for a request from when its head was read: its place in its key's limits, memory for body and answer."""
+"""What is held for a request from when its head was read: its place in its key's limits, memory for body and answer.
+
+Bytes of answers are estimates: the bytes of a token (``generation.token_bytes``) times the number of tokens.
+"""
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from aiohttp import web
-from pagewise_shared.protocol import Submit
+from pagewise_shared.protocol import Prompt, Submit
 from pagewise_shared.sampling import SamplingParams
 
+from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
 from pagewise_gateway.http.clients import Client
-from pagewise_gateway.http.errors import OverloadedError
-from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory, Reservation
+from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError
 from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 
+SHARE = 4
+"""An API key may use this fraction of the memory: one part in ``SHARE``."""
+UNCOUNTED_BYTES = 65_536
+"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
+size."""
+_LARGE = 4
+"""The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
+runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
 _PAUSES = (0.0, 0.02, 0.1)
 """Seconds to wait before it is checked again whether another answer has been written. The frame from the scheduler that
 lets a request in may be the one that ends another request, whose answer this gateway has not written yet."""
+
+
+class MemoryBudget:
+    """Counts the bytes that requests take for one purpose, all together and by API key.
+
+    Fields:
+        total: the most bytes of all requests. share: the most bytes of one API key, if there are keys.
+    """
+
+    def __init__(self, total: int, share: int, *, what: str, option: str, refused: Callable[[bool], None]) -> None:
+        """``what``: what the bytes are for, in the plural. ``option``: the option that sets ``total``. ``refused`` is
+        called when there are not enough bytes; its argument says whether the key's share was the reason."""
+        self.total, self.share = total, share
+        self._what, self._option, self._refused = what, option, refused
+        self._used = 0
+        self._by_key: dict[str, int] = {}
+
+    @property
+    def used(self) -> int:
+        """The number of bytes that are taken."""
+        return self._used
+
+    def reserve(self, key: str, size: int) -> None:
+        """Take bytes for a request of a key's holder.
+
+        Raises:
+            OverloadedError: the key's share or the total does not suffice; nothing was taken.
+        """
+        used = self._by_key.get(key, 0)
+        if key and used + size > self.share:
+            self._refused(True)
+            raise OverloadedError(
+                f"API key {key}: {self._what} of its requests take {used} bytes, and this one needs {size}; the limit "
+                f"is {self.share} (a part of {self._option})"
+            )
+        if self._used + size > self.total:
+            self._refused(False)
+            raise OverloadedError(
+                f"{self._what} of requests take {self._used} bytes, and this one needs {size}; the limit is "
+                f"{self.total} ({self._option})"
+            )
+        self._used += size
+        self._by_key[key] = used + size
+
+    def release(self, key: str, size: int) -> None:
+        """Give bytes back."""
+        self._used -= size
+        self._by_key[key] -= size
+        if not self._by_key[key]:
+            del self._by_key[key]
+
+
+class Reservation:
+    """The bytes that are taken for one request. ``size``: their number."""
+
+    def __init__(self, memory: MemoryBudget, key: str) -> None:
+        self.size = 0
+        self._memory, self._key = memory, key
+
+    def grow_to(self, size: int) -> None:
+        """Take the bytes that are missing to ``size``.
+
+        Raises:
+            OverloadedError: as in ``MemoryBudget.reserve``.
+        """
+        if size > self.size:
+            self._memory.reserve(self._key, size - self.size)
+            self.size = size
+
+    def shrink_to(self, size: int) -> None:
+        """Give back the bytes beyond ``size``."""
+        if size < self.size:
+            self._memory.release(self._key, self.size - size)
+            self.size = size
+
+    def release(self) -> None:
+        """Give all bytes back. Calling it again does nothing."""
+        self.shrink_to(0)
+
+
+class BodyMemory(MemoryBudget):
+    """Counts the bytes of all bodies that this gateway is reading, parsing or tokenizing.
+
+    Fields:
+        largest: the most bytes of one body.
+    """
+
+    def __init__(self, total: int, largest_body: int, metrics: Metrics) -> None:
+        super().__init__(
+            total,
+            max(total // SHARE, largest_body),
+            what="the bodies",
+            option="--max-body-memory",
+            refused=lambda of_key: metrics.requests_refused("key_body_memory" if of_key else "body_memory").inc(),
+        )
+        self.largest = largest_body
+        metrics.http_body_bytes.set_function(lambda: self.used)
+
+
+class AnswerMemory(MemoryBudget):
+    """Counts the bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
+
+    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read, and of a
+    response's stream the text, with which it ends.
+    """
+
+    def __init__(self, total: int, metrics: Metrics) -> None:
+        super().__init__(
+            total,
+            total // SHARE,
+            what="the answers",
+            option="--max-answer-memory",
+            refused=lambda of_key: metrics.requests_refused("key_answer_memory" if of_key else "answer_memory").inc(),
+        )
+        metrics.http_answer_bytes.set_function(lambda: self.used)
+
+
+@dataclass(slots=True, frozen=True)
+class AnswerSize:
+    """The size of the answer to a request, in estimated bytes.
+
+    Fields:
+        n: the number of choices for each prompt. whole: whether the answer is not streamed, and so kept until its end.
+        token: bytes for each token of the output. repeated: bytes for each token of the prompt, in each choice.
+        share: the most bytes that one key may use.
+    """
+
+    n: int
+    whole: bool
+    token: int
+    repeated: int
+    share: int
+
+    @classmethod
+    def of(
+        cls, n: int, stream: bool | None, memory: MemoryBudget, *, logprobs: int | None, echo: bool, ids: bool
+    ) -> "AnswerSize":
+        """Return the size for a body's fields. ``echo``, ``ids``: whether prompts are repeated as text, as ids."""
+        repeated = REPEATED_BYTES * (echo + ids)
+        if echo:
+            repeated += token_bytes(logprobs) - TOKEN_BYTES
+        return cls(n, not stream, token_bytes(logprobs), repeated, memory.share)
+
+    def default_tokens(self, num_prompt_tokens: int, others: int) -> int:
+        """Return how many tokens each choice of one prompt may have if the request does not say. ``others``: bytes that
+        the answer repeats besides prompts."""
+        if not self.whole:
+            return self.share  # a stream is not kept: any number
+        repeated = num_prompt_tokens * self.n * self.repeated + others
+        return max(1, (self.share - repeated) // (self.n * self.token))
+
+    def reserve(self, prompts: Sequence[Prompt], memory: Reservation, others: int = 0) -> int:
+        """Take memory for what the answer repeats of its request, and for a large answer also for all its tokens.
+
+        ``others``: bytes that it repeats besides prompts. Returns the bytes for all that it repeats.
+
+        Raises:
+            InvalidRequestError: the answer may take more than one key may use.
+            OverloadedError: other answers have taken the memory.
+        """
+        copies = self.n if self.whole else 1
+        prompt_bytes = copies * self.repeated * sum(len(prompt.token_ids) for prompt in prompts) + others
+        most = prompt_bytes
+        if self.whole:
+            most += self.n * self.token * sum(prompt.max_tokens for prompt in prompts)
+        if most > self.share:
+            outputs = self.n * len(prompts)
+            raise InvalidRequestError(
+                f"the answer may take {most} bytes of memory ({outputs} outputs; {self.token} bytes for each token, "
+                f"{self.repeated} for each of the prompt's), the limit is {self.share}, a quarter of "
+                "--max-answer-memory: ask for less of n, max_tokens, logprobs, echo, return_token_ids or prompts at a "
+                f"time{', or stream' if self.whole and self.token * outputs * 16 > prompt_bytes else ''}",
+                "n" if self.n > 1 else "max_tokens",
+            )
+        if prompt_bytes > UNCOUNTED_BYTES or most > self.share // _LARGE:
+            memory.grow_to(most if most > self.share // _LARGE else prompt_bytes)
+        return prompt_bytes
 
 
 class Answering:

@@ -8,7 +8,7 @@ import msgspec
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
-from pagewise_gateway.http.memory_budget import AnswerMemory, BodyMemory
+from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
 from pagewise_gateway.http.messages_api.schema import (
     CountRequest,
     Message,

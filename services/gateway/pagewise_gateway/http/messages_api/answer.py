@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.chat_answer import ChatRun, finish_reason
+from pagewise_gateway.http.chat import ChatRun, finish_reason
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.messages_api.errors import error_detail

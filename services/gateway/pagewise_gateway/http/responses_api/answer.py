@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from pagewise_gateway.generation import SequenceDelta
-from pagewise_gateway.http.chat_answer import ChatRun
+from pagewise_gateway.http.chat import ChatRun
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
-from pagewise_gateway.http.memory_budget import UNCOUNTED_BYTES, Reservation
+from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
 from pagewise_gateway.http.responder import usage as usage_of
 from pagewise_gateway.http.responses_api.schema import (
     IncompleteDetails,

@@ -8,7 +8,7 @@ from aiohttp import web
 from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.memory_budget import Reservation
+from pagewise_gateway.http.intake import Reservation
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.responses_api.answer import ResponseAnswer, begun
 from pagewise_gateway.http.responses_api.schema import ResponsesRequest
