@@ -124,6 +124,19 @@ def as_json(value: object) -> str:
     return text if _encodable(text) else json.dumps(value)
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON, with numbers of any size."""
+    try:
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
 def as_text(value: object) -> str:
     """Return a value if it is a text that can be encoded, else an empty one."""
     return value if isinstance(value, str) and _encodable(value) else ""

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_json, is_json
 from pagewise_gateway.text.output_parsing.header_calls import NAME
 from pagewise_gateway.text.output_parsing.json_calls import JsonValue
 
@@ -194,21 +194,8 @@ class GlmCall:
             value = json.loads(text)
             written = as_json(value)
         except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that Python does not have
-            return as_json(text) if self._is_text or not _is_json(text) else text.strip()
+            return as_json(text) if self._is_text or not is_json(text) else text.strip()
         types = self._tools.types(self._name, self._key)
         if self._is_text and not isinstance(value, str) and not (value is None and "null" in types):
             return as_json(text)
         return written
-
-
-def _is_json(text: str) -> bool:
-    """Whether a text is JSON, with numbers of any size."""
-    try:
-        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")

@@ -24,6 +24,8 @@ class PythonicCalls:
 
     __slots__ = ("_arguments", "_calling", "_closing", "_state", "_text", "_tools", "called", "failed", "rest")
 
+    quoting = False  # no delimiter ends these calls
+
     def __init__(self, tools: Tools) -> None:
         self.called = self.failed = False
         self.rest: str | None = None
@@ -33,11 +35,6 @@ class PythonicCalls:
         self._state: _State = PythonicCalls._begin
         self._calling = ""
         self._arguments = PythonArguments()
-
-    @property
-    def quoting(self) -> bool:
-        """Whether the text goes on inside of a string."""
-        return self._arguments.quoting
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new."""
