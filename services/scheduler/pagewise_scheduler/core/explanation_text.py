@@ -172,7 +172,7 @@ def _cache(told: Explanation) -> Iterator[str]:
 
 
 def _place(source: str) -> str:
-    return "at other executors" if source == "peer" else f"on the {source}" if source != "storage" else "in storage"
+    return "at other executors" if source == "peer" else f"on the {source}"
 
 
 def _lost(lost: LostPrefix) -> str:

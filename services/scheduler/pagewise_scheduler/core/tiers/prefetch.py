@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from operator import attrgetter
 
-from pagewise_shared.protocol import DEVICE
-
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Request, Sequence
@@ -130,36 +128,18 @@ class Prefetches:
             prefetch.peer = found[0].endpoint
             nodes = found[1][start : start + min(room, _PIECE_BLOCKS, self._link_room(prefetch.peer))]
             room -= len(nodes)
-            for tier, group in groupby(nodes, key=lambda node: node.nearest_tier):
-                copies += self._ask(step, requested, prefetch, found[0], tier, list(group))
+            for _, group in groupby(nodes, key=lambda node: node.nearest_tier):
+                source = PeerTiers(found[0], self._costs.link(prefetch.peer), self._kv.pool.counters)
+                places, table = source.hold(list(group)), prefetch.table
+                added, evicted = self._kv.grow(table, table.num_slots + len(places) * self._kv.block_size)
+                copies += evicted
+                prefetch.pieces.append(FetchedPiece(prefetch, added))
+                self._transfers.ask(step, requested, prefetch.pieces[-1], places, added)
         return copies
 
     def _link_room(self, peer: str) -> int:
         """Blocks that may be asked of a peer beside those that are."""
         return max(0, _MOST_LOADING - self._costs.link(peer).num_loading) if peer else _MOST_LOADING
-
-    def _ask(
-        self,
-        step: int,
-        requested: dict[TransferKey, Load],
-        prefetch: Prefetch,
-        peer: Peer,
-        tier: int,
-        nodes: list[CachedBlock],
-    ) -> Copies:
-        """Ask a peer for blocks of one of its tiers. Returns the copies that make room for them."""
-        source = PeerTiers(peer, self._costs.link(peer.endpoint), self._kv.pool.counters)
-        key = TransferKey(step, tier, DEVICE, peer.endpoint)
-        load = requested.setdefault(key, Load(source.link, source.epoch))
-        places, size = source.hold(nodes), self._kv.block_size
-        added, copies = self._kv.grow(prefetch.table, prefetch.table.num_slots + len(places) * size)
-        piece = FetchedPiece(prefetch, added)
-        prefetch.pieces.append(piece)
-        # What is being written into is nobody else's until it has arrived, whatever becomes of the prefetch.
-        self._kv.pool.pin(added)
-        load.parts.append((piece, places, added))
-        self._transfers.begin(load, len(places))
-        return copies
 
     def came(self, piece: FetchedPiece, *, good: bool) -> None:
         """A piece has arrived. When all that were asked for have, they are cached, as far as they are what they should

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from math import isnan
 
-from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, unpack_int32s
+from pagewise_shared.protocol import BlockCopies, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
@@ -219,16 +219,11 @@ class Recoveries:
         recovery.loading += count
         index = recovery.first + recovery.back
         held = recovery.places[recovery.back : recovery.back + count]
-        for tier, run in groupby(held, key=lambda place: place.tier):
+        for _, run in groupby(held, key=lambda place: place.tier):
             places = list(run)
-            source = places[0].source
             blocks = recovery.sequence.table.blocks[index : index + len(places)]
             index += len(places)
-            # What is being written into is nobody else's until it has arrived, whatever becomes of the sequence.
-            self._kv.pool.pin(blocks)
-            load = requested.setdefault(TransferKey(step, tier, DEVICE, source.peer), Load(source.link, source.epoch))
-            load.parts.append((recovery, places, blocks))
-            self.transfers.begin(load, len(places))
+            self.transfers.ask(step, requested, recovery, places, blocks)
 
     def request_ahead(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
         """Add to ``requested`` what ``step`` brings for prefetches, which may take ``room`` blocks. Returns the copies

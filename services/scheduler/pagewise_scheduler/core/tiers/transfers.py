@@ -124,8 +124,14 @@ class Transfers:
         tier = max(key.source, key.target)
         return Cancelled(key.step, "", tier) if self._kv.lower_tier(tier).is_far else None
 
-    def begin(self, load: Load, count: int) -> None:
-        """So many blocks more are to come to the device by a load; a plan that asks for it follows."""
+    def ask(self, step: int, requested: Loads, receiver: Receiver, places: list[Place], blocks: list[int]) -> None:
+        """Let the plan of ``step`` bring what is held at ``places`` of one tier to these blocks of the device."""
+        source, count = places[0].source, len(places)
+        key = TransferKey(step, places[0].tier, DEVICE, source.peer)
+        load = requested.setdefault(key, Load(source.link, source.epoch))
+        # What is being written into is nobody else's until it has arrived, whatever becomes of the receiver.
+        self._kv.pool.pin(blocks)
+        load.parts.append((receiver, places, blocks))
         load.num_blocks += count
         load.predicted += load.link.asked(count, self.now)
         self.num_loading += count
