@@ -55,8 +55,8 @@ _TABLE_BYTES = 12
 _COPY_BYTES = 8
 _ROW_BYTES = 32
 _MOVE_BYTES = 40
-_NAMES_BYTES = 2 * 1024 * 64
-"""Names of blocks in storage: at most 512 blocks are on their way from each of two, and less than that to each."""
+_NAMES_BYTES = 2 * 1024 * (64 + _COPY_BYTES)
+"""Blocks of tiers without ids: at most 512 are on their way from each of two, and as many to each."""
 
 
 def longest_sequence(block_size: int) -> int:
