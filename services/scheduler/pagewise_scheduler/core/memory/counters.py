@@ -11,14 +11,14 @@ class MemoryCounters:
     """Blocks, counted up only.
 
     Fields:
-        evicted: lost their place on the device to others. demoted: those of them that went to the tier below;
+        evicted: lost their place on the device to others. demoted: those of them that went to a tier below;
             dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
         lower_evicted: lost their place in a tier below the device to others, by the number of the tier.
         stored, loaded: copies to and from such tiers that were confirmed.
         spoiled: came back from there with another content than was stored; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
-        recalled: came from storage. recall_failed: were not there any more, or not whole; they are computed.
-        written: went to storage. not_written: were to go there, but were evicted before, not worth it, or not taken.
+        recalled: came from tiers without ids. recall_failed: were not there any more, or not whole; they are computed.
+        written: went to such tiers. not_written: were to go there, but were evicted before, not worth it, or not taken.
         copied: copied on the device because somebody had to write into a shared block.
     """
 
