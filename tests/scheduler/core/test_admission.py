@@ -1,6 +1,6 @@
 """Which request starts next, which one waits for another, and which one is preempted."""
 
-from pagewise_scheduler.core.features.victims import choose_victim
+from pagewise_scheduler.core.features.fair_shares import choose_victim
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.requests.waiting_queue import AGEING_SECONDS, WaitingQueue
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler

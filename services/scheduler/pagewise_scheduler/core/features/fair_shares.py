@@ -12,15 +12,18 @@ Preemption costs time, because the blocks that are dropped may have to be comput
   tokens that were dropped.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pagewise_scheduler.core.features.victims import choose_victim
+from pagewise_shared.protocol import DEVICE
+
 from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ PATIENCE_STEPS = 8
 """How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""
 LEAST_PROGRESS = 16
 """How many output tokens a sequence generates at least between two preemptions for other keys."""
+_CANDIDATES = 16
+"""How many sequences are weighed when one is to be preempted."""
 
 
 class FairShares:
@@ -196,3 +201,38 @@ def _take_one(counter: Counter[Account], account: Account) -> None:
     counter[account] -= 1
     if not counter[account]:
         del counter[account]
+
+
+def choose_victim(
+    running: list[Sequence], pool: BlockPool, costs: CostModel, account: Account | None = None
+) -> Sequence:
+    """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
+
+    Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
+    share becomes nobody's gain. ``account``: the key whose sequences are preferred, if it has candidates.
+    """
+    lowest = max(sequence.request.priority for sequence in running)
+    first = min(running, key=_arrival_order)
+    others = [s for s in running if s.request.priority == lowest and s is not first]
+    if account is not None:
+        others = [s for s in others if s.request.account is account] or others
+    latest = heapq.nlargest(_CANDIDATES, others, key=_arrival_order)
+    if not latest:
+        return first
+    return min(latest, key=lambda sequence: _seconds_per_block(sequence, pool, costs))
+
+
+def _arrival_order(sequence: Sequence) -> tuple[int, float, int]:
+    return (*sequence.request.order, sequence.index)
+
+
+def _seconds_per_block(sequence: Sequence, pool: BlockPool, costs: CostModel) -> float:
+    references, blocks = pool.references, sequence.table.blocks
+    freed = sum(1 for block in blocks if references(block) == 1)
+    if not freed:
+        return float("inf")
+    start, link = (len(blocks) - freed) * costs.block_size, costs.link_below(DEVICE)
+    if link is None:
+        return costs.compute_seconds(start, freed * costs.block_size) / freed
+    estimate = costs.estimate(start, freed, link)
+    return min(estimate.load, estimate.both, estimate.recompute) / freed

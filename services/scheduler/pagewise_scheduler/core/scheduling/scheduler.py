@@ -13,13 +13,13 @@ from pagewise_shared.segments import Segment
 from pagewise_scheduler.core.features.fair_shares import FairShares
 from pagewise_scheduler.core.features.registry import FeatureOptions, Features
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.memory.losses import RequestRef
+from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.requeuing import requeue, requeue_outgrown
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepOutput
 from pagewise_scheduler.core.scheduling.step_limits import StepLimits
@@ -361,7 +361,7 @@ class Scheduler:
         if step.drafts and self._drafts is not None:
             tokens = self._drafts.verify(step, tokens)
         take_tokens(step, tokens, output, self.finish)
-        requeue_outgrown(self, step)
+        self._requeue_outgrown(step)
         for sequence in output.finished:
             if sequence.request.beam is not None:
                 self.forget(sequence.request)
@@ -433,7 +433,28 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, reason: str, *others: Sequence | None) -> None:
         """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
         by = next((one.request.ref for one in others if one is not None and one is not sequence), None)
-        requeue(self, sequence, reason, by)
+        self._requeue(sequence, reason, by)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1
+
+    def _requeue(self, sequence: Sequence, reason: str, by: RequestRef | None = None) -> None:
+        """Drop the blocks of a running sequence, for ``by`` if for anybody; it keeps its tokens, and waits until all of
+        these are computed again."""
+        blocks = sequence.table.blocks
+        freed = sum(1 for block in blocks if self.kv.pool.references(block) == 1)
+        sequence.note(Preempted(self.kv.losses.now, reason, len(blocks), freed, by))
+        self.vacate(sequence, ends=False)
+        self.waiting.push(sequence)
+
+    def _requeue_outgrown(self, step: StepInFlight) -> None:
+        """Requeue the sequences that ``step`` has brought to ``Sequence.run_until`` and that have not finished: their
+        keys were rotated by the short factors of LongRoPE, so that none of their KV is of use any more."""
+        for sequence in step.ending:
+            leaves = sequence.status is SequenceStatus.DRAINING and not sequence.table.blocks  # for another executor
+            if sequence.finished or leaves:
+                continue
+            if sequence.status is not SequenceStatus.WAITING:  # else it was preempted meanwhile
+                self._requeue(sequence, "it has outgrown the short factors of LongRoPE")
+            sequence.path = []
+            self.kv.restore(sequence.cache_salt, sequence.token_bytes)
