@@ -43,6 +43,7 @@ NODES = {
         "tests/scheduler/core/test_prefix_cache.py::test_toy_mru_keeps_what_was_used_first",
         OPERATIONS,
     ],
+    "feature": ["tests/scheduler/core/test_toy_one_at_a_time.py"],
     "model-quirk": ["tests/executor/models/test_loader.py::test_toy_a_state_beside_the_kv_is_refused"],
     "tier": ["tests/executor/tiers/test_toy_bucket.py", OPERATIONS],
 }
