@@ -10,7 +10,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ _PARTS = {
     "lm_head": "of the head",
     "bias": "a bias",
 }
+_EMBEDDINGS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")
 
 
 class Factor(NamedTuple):
@@ -133,15 +134,17 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
         try:
             settings = json.loads(content)
             header = _header(folder / _WEIGHTS)
-            flaw = _flaw_of_settings(settings)
-            factors: dict[str, Factor] = {}
-            if not flaw:
-                factors, flaw = _factors(header, settings, max_rank)
+            _check_settings(settings)
+            factors = _factors(_shapes(header), settings, max_rank)
+        except _FlawError as error:
+            raise unusable(name, str(error)) from None
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise AdapterError(_said(name, "read", repr(error))) from error
-    if flaw:
-        raise unusable(name, flaw)
     return AdapterFiles(name, content, folder / _WEIGHTS, factors)
+
+
+class _FlawError(Exception):
+    """An adapter cannot be served; the text says why."""
 
 
 def unusable(name: str, flaw: str) -> AdapterError:
@@ -183,106 +186,123 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _flaw_of_settings(settings: Any) -> str:
-    """Return what in a configuration cannot be served; empty: nothing."""
+_REFUSED: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
+    (lambda of: of.get("peft_type") != "LORA", "peft_type is {peft_type!r}, only LORA is served"),
+    (lambda of: of.get("use_dora"), "it is DoRA (use_dora), which is not supported"),
+    (lambda of: of.get("bias", "none") != "none", "it has biases (bias {bias!r}), which are not supported"),
+    (lambda of: of.get("modules_to_save"), "it replaces whole modules (modules_to_save), which is not supported"),
+    (
+        lambda of: of.get("init_lora_weights") not in _KEEPS_BASE,
+        "init_lora_weights {init_lora_weights!r} changes the model's own weights",
+    ),
+)
+"""What a configuration may not ask for, and what is said of it then."""
+
+
+def _check_settings(settings: Any) -> None:
+    """Check what a configuration asks for.
+
+    Raises:
+        _FlawError: it cannot be served.
+    """
     if not isinstance(settings, dict):
-        return f"{_CONFIG} is no JSON object"
-    if settings.get("peft_type") != "LORA":
-        return f"peft_type is {settings.get('peft_type')!r}, only LORA is served"
-    if settings.get("use_dora"):
-        return "it is DoRA (use_dora), which is not supported"
-    if settings.get("bias", "none") != "none":
-        return f"it has biases (bias {settings['bias']!r}), which are not supported"
-    if settings.get("modules_to_save"):
-        return "it replaces whole modules (modules_to_save), which is not supported"
-    if settings.get("init_lora_weights") not in _KEEPS_BASE:
-        return f"init_lora_weights {settings['init_lora_weights']!r} changes the model's own weights"
-    asked = sorted(key for key, value in settings.items() if key not in _NEUTRAL and value)
-    if asked:
-        return f"{asked[0]} is not supported"
+        raise _FlawError(f"{_CONFIG} is no JSON object")
+    for is_so, text in _REFUSED:
+        if is_so(settings):
+            raise _FlawError(text.format_map({"peft_type": None} | settings))
+    if asked := sorted(filter(settings.get, settings.keys() - _NEUTRAL)):
+        raise _FlawError(f"{asked[0]} is not supported")
     for name in ("rank_pattern", "alpha_pattern"):
-        pattern = settings.get(name) or {}
-        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
-            return f"{name} is no table of numbers"
-        if flaw := _flaw_of_patterns(pattern):
-            return f"{name}: {flaw}"
-    if not _is_number(settings.get("r", 8)) or not _is_number(settings.get("lora_alpha", 8)):
-        return "r or lora_alpha is no number"
-    return ""
+        _check_patterns(name, settings.get(name) or {})
+    if not all(_is_number(settings.get(name, 8)) for name in ("r", "lora_alpha")):
+        raise _FlawError("r or lora_alpha is no number")
 
 
-def _flaw_of_patterns(patterns: Iterable[str]) -> str:
-    """Return what is wrong with patterns of module names; empty: nothing.
+def _check_patterns(name: str, values: Any) -> None:
+    """Check values by patterns of module names.
 
     PEFT takes them for regular expressions. Anybody may have made them, so they must not take exponential time.
+
+    Raises:
+        _FlawError: a pattern or a value cannot be served. ``name``: which field of the configuration has them.
     """
+    if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+        raise _FlawError(f"{name} is no table of numbers")
+    if len(values) > _MOST_PATTERNS:
+        raise _FlawError(f"{name}: there are more than {_MOST_PATTERNS} patterns")
     num_open = 0
-    for index, key in enumerate(patterns):
-        if index >= _MOST_PATTERNS:
-            return f"there are more than {_MOST_PATTERNS} patterns"
+    for key in values:
         if len(key) > _MOST_PATTERN:
-            return f"the pattern {key[:40]!r}... is longer than {_MOST_PATTERN} characters"
+            raise _FlawError(f"{name}: the pattern {key[:40]!r}... is longer than {_MOST_PATTERN} characters")
         try:
             re.compile(key)
             _module_pattern(key)
         except (re.error, RecursionError, OverflowError) as error:
-            return f"{key!r} is no pattern: {error}"
+            raise _FlawError(f"{name}: {key!r} is no pattern: {error}") from error
         repeats = len(_REPEATS.findall(key))
-        if repeats > 1 or key.count("(") > 1 or _REPEATED_GROUP.search(key):
-            return f"the pattern {key!r} has more than one repetition or group, or repeats a group"
+        if max(repeats, key.count("(")) > 1 or _REPEATED_GROUP.search(key):
+            raise _FlawError(f"{name}: the pattern {key!r} has more than one repetition or group, or repeats a group")
         num_open += repeats
-    return f"more than {_MOST_OPEN_PATTERNS} patterns repeat something" if num_open > _MOST_OPEN_PATTERNS else ""
+    if num_open > _MOST_OPEN_PATTERNS:
+        raise _FlawError(f"{name}: more than {_MOST_OPEN_PATTERNS} patterns repeat something")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _factors(header: Mapping[str, Any], settings: Mapping[str, Any], max_rank: int) -> tuple[dict[str, Factor], str]:
-    """Return the shapes of all modules by name, and what cannot be served; empty: nothing."""
+def _shapes(header: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
+    """Return the shapes of the factors "A" and "B" of all modules, by name.
+
+    Raises:
+        _FlawError: there are other weights.
+    """
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in header.items():
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
         if match is None:
             kind = next((text for part, text in _PARTS.items() if part in key), "no factor of a linear layer")
-            return {}, f"its weight {key} is {kind}, which is not supported"
+            raise _FlawError(f"its weight {key} is {kind}, which is not supported")
         shape = tensor["shape"]
         if tensor["dtype"] not in _TYPES or len(shape) != 2 or min(shape) < 1:
-            return {}, f"its weight {key} is of type {tensor['dtype']} and shape {shape}"
-        pair = shapes.setdefault(match[1], {})
-        if match[2] in pair:
-            return {}, f"its weight {key} is there twice, with and without {_PREFIX}"
-        pair[match[2]] = shape
+            raise _FlawError(f"its weight {key} is of type {tensor['dtype']} and shape {shape}")
+        if shapes.setdefault(match[1], {}).setdefault(match[2], shape) is not shape:
+            raise _FlawError(f"its weight {key} is there twice, with and without {_PREFIX}")
+    if len(shapes) > _MOST_MODULES or max(map(len, shapes), default=0) > _MOST_MODULE_NAME:
+        raise _FlawError(f"it has more than {_MOST_MODULES} modules, or one whose name is too long")
+    return shapes
+
+
+def _factors(
+    shapes: Mapping[str, Mapping[str, list[int]]], settings: Mapping[str, Any], max_rank: int
+) -> dict[str, Factor]:
+    """Return the factors of all modules by name.
+
+    Raises:
+        _FlawError: there are none, or one cannot be served, or is not what the configuration says.
+    """
     if not shapes:
-        return {}, "it has no weights"
-    if len(shapes) > _MOST_MODULES or max(map(len, shapes)) > _MOST_MODULE_NAME:
-        return {}, f"it has more than {_MOST_MODULES} modules, or one whose name is too long"
+        raise _FlawError("it has no weights")
     ranks = _Patterns(settings.get("rank_pattern"), settings.get("r", 8))
     alphas = _Patterns(settings.get("alpha_pattern"), settings.get("lora_alpha", 8))
     factors = {}
     for module, pair in shapes.items():
         if len(pair) < 2:
-            return {}, f"its module {module} has only one of A and B"
-        if (flaw := _flaw_of_module(module)) is not None:
-            return {}, flaw
+            raise _FlawError(f"its module {module} has only one of A and B")
+        names = module.split(".")
+        if names[-1] in _EMBEDDINGS:
+            raise _FlawError(f"it changes {module}: LoRA of embeddings and of the head is not supported")
+        if "experts" in names:
+            raise _FlawError(f"it changes {module}: LoRA of experts is not supported")
         (rank, ins), (outs, other) = pair["A"], pair["B"]
         told = ranks.of(module)
         if not rank == other == told:
-            return {}, f"its module {module} has ranks {rank} and {other}, and its configuration says {told}"
+            raise _FlawError(f"its module {module} has ranks {rank} and {other}, and its configuration says {told}")
         if rank > max_rank:
-            return {}, f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}"
+            raise _FlawError(f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}")
         root = math.sqrt(rank) if settings.get("use_rslora") else rank
         factors[module] = Factor(rank, ins, outs, float(alphas.of(module)) / root)
-    return factors, ""
-
-
-def _flaw_of_module(module: str) -> str | None:
-    names = module.split(".")
-    if names[-1] in ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in"):
-        return f"it changes {module}: LoRA of embeddings and of the head is not supported"
-    if "experts" in names:
-        return f"it changes {module}: LoRA of experts is not supported"
-    return None
+    return factors
 
 
 def _module_pattern(key: str) -> re.Pattern[str]:
@@ -310,10 +330,10 @@ def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -
     """
     for module, factor in files.factors.items():
         if (shape := modules.get(module)) is None:
+            known = sorted({name.rpartition(".")[2] for name in modules})[:12]
             raise unusable(
                 files.name,
-                f"it changes {module}, which is no linear layer of this model"
-                f" (its layers have {', '.join(_endings(modules))})",
+                f"it changes {module}, which is no linear layer of this model (its layers have {', '.join(known)})",
             )
         if shape != (factor.ins, factor.outs):
             raise unusable(
@@ -351,7 +371,3 @@ def _ends(module: str) -> set[str]:
     """Return the name of a module, and its last parts, by each of which PEFT finds it."""
     parts = module.split(".")
     return {".".join(parts[start:]) for start in range(len(parts))}
-
-
-def _endings(modules: Iterable[str]) -> list[str]:
-    return sorted({module.rpartition(".")[2] for module in modules})[:12]

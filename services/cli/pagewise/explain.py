@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
 import textwrap
 import urllib.parse
 from collections.abc import Sequence
 
 from pagewise_shared.logs import printable
 
-from pagewise.memory import UnreachableError, add_url, get
+from pagewise.memory import add_url, get
 
 _WIDTH = 100
 
@@ -28,11 +27,7 @@ def explain(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     add_url(parser)
     options = parser.parse_args(arguments)
-    try:
-        told = get(options.url, f"/debug/explain/{urllib.parse.quote(options.request, safe='')}")
-    except UnreachableError as error:
-        print(f"pagewise explain: {error}", file=sys.stderr)
-        return 1
+    told = get(options.url, f"/debug/explain/{urllib.parse.quote(options.request, safe='')}")
     if options.json:
         print(json.dumps(told, indent=2))
         return 0

@@ -7,22 +7,20 @@ executor that hangs is not noticed here but by the other processes, which miss i
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, build_config
 
+from pagewise.ports import ESTABLISHED, LISTENING, tcp_sockets
 from pagewise.probe import answers
-
-_ESTABLISHED, _LISTENING = "01", "0A"
 
 
 def scheduler_is_healthy(environ: Mapping[str, str]) -> bool:
     """Return whether the scheduler listens on both of its endpoints. Endpoints other than TCP are not checked."""
     config = build_config(SchedulerConfig, {}, environ)
     ports = [port for endpoint in (config.listen, config.listen_gateways) if (port := _port(endpoint)) is not None]
-    listening = {local for local, _, state in _connections() if state == _LISTENING}
+    listening = {one.local for one in tcp_sockets() if one.state == LISTENING}
     return listening.issuperset(ports)
 
 
@@ -35,23 +33,13 @@ def gateway_is_healthy(environ: Mapping[str, str]) -> bool:
 def executor_is_healthy(environ: Mapping[str, str]) -> bool:
     """Return whether the executor is connected to the scheduler. Endpoints other than TCP are not checked."""
     port = _port(build_config(ExecutorConfig, {}, environ).scheduler)
-    return port is None or any(remote == port and state == _ESTABLISHED for _, remote, state in _connections())
+    return port is None or any(one.remote == port and one.state == ESTABLISHED for one in tcp_sockets())
 
 
 def _port(endpoint: str) -> int | None:
     """Return the port of a ZeroMQ endpoint, or None if it is not TCP."""
     parts = urlsplit(endpoint)
     return parts.port if parts.scheme == "tcp" else None
-
-
-def _connections() -> Iterator[tuple[int, int, str]]:
-    """Yield local port, remote port and state of each TCP socket in this network namespace (Linux)."""
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        if not table.exists():
-            continue
-        for line in table.read_text().splitlines()[1:]:
-            _, local, remote, state, *_ = line.split()
-            yield int(local.rsplit(":", 1)[1], 16), int(remote.rsplit(":", 1)[1], 16), state
 
 
 CHECKS = {"scheduler": scheduler_is_healthy, "gateway": gateway_is_healthy, "executor": executor_is_healthy}

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pagewise_shared.config import GatewaysConfig, ServeConfig, misspelt_variables, parse_config
 from pagewise_shared.logs import configure_logging
@@ -14,6 +15,7 @@ from pagewise_shared.version import package_version
 from pagewise.cluster import commands as cluster
 from pagewise.completion import completion
 from pagewise.doctor.command import doctor
+from pagewise.errors import CommandError
 from pagewise.explain import explain
 from pagewise.gateways import gateways
 from pagewise.keys import keys
@@ -48,21 +50,25 @@ commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    name, *rest = arguments or [""]
+    if name in ("", "-h", "--help"):
         print(USAGE)
-        return 0 if arguments else 2
-    if arguments[0] == "--version":
+        return 0 if name else 2
+    if name == "--version":
         print(f"pagewise {package_version()}")
         return 0
-    command = COMMANDS.get(arguments[0])
+    command = COMMANDS.get(name)
     if command is None:
-        print(f"pagewise: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
+        print(f"pagewise: no command {name!r}\n\n{USAGE}", file=sys.stderr)
         return 2
     if command not in (_serve, _gateways, cluster.up):  # these log
         for warning in misspelt_variables(os.environ):
-            print(f"pagewise {arguments[0]}: {warning}", file=sys.stderr)
+            print(f"pagewise {name}: {warning}", file=sys.stderr)
     try:
-        return command(arguments[1:])
+        return command(rest)
+    except CommandError as error:
+        print(f"pagewise {name}: {error}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):  # the second: Ctrl-C while a model is downloaded
         return 130
 
@@ -91,16 +97,6 @@ def _gateways(arguments: Sequence[str]) -> int:
     return asyncio.run(gateways(config))
 
 
-def _replay(arguments: Sequence[str]) -> int:
-    """Run the scheduler's replay in another process, because this package imports no service."""
-    return subprocess.call([sys.executable, "-m", "pagewise_scheduler.replay.main", *arguments])  # noqa: S603  # nosec B603 # no shell
-
-
-def _segments(arguments: Sequence[str]) -> int:
-    """Run the gateway's command in another process, as above."""
-    return subprocess.call([sys.executable, "-m", "pagewise_gateway.segment_report.main", *arguments])  # noqa: S603  # nosec B603 # no shell
-
-
 def _bench(arguments: Sequence[str]) -> int:
     from pagewise.bench.command import bench  # which other commands need not load
 
@@ -113,14 +109,9 @@ def _top(arguments: Sequence[str]) -> int:
     return top(arguments)
 
 
-def _wipe(arguments: Sequence[str]) -> int:
-    """Run the executor's command in another process, as above."""
-    return subprocess.call([sys.executable, "-m", "pagewise_executor.tiers.wipe", *arguments])  # noqa: S603  # nosec B603 # no shell
-
-
-def _size(arguments: Sequence[str]) -> int:
-    """Run the executor's command in another process, as above."""
-    return subprocess.call([sys.executable, "-m", "pagewise_executor.sizing", *arguments])  # noqa: S603  # nosec B603 # no shell
+def _run(module: str, arguments: Sequence[str]) -> int:
+    """Run the command of a service in another process, because this package imports no service."""
+    return subprocess.call([sys.executable, "-m", module, *arguments])  # noqa: S603  # nosec B603 # no shell
 
 
 def _completion(arguments: Sequence[str]) -> int:
@@ -139,12 +130,12 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "explain": explain,
     "doctor": doctor,
     "keys": keys,
-    "replay": _replay,
-    "segments": _segments,
+    "replay": partial(_run, "pagewise_scheduler.replay.main"),
+    "segments": partial(_run, "pagewise_gateway.segment_report.main"),
     "bench": _bench,
     "top": _top,
-    "wipe": _wipe,
-    "size": _size,
+    "wipe": partial(_run, "pagewise_executor.tiers.wipe"),
+    "size": partial(_run, "pagewise_executor.sizing"),
     "completion": _completion,
 }
 

@@ -5,7 +5,6 @@ import http.client
 import itertools
 import json
 import os
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -15,12 +14,14 @@ from typing import Any
 
 from pagewise_shared.protocol import POOL_TIERS
 
+from pagewise.errors import CommandError
+
 _LOWER_TIERS = POOL_TIERS[1:]
 _HEADER_EVERY = 20
 _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
 
 
-class UnreachableError(Exception):
+class UnreachableError(CommandError):
     """The URL does not answer, or answers with an error; the text says which."""
 
 
@@ -39,11 +40,7 @@ def vmstat(arguments: Sequence[str]) -> int:
     for number in range(options.count) if options.count > 0 else itertools.count():
         if number:
             time.sleep(options.interval)
-        try:
-            executors = get(options.url, "/debug/memory?limit=1")["executors"]
-        except UnreachableError as error:
-            print(f"pagewise vmstat: {error}", file=sys.stderr)
-            return 1
+        executors = get(options.url, "/debug/memory?limit=1")["executors"]
         if number % _HEADER_EVERY == 0:
             print(_vmstat_header())
         now = {name: sum(executor["counters"][name] for executor in executors) for name in _COUNTED}
@@ -69,12 +66,8 @@ def pmap(arguments: Sequence[str]) -> int:
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
     add_url(parser)
     options = parser.parse_args(arguments)
-    try:
-        name = urllib.parse.quote(options.request, safe="")
-        report = get(options.url, f"/debug/requests/{name}?limit={options.limit}")
-    except UnreachableError as error:
-        print(f"pagewise pmap: {error}", file=sys.stderr)
-        return 1
+    name = urllib.parse.quote(options.request, safe="")
+    report = get(options.url, f"/debug/requests/{name}?limit={options.limit}")
     for line in description(report):
         print(line)
     return 0
@@ -191,11 +184,6 @@ def get(url: str, path: str) -> dict[str, Any]:
     Raises:
         UnreachableError: it does not answer, or with an error.
     """
-    """Return what a gateway answers under a path.
-
-    Raises:
-        UnreachableError: it does not, or is none.
-    """
     request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310
     if key := os.environ.get("PAGEWISE_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
@@ -219,7 +207,6 @@ def get(url: str, path: str) -> dict[str, Any]:
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Let a command be told which gateway to ask."""
     """Add the option that says where a gateway is."""
     default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
     parser.add_argument(

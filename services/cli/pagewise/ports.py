@@ -2,20 +2,34 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-_LISTENING = "0A"
+ESTABLISHED, LISTENING = 1, 10
 _TRIED = 100
+
+
+class TcpSocket(NamedTuple):
+    """A TCP socket: its local and its remote port, its state (``ESTABLISHED`` or another one), its inode."""
+
+    local: int
+    remote: int
+    state: int
+    inode: str
+
+
+def tcp_sockets() -> Iterator[TcpSocket]:
+    """Yield all TCP sockets in this network namespace (Linux)."""
+    for table in filter(Path.exists, (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))):
+        for line in table.read_text().splitlines()[1:]:
+            _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
+            yield TcpSocket(*(int(number.rpartition(":")[2], 16) for number in (local, remote, state)), inode)
 
 
 def holder_of(port: int) -> str:
     """Return which process listens on a port, as ``name (pid)``; "" if it cannot be seen, as another user's cannot."""
-    sockets = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = line.split()
-            if fields[3] == _LISTENING and int(fields[1].rsplit(":", 1)[1], 16) == port:
-                sockets.add(f"socket:[{fields[9]}]")
+    sockets = {f"socket:[{one.inode}]" for one in tcp_sockets() if one.state == LISTENING and one.local == port}
     for process in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):

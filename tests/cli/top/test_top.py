@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pagewise.main import main
 from pagewise.top.app import Top
-from pagewise.top.command import top
 from pagewise.top.rows import COLUMNS, STATES, bar, chosen
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
@@ -155,7 +155,7 @@ def test_without_a_terminal_it_says_what_to_use(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert top([]) == 1
+    assert main(["top"]) == 1
     assert "use `pagewise vmstat`" in capsys.readouterr().err
 
 

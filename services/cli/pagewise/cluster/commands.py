@@ -15,7 +15,7 @@ from pagewise_shared.version import package_version
 
 from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, in_short, make_plan
 from pagewise.cluster.reconcile import KINDS
-from pagewise.cluster.running import check_served, kept
+from pagewise.cluster.running import actors, check_served, kept
 from pagewise.cluster.served import Served
 from pagewise.probe import answers
 
@@ -37,44 +37,31 @@ def up(arguments: Sequence[str]) -> int:
     )
     configure_logging(config.scheduler.log_level, "up", config.scheduler.log_format)
     warn_of_variables()
-    try:
-        with _connected(config.ray, config.name):
-            plan = _plan(config)
-            if not config.gateway.api_keys and not config.gateway.api_keys_file:
-                print("There are no API keys: whoever reaches the gateways is let in.", file=sys.stderr)
-            _replace_controller(plan)
-            return _wait_ready(config, plan)
-    except PlanError as error:
-        print(f"pagewise up: {error}", file=sys.stderr)
-        return 1
+    with _connected(config.ray, config.name):
+        plan = _plan(config)
+        if not config.gateway.api_keys and not config.gateway.api_keys_file:
+            print("There are no API keys: whoever reaches the gateways is let in.", file=sys.stderr)
+        _replace_controller(plan)
+        return _wait_ready(config)
 
 
 def down(arguments: Sequence[str]) -> int:
     """End a deployment; returns the process's exit code."""
-    options = _parser("down", "End all processes of a deployment on a Ray cluster, in good order.").parse_args(
-        arguments
-    )
-    try:
-        with _connected(options.ray, options.name):
-            return _end(options.name)
-    except PlanError as error:
-        print(f"pagewise down: {error}", file=sys.stderr)
-        return 1
+    parser = _parser("down", "End all processes of a deployment on a Ray cluster, in good order.")
+    options = parser.parse_args(arguments)
+    with _connected(options.ray, options.name):
+        return _end(options.name)
 
 
 def status(arguments: Sequence[str]) -> int:
     """Print what runs where; returns 0 if all that is wanted is ready, 3 if not, 1 if there is no answer."""
     options = _parser("status", "Print which processes of a deployment run on which nodes.").parse_args(arguments)
-    try:
-        with _connected(options.ray, options.name):
-            import ray
+    with _connected(options.ray, options.name):
+        import ray
 
-            report = ray.get(_controller().report.remote(), timeout=_ANSWER_SECONDS)
-            _print_report(report)
-            return 0 if _all_ready(report) else 3
-    except PlanError as error:
-        print(f"pagewise status: {error}", file=sys.stderr)
-        return 1
+        report = ray.get(_controller().report.remote(), timeout=_ANSWER_SECONDS)
+        _print_report(report)
+        return 0 if _all_ready(report) else 3
 
 
 def logs(arguments: Sequence[str]) -> int:
@@ -84,12 +71,8 @@ def logs(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="last lines of each (default: 50)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what they log from now on")
     options = parser.parse_args(arguments)
-    try:
-        with _connected(options.ray, options.name):
-            _print_lines(options.names, options.lines, options.follow)
-    except PlanError as error:
-        print(f"pagewise logs: {error}", file=sys.stderr)
-        return 1
+    with _connected(options.ray, options.name):
+        _print_lines(options.names, options.lines, options.follow)
     return 0
 
 
@@ -105,8 +88,8 @@ _count.__name__ = "number of lines"  # in what argparse says
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"pagewise {command}", description=description)
-    fields = {"ray": "ADDRESS of the Ray cluster", "name": "NAME of the deployment"}
-    for name, (default, text) in {"ray": ("auto", fields["ray"]), "name": ("pagewise", fields["name"])}.items():
+    fields = ("ray", "auto", "ADDRESS of the Ray cluster"), ("name", "pagewise", "NAME of the deployment")
+    for name, default, text in fields:
         given = os.environ.get(f"PAGEWISE_{name.upper()}") or default
         parser.add_argument(f"--{name}", default=given, help=f"{text} (default: {given})")
     return parser
@@ -211,7 +194,7 @@ def _replace_controller(plan: Plan) -> None:
         return
 
 
-def _wait_ready(config: UpConfig, plan: Plan) -> int:
+def _wait_ready(config: UpConfig) -> int:
     """Print what the controller decides until everything is ready."""
     import ray
 
@@ -292,16 +275,15 @@ def _print_lines(names: Sequence[str], count: int, follow: bool) -> None:
 
     told: dict[str, int] = {}
     while True:
-        there = sorted(ray.util.list_named_actors())
-        if unknown := set(names) - set(there) - set(told):
-            raise PlanError(f"there is no {', '.join(sorted(unknown))}; there are: {', '.join(there) or 'none'}")
-        for name in there:
-            if names and name not in names:
-                continue
+        there = actors()
+        if unknown := set(names) - there.keys() - told.keys():
+            raise PlanError(
+                f"there is no {', '.join(sorted(unknown))}; there are: {', '.join(sorted(there)) or 'none'}"
+            )
+        for name in sorted(there.keys() & set(names or there)):
             try:
-                known = told.get(name, 0)
-                number, lines = ray.get(ray.get_actor(name).lines.remote(known), timeout=_ANSWER_SECONDS)
-            except (ValueError, ray.exceptions.RayError):  # it has gone, or waits for room
+                number, lines = ray.get(there[name].lines.remote(told.get(name, 0)), timeout=_ANSWER_SECONDS)
+            except ray.exceptions.RayError:  # it has gone, or waits for room
                 continue
             for line in lines if name in told else lines[len(lines) - min(count, len(lines)) :]:
                 print(f"{name:<12} | {line}", flush=True)
@@ -318,27 +300,23 @@ def _end(deployment: str) -> int:
     from pagewise.cluster.controller import remove_groups
 
     found = False
-    while names := set(ray.util.list_named_actors()):
+    while there := actors():
         found = True
-        actors = {}
-        for name in names:
-            try:
-                actors[name] = ray.get_actor(name)
-            except ValueError:  # gone since it was listed
-                continue
-        if CONTROLLER in actors:
-            ray.kill(actors.pop(CONTROLLER))
+        if CONTROLLER in there:
+            ray.kill(there.pop(CONTROLLER))
         for kind in _STOP_ORDER:
-            some = {name: actor for name, actor in actors.items() if name.startswith(kind)}
-            for name in sorted(some):
+            some = []
+            for name in sorted(name for name in there if name.startswith(kind)):
                 print(f"{name} is to go", file=sys.stderr, flush=True)
+                some.append(there[name])
+            if not some:
+                continue
             # Those that Ray has not placed do not answer, and have nothing to end.
-            asked = [actor.describe.remote() for actor in some.values()]
-            placed, _ = ray.wait(asked, num_returns=len(asked), timeout=2.0) if asked else ([], [])
-            ends = [actor.stop.remote(False) for ask, actor in zip(asked, some.values(), strict=True) if ask in placed]
-            if ends:
+            asked = {actor.describe.remote(): actor for actor in some}
+            placed, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2.0)
+            if ends := [asked[ref].stop.remote(False) for ref in placed]:
                 ray.wait(ends, num_returns=len(ends), timeout=None)  # each has its own bound
-            for actor in some.values():
+            for actor in some:
                 ray.kill(actor)
         time.sleep(0.2)
     remove_groups(deployment)

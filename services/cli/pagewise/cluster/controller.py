@@ -192,19 +192,14 @@ class Controller:
 
     def _point(self) -> None:
         """Tell gateways and executors where the scheduler is, if that is news to them."""
-        endpoints = next(
-            (
-                seen.described.listening
-                for name, seen in self._seen.items()
-                if name.startswith("scheduler") and seen.described and seen.described.state == "ready"
-            ),
-            None,
-        )
-        for name, seen in self._seen.items():
-            if endpoints and len(endpoints) == 2 and seen.described and not name.startswith("scheduler"):
-                endpoint = endpoints[0] if name.startswith("gateway") else endpoints[1]
-                if seen.described.scheduler != endpoint:
-                    seen.actor.point.remote(endpoint)
+        described = {name: seen.described for name, seen in self._seen.items() if seen.described}
+        schedulers = [one for name, one in described.items() if _kind_of(name) == "scheduler" and one.state == "ready"]
+        if not schedulers or len(schedulers[0].listening) != 2:
+            return
+        endpoints = dict(zip(("gateway", "executor"), schedulers[0].listening, strict=True))
+        for name, one in described.items():
+            if one.scheduler != (endpoint := endpoints.get(_kind_of(name), one.scheduler)):
+                self._seen[name].actor.point.remote(endpoint)
 
     def _report(self) -> None:
         """Tell the scheduler's actor, if that is news to it, which processes were started again, and which fail."""

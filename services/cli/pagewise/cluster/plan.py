@@ -17,6 +17,7 @@ from pagewise_shared.version import package_version
 from pagewise.cluster.reconcile import Kind
 from pagewise.cluster.scaling import Policy
 from pagewise.cluster.served import Served
+from pagewise.errors import CommandError
 from pagewise.keys import keys as make_keys
 
 NAMESPACE = "pagewise."
@@ -30,7 +31,7 @@ _SOLE_KEY = r"[^\s,:#]+"
 """An API key without a name."""
 
 
-class PlanError(Exception):
+class PlanError(CommandError):
     """What was asked for cannot run in a cluster; the text says why."""
 
 

@@ -1,7 +1,8 @@
 """What has to be started and stopped, so that what runs becomes what should run. Pure: no Ray, no clock."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, NamedTuple
 
 Kind = Literal["scheduler", "gateway", "executor"]
@@ -13,6 +14,7 @@ State = Literal["pending", "starting", "ready", "stopping", "stopped"]
 
 PATIENCE = 30.0
 """Seconds that a replacement may wait for room before what it replaces makes room for it."""
+_CHANGED = "its options or its version have changed"
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,45 +67,54 @@ def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: 
     return actions
 
 
+def _reconcile_scheduler(
+    wanted: int, digest: str, all_members: list[Member], names: Iterator[str]
+) -> list[Start | Stop]:
+    """Two schedulers would share out the executors, so the next one starts when the last one has gone."""
+    staying = _staying(all_members)
+    if any(one.digest != digest for one in staying):
+        return [Stop(one.name, _CHANGED) for one in staying if one.digest != digest]
+    if len(staying) > wanted:
+        return [Stop(one.name, "there may be one only") for one in staying[wanted:]]
+    return [] if all_members or not wanted else [Start("scheduler", next(names), "there is none")]
+
+
 def _reconcile_kind(
     kind: Kind, wanted: int, digest: str, all_members: list[Member], may_replace: bool, no_room: bool
 ) -> list[Start | Stop]:
-    staying = [one for one in all_members if one.state not in ("stopping", "stopped")]
-    leaving = len(all_members) - len(staying)
-    old = [one for one in staying if one.digest != digest]
-    names = {one.name for one in all_members}
+    names = _free_names(kind, all_members)
     if kind == "scheduler":
-        # Two schedulers would share out the executors, so the next one starts when the last one has gone.
-        if old and staying:
-            return [Stop(one.name, "its options or its version have changed") for one in old]
-        if len(staying) > wanted:
-            return [Stop(one.name, "there may be one only") for one in staying[wanted:]]
-        return [] if all_members or not wanted else [Start(kind, _free_name(kind, names), "there is none")]
-    if len(staying) < wanted:
-        starts: list[Start | Stop] = []
-        for _ in range(wanted - len(staying)):
-            name = _free_name(kind, names)
-            names.add(name)
-            starts.append(Start(kind, name, f"{len(staying)} of {wanted} are there"))
-        return starts
-    if len(staying) > wanted and not old:
-        return [
-            Stop(one.name, f"there are {len(staying)} and {wanted} are wanted")
-            for one in _leavable(staying)[: len(staying) - wanted]
-        ]
-    if not old or leaving:
+        return _reconcile_scheduler(wanted, digest, all_members, names)
+    staying = _staying(all_members)
+    old, new = ([one for one in staying if (one.digest == digest) is same] for same in (False, True))
+    surplus = len(staying) - wanted
+    if surplus < 0:
+        return [Start(kind, next(names), f"{len(staying)} of {wanted} are there") for _ in range(-surplus)]
+    if not old:
+        why = f"there are {len(staying)} and {wanted} are wanted"
+        return [Stop(one.name, why) for one in _leavable(staying)[:surplus]]
+    if len(staying) < len(all_members):
         return []  # one at a time
-    if len(staying) == wanted:
-        if not may_replace:
-            return []
-        return [Start(kind, _free_name(kind, names), f"it replaces {_leavable(old)[0].name}")]
-    new = [one for one in staying if one.digest == digest]
-    settled = all(one.state == "ready" for one in new)
-    no_room = no_room or any(_finds_no_room(one) for one in new)
-    if settled or no_room or any(one.state != "ready" for one in old):
-        why = "its options or its version have changed"
-        return [Stop(_leavable(old)[0].name, f"{why}, and there is no room for one more" if no_room else why)]
-    return []
+    if not surplus:
+        why = f"it replaces {_leavable(old)[0].name}"
+        return [Start(kind, next(names), why)] if may_replace else []
+    return _stop_one(old, new, no_room)
+
+
+def _stop_one(old: list[Member], new: list[Member], no_room: bool) -> list[Start | Stop]:
+    """Let an old one go once all new ones are ready or find no room; one that does not serve goes at once."""
+    first = _leavable(old)[0].name
+    if no_room or any(map(_finds_no_room, new)):
+        return [Stop(first, f"{_CHANGED}, and there is no room for one more")]
+    return [Stop(first, _CHANGED)] if _all_ready(new) or not _all_ready(old) else []
+
+
+def _staying(members: Sequence[Member]) -> list[Member]:
+    return [one for one in members if one.state not in ("stopping", "stopped")]
+
+
+def _all_ready(members: Sequence[Member]) -> bool:
+    return all(one.state == "ready" for one in members)
 
 
 def _finds_no_room(member: Member) -> bool:
@@ -116,9 +127,9 @@ def _leavable(members: Sequence[Member]) -> list[Member]:
     return sorted(members, key=lambda one: (one.state == "ready", one.load, -_number(one.name)))
 
 
-def _free_name(kind: Kind, names: set[str]) -> str:
-    number = next(number for number in range(len(names) + 1) if f"{kind}-{number}" not in names)
-    return f"{kind}-{number}"
+def _free_names(kind: Kind, members: Sequence[Member]) -> Iterator[str]:
+    taken = {one.name for one in members}
+    return (name for name in map(f"{kind}-{{}}".format, count()) if name not in taken)
 
 
 def _number(name: str) -> int:

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from typing import Any
 
 from msgspec import convert
 from pagewise_shared.errors import ModelError
@@ -10,6 +11,17 @@ from pagewise.cluster.plan import CONTROLLER, PlanError, missing_pair
 from pagewise.cluster.served import Served, difference, settings_of
 
 _ANSWER_SECONDS = 15.0
+
+
+def actors() -> dict[str, Any]:
+    """Return the actors of the deployment by name."""
+    import ray
+
+    found = {}
+    for name in ray.util.list_named_actors():
+        with suppress(ValueError):  # gone since it was listed
+            found[name] = ray.get_actor(name)
+    return found
 
 
 def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | None]:
@@ -25,24 +37,21 @@ def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | 
     import ray
 
     deadline = time.monotonic() + patience
-    while names := set(ray.util.list_named_actors()):
-        asked = []
-        for one in [CONTROLLER] if CONTROLLER in names else sorted(names):
-            with suppress(ValueError):  # gone since it was listed
-                asked.append(ray.get_actor(one).kept.remote())
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS) if asked else ([], [])
+    while there := actors():
+        asked = [actor.kept.remote() for actor in ([there[CONTROLLER]] if CONTROLLER in there else there.values())]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS)
         said = []
         for ref in answered:
             with suppress(ray.exceptions.RayError):  # it has gone, or is being started again
                 said.append(ray.get(ref))
         keys = {path: content for one in said for path, content in one["keys"].items()}
         served = next((one["served"] for one in said if one["served"] is not None), None)
-        known = served is not None or not any(one.startswith((CONTROLLER, "executor")) for one in names)
+        known = served is not None or not any(one.startswith((CONTROLLER, "executor")) for one in there)
         if said and known and not (keys and missing_pair(keys)):
             return keys, convert(served, Served | None)
         if time.monotonic() > deadline:
             raise PlanError(
-                f"{', '.join(sorted(names))} run, and do not tell their keys and what they serve: try again, or end "
+                f"{', '.join(sorted(there))} run, and do not tell their keys and what they serve: try again, or end "
                 f"them first (pagewise down --name {name})"
             )
         time.sleep(0.5)

@@ -50,8 +50,7 @@ class Scaler:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._above: float | None = None
-        self._below: float | None = None
+        self._above = self._below = math.inf  # since when the queue has been so; infinity: it is not
 
     def decide(self, now: float, load: Load, executors: int) -> Decision | None:
         """Return another number of executors than the ``executors`` that are wanted now; None: it stays.
@@ -62,26 +61,26 @@ class Scaler:
         """
         policy = self._policy
         if load.ready < min(executors, policy.minimum):
-            self._above = self._below = None
+            self._above = self._below = math.inf
             return None
         above = load.ready >= executors and load.waiting > policy.queue * executors
         rows_after = policy.rows * min(load.ready, executors - 1)
         below = not load.waiting and executors > policy.minimum and load.running <= _STEADY * rows_after
         # With one executor, "none at all" is the only load that fits into those that remain.
-        self._above = (now if self._above is None else self._above) if above else None
-        self._below = (now if self._below is None else self._below) if below else None
-        if self._above is not None and now - self._above >= policy.up_after and executors < policy.maximum:
+        self._above = min(self._above, now) if above else math.inf
+        self._below = min(self._below, now) if below else math.inf
+        if now - self._above >= policy.up_after and executors < policy.maximum:
             # As many as the queue asks for, at most twice as many as there are.
             asked = max(executors + 1, math.ceil(load.waiting / max(1, policy.queue)))
-            target = min(asked, 2 * executors if executors else 1, policy.maximum)
+            target = min(asked, max(1, 2 * executors), policy.maximum)
             reason = f"{load.waiting} sequences have waited for {now - self._above:.0f} s or more"
-            self._above = self._below = None
-            return Decision(target, reason)
-        if self._below is not None and now - self._below >= policy.down_after:
+        elif now - self._below >= policy.down_after:
+            target = executors - 1
             reason = (
                 f"nothing has waited for {now - self._below:.0f} s, and {load.running} running sequences fit into "
-                f"{executors - 1} executors"
+                f"{target} executors"
             )
-            self._above = self._below = None
-            return Decision(executors - 1, reason)
-        return None
+        else:
+            return None
+        self._above = self._below = math.inf
+        return Decision(target, reason)

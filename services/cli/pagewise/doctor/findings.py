@@ -14,6 +14,11 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+def noted(name: str, value: str, advice: str) -> Finding:
+    """Return a finding, which is a note if there is advice."""
+    return Finding(name, value, "note" if advice else "ok", advice)
+
+
 def gib(size: float) -> str:
     """Return a number of bytes as a text in GiB."""
     return f"{size / 2**30:.1f} GiB"

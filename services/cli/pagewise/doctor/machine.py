@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagewise_shared.cpu_threads import available_cores, cpu_quota
 
-from pagewise.doctor.findings import Finding, gib
+from pagewise.doctor.findings import Finding, gib, noted
 from pagewise.ports import holder_of, next_free
 
 _ROOT = Path("/")
@@ -20,46 +20,38 @@ _LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED = 2 * 2**30, 10 * 2**30, 64 * 2**20
 
 def check_cpu(root: Path = _ROOT) -> Iterator[Finding]:
     """Look at the processor, how many cores of it may be used, and its clock."""
-    info = _text(root / "proc/cpuinfo")
-    pairs = (line.split(":", 1) for line in info.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in pairs}
+    fields = _fields(root / "proc/cpuinfo")
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     known = [name for name in _INSTRUCTIONS if name in flags]
-    text = (
-        f"{fields.get('model name', 'unknown')}, {available_cores(root)} cores, {' '.join(known) or 'no wide vectors'}"
-    )
-    slow = "avx2" not in flags and "asimd" not in flags
-    yield Finding("cpu", text, "note" if slow else "ok", "computing on this CPU will be slow" if slow else "")
+    model, vectors = fields.get("model name", "unknown"), " ".join(known) or "no wide vectors"
+    text = f"{model}, {available_cores(root)} cores, {vectors}"
+    slow = flags.isdisjoint(("avx2", "asimd"))
+    yield noted("cpu", text, "computing on this CPU will be slow" if slow else "")
     if (quota := cpu_quota(root)) is not None and quota < 2:
         yield Finding("cpu quota", f"{quota:g} cores", "note", "services share these: give the container 2 or more")
     clock = _text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
-    good = clock in ("", *_GOOD_CLOCKS)
-    advice = (
-        "" if good else "reading it is slow: see /sys/devices/system/clocksource/clocksource0/available_clocksource"
-    )
-    yield Finding("clock", clock or "unknown", "ok" if good else "note", advice)
+    advice = "reading it is slow: see /sys/devices/system/clocksource/clocksource0/available_clocksource"
+    yield noted("clock", clock or "unknown", "" if clock in ("", *_GOOD_CLOCKS) else advice)
 
 
 def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
     """Look at memory, the limit of the container, shared memory and huge pages."""
-    table = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    table = _fields(root / "proc/meminfo")
     sizes = {name: int(value.split()[0]) * 1024 for name, value in table.items()}
     free = sizes.get("MemAvailable", 0)
     text = f"{gib(free)} of {gib(sizes.get('MemTotal', 0))} available, {gib(sizes.get('SwapFree', 0))} of swap"
     if (limit := _memory_limit(root)) is not None and limit < sizes.get("MemTotal", 0):
         free = min(free, limit)
         text += f", limited to {gib(limit)} by the cgroup"
-    few = free < _LITTLE_MEMORY
-    yield Finding("memory", text, "note" if few else "ok", "only small models fit: --kv-memory 256MiB" if few else "")
+    yield noted("memory", text, "only small models fit: --kv-memory 256MiB" if free < _LITTLE_MEMORY else "")
     shared = root / "dev/shm"
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
-        small = size <= _LITTLE_SHARED
-        advice = "--tensor-parallel and --host-memory need more: docker run --shm-size 2g" if small else ""
-        yield Finding("shared memory", gib(size), "note" if small else "ok", advice)
+        advice = "--tensor-parallel and --host-memory need more: docker run --shm-size 2g"
+        yield noted("shared memory", gib(size), advice if size <= _LITTLE_SHARED else "")
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").strip()
     chosen = pages[pages.find("[") + 1 : pages.find("]")] if "[" in pages else "unknown"
-    yield Finding("huge pages", f"transparent: {chosen}, reserved: {table.get('HugePages_Total', '0').strip()}")
+    yield Finding("huge pages", f"transparent: {chosen}, reserved: {table.get('HugePages_Total', '0')}")
 
 
 def check_disk(cache: Path) -> Iterator[Finding]:
@@ -69,10 +61,8 @@ def check_disk(cache: Path) -> Iterator[Finding]:
     text = f"{gib(usage.free)} of {gib(usage.total)} free for models in {_without_home(cache)}"
     if not os.access(there, os.W_OK):
         yield Finding("disk", text, "problem", "this user may not write there: set HF_HOME to a folder of yours")
-    elif usage.free < _LITTLE_DISK:
-        yield Finding("disk", text, "note", "set HF_HOME to a folder on a larger disk")
-    else:
-        yield Finding("disk", text)
+        return
+    yield noted("disk", text, "set HF_HOME to a folder on a larger disk" if usage.free < _LITTLE_DISK else "")
 
 
 def check_limits(root: Path = _ROOT) -> Iterator[Finding]:
@@ -81,12 +71,9 @@ def check_limits(root: Path = _ROOT) -> Iterator[Finding]:
     text = f"{_limit(files)} open files, {_limit(locked)} bytes of locked memory"
     few = files != resource.RLIM_INFINITY and files < _FEW_FILES
     advice = f"each connection takes one: ulimit -Hn {_FEW_FILES}, or --ulimit nofile={_FEW_FILES} of Docker"
-    yield Finding("limits", text, "note" if few else "ok", advice if few else "")
-    inside = (
-        (root / ".dockerenv").exists()
-        or (root / "run/.containerenv").exists()
-        or "KUBERNETES_SERVICE_HOST" in os.environ
-    )
+    yield noted("limits", text, advice if few else "")
+    marks = root / ".dockerenv", root / "run/.containerenv"
+    inside = "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)
     yield Finding("container", "yes" if inside else "no sign of one")
 
 
@@ -111,6 +98,12 @@ def _memory_limit(root: Path) -> int | None:
 
 def _limit(number: int) -> str:
     return "any number of" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """Return the lines of a file of the kernel that name a value; of those with one name the last."""
+    pairs = (line.split(":", 1) for line in _text(file).splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
 
 
 def _text(file: Path) -> str:

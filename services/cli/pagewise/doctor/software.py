@@ -14,7 +14,7 @@ from typing import Any
 from pagewise_shared.config import VARIABLE_PREFIX, misspelt_variables
 from pagewise_shared.version import package_version
 
-from pagewise.doctor.findings import Finding, gib
+from pagewise.doctor.findings import Finding, gib, noted
 from pagewise.preflight import EXECUTOR, GATEWAY
 
 _SECONDS = 120
@@ -30,12 +30,8 @@ def check_python() -> Iterator[Finding]:
     """Look at the interpreter and at Pagewise itself."""
     text = f"{platform.python_implementation()} {platform.python_version()}, {platform.system()} {platform.release()}, "
     text += f"{platform.machine()}, {' '.join(platform.libc_ver()) or 'unknown C library'}"
-    if platform.libc_ver()[0] != "glibc":
-        yield Finding(
-            "python", text, "note", "the CPU operations are compiled for glibc: PyTorch computes without them"
-        )
-    else:
-        yield Finding("python", text)
+    advice = "the CPU operations are compiled for glibc: PyTorch computes without them"
+    yield noted("python", text, advice if platform.libc_ver()[0] != "glibc" else "")
     yield Finding("pagewise", package_version())
 
 
@@ -128,12 +124,10 @@ def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU"
     yield Finding("torch", f"{found['torch']} ({build} build), CPU capability {found['capability']}")
     for number, gpu in enumerate(found["devices"]):
-        text = (
-            f"{number}: {gpu['name']}, capability {gpu['capability']}, {gib(gpu['free'])} of {gib(gpu['memory'])} free"
-        )
-        low = gpu["free"] < gpu["memory"] / 2
+        free, size = gpu["free"], gpu["memory"]
+        text = f"{number}: {gpu['name']}, capability {gpu['capability']}, {gib(free)} of {gib(size)} free"
         advice = "another process uses it: nvidia-smi shows which; CUDA_VISIBLE_DEVICES chooses another one"
-        yield Finding("gpu", text, "note" if low else "ok", advice if low else "")
+        yield noted("gpu", text, advice if free < size / 2 else "")
     if found["no_gpu"]:
         what, _, advice = found["no_gpu"].partition(": ")
         yield Finding("gpu", f"not used: {what}", "problem", advice)
@@ -143,10 +137,9 @@ def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
     build_again = "python -m pagewise_kernels.cpu.build, after pip install ziglang"
     if operations is None:
         yield Finding("cpu operations", f"none ({found['no_operations']})", "note", build_again)
-    elif operations["narrower"]:
-        yield Finding("cpu operations", f"{operations['file']}, narrower than this CPU", "note", build_again)
-    else:
-        yield Finding("cpu operations", operations["file"])
+        return
+    narrower = ", narrower than this CPU" if operations["narrower"] else ""
+    yield noted("cpu operations", operations["file"] + narrower, build_again if narrower else "")
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:

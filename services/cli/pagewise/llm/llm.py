@@ -149,12 +149,8 @@ class LLM:
             # The server would refuse it again and again, also if nothing else waits.
             raise LLMError(f"n={most}: at most max_waiting={self._max_waiting} sequences may wait")
         texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
-        bodies: list[dict[str, Any]] = []
-        for prompt, one in zip(prompts, params, strict=True):
-            body = one.body() | prompt | {"return_token_ids": True}  # nosec B105 # no password
-            if one.logprobs is not None:
-                body["return_tokens_as_token_ids"] = True
-            bodies.append(body | ({"model": model} if model is not None else {}))
+        common = {"return_token_ids": True} | ({"model": model} if model is not None else {})  # nosec B105 # no password
+        bodies = [one.body() | prompt | common for prompt, one in zip(prompts, params, strict=True)]
         for body, value in zip(bodies, _each(priority, int, len(bodies), "priority"), strict=True) if priority else ():
             body["priority"] = value
         answers = self._post_all("/v1/completions", bodies, "prompts" if use_tqdm else None)

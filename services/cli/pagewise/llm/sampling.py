@@ -58,6 +58,8 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         if self.max_tokens is not None:
             given["max_tokens"] = self.max_tokens
+        if self.logprobs is not None:
+            given["return_tokens_as_token_ids"] = True
         if self.logit_bias is not None:
             given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         return given

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pagewise.errors import CommandError
 from pagewise.memory import add_url
 
 
@@ -20,16 +21,11 @@ def top(arguments: Sequence[str]) -> int:
     add_url(parser)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("textual") is None:
-        return _fail("it needs textual: pip install 'pagewise[top]'")
+        raise CommandError("it needs textual: pip install 'pagewise[top]'")
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
-        return _fail(
+        raise CommandError(
             "it needs a terminal that can place text, and TERM is dumb or this is a pipe: use `pagewise vmstat`"
         )
     from pagewise.top.app import Top
 
     return Top(options.url).run() or 0
-
-
-def _fail(text: str) -> int:
-    print(f"pagewise top: {text}", file=sys.stderr)
-    return 1

@@ -44,6 +44,8 @@ _OF_ONE_TYPE = {
 }
 """Keywords that say nothing of values of other types."""
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_APPLICATORS = ("if", "then", "else", "not", "contains")
+"""Keywords that say something of the value only together with others."""
 _EVALUATING = frozenset({"anyOf", "contains", "if", "patternProperties"})
 """Keywords that decide which items and properties are evaluated, even where they forbid nothing."""
 _ANY_TEXT = ("", ".*", "^", "^.*", r"[\s\S]*", r"^[\s\S]*$")
@@ -137,90 +139,126 @@ class _Simplification:
         self._rewrite(schema)
         types = types_of(schema)
         for keyword in list(schema):
-            value = schema[keyword]
-            if id(value) in self._kept:
-                continue
-            evaluates = self._finds_unevaluated and keyword in _EVALUATING
-            test = None if evaluates else _FORBIDS_NOTHING.get(keyword)
-            annotates = keyword not in ASSERTIONS and keyword not in _STRUCTURE
-            if annotates or _of_other_types(keyword, types) or (test is not None and test(self, schema, value)):
+            if self._says_nothing(schema, keyword, types):
                 del schema[keyword]
         # ``if`` and ``contains`` need these to decide, so they go after them.
         for keyword, needed in _USELESS_ALONE.items():
-            if needed not in schema and id(schema.get(keyword)) not in self._kept:
+            if needed not in schema and not self._keeps(schema.get(keyword)):
                 schema.pop(keyword, None)
-        if ("not" in schema and id(schema["not"]) not in self._kept and self.decides(schema, schema["not"])) or (
+        if ("not" in schema and not self._keeps(schema["not"]) and self.decides(schema, schema["not"])) or (
             "$ref" in schema and accepts_none(self.resolved(schema))
         ):
             for keyword in schema.keys() - {"$defs", "definitions"}:
                 del schema[keyword]
             schema["allOf"] = [False]
 
+    def _says_nothing(self, schema: dict[str, Any], keyword: str, types: frozenset[str]) -> bool:
+        """Whether a keyword can be left out of a schema that leaves values of these types."""
+        if self._keeps(schema[keyword]):
+            return False
+        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or _of_other_types(keyword, types):
+            return True
+        test = _FORBIDS_NOTHING.get(keyword)
+        evaluates = self._finds_unevaluated and keyword in _EVALUATING
+        return test is not None and not evaluates and test(self, schema, schema[keyword])
+
     def _rewrite(self, schema: dict[str, Any]) -> None:
         """Write with other keywords what llguidance does not implement."""
+        self._rewrite_reference(schema)
+        self._rewrite_pattern(schema)
+        self._rewrite_bounds(schema)
+        self._rewrite_unevaluated(schema)
+        if not self._finds_unevaluated and not self._keeps(*map(schema.get, _APPLICATORS)):
+            self._rewrite_not(schema)
+            self._rewrite_condition(schema)
+            self._rewrite_contains(schema)
+        self._rewrite_patterns_of_names(schema)
+        self._rewrite_names(schema)
+
+    def _rewrite_reference(self, schema: dict[str, Any]) -> None:
         if isinstance(reference := schema.get("$ref"), str) and reference in self._targets:
             schema["$ref"] = quote(reference, safe=_URI)
             self._targets[schema["$ref"]] = self._targets[reference]
+
+    def _rewrite_pattern(self, schema: dict[str, Any]) -> None:
         if isinstance(pattern := schema.get("pattern"), str):
             schema["pattern"], *others = without_lookahead(pattern)
             _add(schema, [{"pattern": one} for one in others])
-        types = types_of(schema)
+
+    def _rewrite_bounds(self, schema: dict[str, Any]) -> None:
+        of_numbers = "number" in types_of(schema)
         for name, most in _BOUNDS.items():
             bound = number(schema, name, 0)
-            if bound < most < 0 or ("number" in types and bound > most > 0):
+            if bound < most < 0 or (of_numbers and bound > most > 0):
                 schema[name] = most
-        if not _EVALUATED_BESIDE & schema.keys():
-            items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
-            for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
-                used = name in schema and not self.accepts_all(schema[name]) and not _of_other_types(name, types)
-                if used and instead not in schema and id(schema[name]) not in self._kept:
-                    schema[instead] = schema.pop(name)
-        if not self._finds_unevaluated:
-            self._rewrite_applicators(schema)
-        others = schema.get("additionalProperties", True)
-        patterns = schema.get("patternProperties")
-        if isinstance(patterns, dict) and len(patterns) == 1 and not {id(patterns), id(others)} & self._kept:
-            ((pattern, value),) = patterns.items()
-            # Names with line breaks get the schema as well, which a pattern for any line leaves free.
-            any_name = pattern in _ANY_TEXT or (pattern in _ANY_LINE and self.accepts_all(others))
-            if any_name and ("properties" not in schema or self.accepts_all(value)):
-                del schema["patternProperties"]
-                schema["additionalProperties"] = value
+
+    def _rewrite_unevaluated(self, schema: dict[str, Any]) -> None:
+        """What no other keyword evaluates, where no other can, are all others."""
+        if _EVALUATED_BESIDE & schema.keys():
+            return
+        items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+        for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
+            free = instead not in schema and not _of_other_types(name, types_of(schema))
+            if name in schema and free and not self._keeps(schema[name]) and not self.accepts_all(schema[name]):
+                schema[instead] = schema.pop(name)
+
+    def _rewrite_condition(self, schema: dict[str, Any]) -> None:
+        if "if" not in schema or (found := self.decides(schema, schema["if"])) is None:
+            return
+        follows = schema.get("then" if found else "else", True)
+        for name in ("if", "then", "else"):
+            schema.pop(name, None)
+        self._add_if_needed(schema, follows)
+
+    def _rewrite_not(self, schema: dict[str, Any]) -> None:
+        refused = schema.get("not")
+        if not isinstance(refused, dict):
+            return
+        asserted, values, texts = ASSERTIONS & refused.keys(), listed_texts(schema), listed_texts(refused)
+        if asserted == {"not"}:
+            self._add_if_needed(schema, schema.pop("not")["not"])
+        elif values is not None and texts is not None and len(asserted) == 1:
+            del schema["not"]
+            schema.pop("const", None)
+            schema["enum"] = [value for value in values if value not in texts]
+
+    def _rewrite_contains(self, schema: dict[str, Any]) -> None:
+        if "contains" not in schema or not self.counts_contained or not self.accepts_all(schema["contains"]):
+            return
+        least, most = number(schema, "minContains", 1), number(schema, "maxContains", math.inf)
+        for name in ("contains", "minContains", "maxContains"):
+            schema.pop(name, None)
+        schema["minItems"] = max(number(schema, "minItems", 0), least)
+        if most < math.inf:
+            schema["maxItems"] = min(number(schema, "maxItems", most), most)
+
+    def _rewrite_patterns_of_names(self, schema: dict[str, Any]) -> None:
+        others, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
+        if not isinstance(patterns, dict) or len(patterns) != 1 or self._keeps(patterns, others):
+            return
+        ((pattern, value),) = patterns.items()
+        # Names with line breaks get the schema as well, which a pattern for any line leaves free.
+        any_name = pattern in _ANY_TEXT or (pattern in _ANY_LINE and self.accepts_all(others))
+        if any_name and ("properties" not in schema or self.accepts_all(value)):
+            del schema["patternProperties"]
+            schema["additionalProperties"] = value
+
+    def _rewrite_names(self, schema: dict[str, Any]) -> None:
         names = schema.get("propertyNames")
         free = "patternProperties" not in schema and not self._finds_unevaluated
-        if isinstance(names, dict | bool) and free and id(names) not in self._kept:
+        if isinstance(names, dict | bool) and free and not self._keeps(names):
             listed = self.known(listed_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
                 self._name_properties(schema, listed)
 
-    def _rewrite_applicators(self, schema: dict[str, Any]) -> None:
-        """The same for keywords that say something of the value only together with others."""
-        parts = [schema.get(name) for name in ("if", "then", "else", "not", "contains")]
-        if {id(part) for part in parts} & self._kept:
-            return
-        also = []
-        if "if" in schema and (found := self.decides(schema, schema["if"])) is not None:
-            also = [schema.get("then" if found else "else", True)]
-            for name in ("if", "then", "else"):
-                schema.pop(name, None)
-        if isinstance(refused := schema.get("not"), dict) and ASSERTIONS & refused.keys() == {"not"}:
-            also.append(schema.pop("not")["not"])
-        values, refused = listed_texts(schema), listed_texts(schema.get("not"))
-        if values is not None and refused is not None and len(ASSERTIONS & schema["not"].keys()) == 1:
-            del schema["not"]
-            schema.pop("const", None)
-            schema["enum"] = [value for value in values if value not in refused]
-        _add(schema, [one for one in also if not self.decides(schema, one)])
-        if "contains" in schema and self.counts_contained and self.accepts_all(schema["contains"]):
-            least, most = (
-                number(schema, name, value) for name, value in (("minContains", 1), ("maxContains", math.inf))
-            )
-            for name in ("contains", "minContains", "maxContains"):
-                schema.pop(name, None)
-            schema["minItems"] = max(number(schema, "minItems", 0), least)
-            if most < math.inf:
-                schema["maxItems"] = min(number(schema, "maxItems", most), most)
+    def _add_if_needed(self, schema: dict[str, Any], other: Any) -> None:
+        if not self.decides(schema, other):
+            _add(schema, [other])
+
+    def _keeps(self, *values: Any) -> bool:
+        """Whether a reference leads through one of these values, so that it has to stay where it is."""
+        return not self._kept.isdisjoint(map(id, values))
 
     def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
         """Write ``propertyNames`` that lists names as ``properties``."""
@@ -228,7 +266,7 @@ class _Simplification:
         definitions = self._root.get("$defs", {})
         if not isinstance(properties, dict) or not isinstance(definitions, dict):
             return
-        if {id(properties), id(others)} & self._kept:
+        if self._keeps(properties, others):
             return
         if isinstance(others, dict) and others:  # many names have it
             reference = f"values-of-names-{len(definitions)}"

@@ -60,26 +60,26 @@ class PythonArguments:
                 continue
             found = _TOKEN.match(text, at)
             assert found is not None
-            token, end = found[0], found.end()
-            if (len(text) - at < 3 and text[at:] in _OPEN_QUOTES) or (token[0] == "#" and end == len(text)):
-                self._held = text[at:] if token[0] != "#" else "#"
+            sign, end = found[0], found.end()
+            if (len(text) - at < 3 and text[at:] in _OPEN_QUOTES) or (sign[0] == "#" and end == len(text)):
+                self._held = text[at:] if sign[0] != "#" else "#"
                 break
             at = end
-            if token[0] in "\"'":
-                self._quote = token
-            elif token in _PAIRS:
-                self._do(token)
+            if sign[0] in "\"'":
+                self._quote = sign
+            elif sign in _PAIRS:
+                self._do(sign)
                 self._open.pop()
                 if not self._open:
                     self._written[-1] = self._written[-1][: at - num_held - 1]
                     return at - num_held
-            elif token in "([{":
-                self._do(token)
-                self._open.append((token, len(self._json) - 1))
-            elif token in ",:=":
-                self._do(token)
-            elif token[0] != "#":
-                self._word.append(token)
+            elif sign in "([{":
+                self._do(sign)
+                self._open.append((sign, len(self._json) - 1))
+            elif sign in ",:=":
+                self._do(sign)
+            elif sign[0] != "#":
+                self._word.append(sign)
         return -1
 
     def finish(self) -> str:
@@ -107,25 +107,25 @@ class PythonArguments:
         self._do(quote, body)
         return end + len(quote)
 
-    def _do(self, token: str, body: str = "") -> None:
+    def _do(self, sign: str, body: str = "") -> None:
         """Translate a token, and the word before it. What cannot be understood is searched for its end only."""
         word, self._word = "".join(self._word).strip(), []
         if not self._failed:
             try:
-                self._json += self._translated(token, word, body)
+                self._json += self._translated(sign, word, body)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 self._failed, self._json = True, []
 
-    def _translated(self, token: str, word: str, body: str) -> list[str]:
+    def _translated(self, sign: str, word: str, body: str) -> list[str]:
         """Return what a token adds to the JSON. ``body``: of a string.
 
         Raises:
             ValueError, SyntaxError, RecursionError, MemoryError: it does not fit, so far as JSON would not tell.
         """
         bracket, place = self._open[-1]
-        if token[0] in "\"'":
-            return [self._string(token, word, body)]
-        if token == "=":
+        if sign[0] in "\"'":
+            return [self._string(sign, word, body)]
+        if sign == "=":
             name = unicodedata.normalize("NFKC", word)
             if bracket != _CALL or not name.isidentifier():
                 raise ValueError("an argument without a name")
@@ -133,21 +133,21 @@ class PythonArguments:
             return [f"{as_json(name)}: "]
         if word:
             self._json.append(_value_of(word))
-        if token in _PAIRS:
-            return [self._closing(token)]
-        if token in "([{":
+        if sign in _PAIRS:
+            return [self._closing(sign)]
+        if sign in "([{":
             if len(self._open) > _MOST_DEPTH:
                 raise ValueError("too many brackets")
-            return [" " if token == "(" else token]  # around a value, unless a comma makes it a tuple
-        if token == ":" and bracket != "{":
+            return [" " if sign == "(" else sign]  # around a value, unless a comma makes it a tuple
+        if sign == ":" and bracket != "{":
             raise ValueError("a colon outside of an object")
-        if token == "," and bracket == "(":
+        if sign == "," and bracket == "(":
             self._json[place] = "["
-        return [f"{token} "]
+        return [f"{sign} "]
 
-    def _closing(self, token: str) -> str:
+    def _closing(self, sign: str) -> str:
         bracket, place = self._open[-1]
-        if bracket not in (_CALL, _PAIRS[token]):
+        if bracket not in (_CALL, _PAIRS[sign]):
             raise ValueError("brackets that do not fit")
         if bracket == "(" and len(self._json) == place + 1:
             self._json[place] = "["
@@ -159,7 +159,7 @@ class PythonArguments:
 
     def _string(self, quote: str, prefix: str, body: str) -> str:
         """Return a string as JSON, together with the one before it if it is behind one."""
-        if prefix or any(sign in body for sign in "\\\n\r"):
+        if prefix or not {*"\\\n\r"}.isdisjoint(body):
             with warnings.catch_warnings():  # of escapes that Python does not know
                 warnings.simplefilter("ignore")
                 body = ast.literal_eval(f"{prefix}{quote}{body}{quote}")
