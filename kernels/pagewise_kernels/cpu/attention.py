@@ -148,22 +148,23 @@ def _check_step(
         raise ValueError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
     if any(array.dtype != np.int64 for array in (slots, rows, lengths, chunks, prefixes, members)):
         raise ValueError("slots, rows, lengths, chunks and prefixes are int64")
-    fits = chunks.shape == (len(chunks), 4) and prefixes.shape == (len(prefixes), 3) and lengths.shape == rows.shape
-    room = tables.shape[1] * block_size
-    fits = fits and _within(rows, 0, len(tables)) and _within(lengths, 1, room + 1) and len(rows) <= len(slots)
-    if fits and len(chunks):
-        offset, row, start, size = chunks.T
-        fits = _within(row, 0, len(tables)) and start.min() >= 0 and size.min() >= 1 and (start + size).max() <= room
-        fits = fits and offset.min() >= len(rows) and (offset + size).max() <= len(slots)
-    if not fits:
+    if (chunks.shape, prefixes.shape, lengths.shape) != ((len(chunks), 4), (len(prefixes), 3), rows.shape):
+        raise ValueError("a chunk has four numbers, a prefix three, and each decode a length: the batch is none")
+    room, (offset, row, start, size), (begin, count, shared) = tables.shape[1] * block_size, chunks.T, prefixes.T
+    ranges = (
+        (rows, 0, len(tables)), (lengths, 1, room + 1), (row, 0, len(tables)), (start, 0, room), (size, 1, room + 1),
+        (start + size, 0, room + 1), (offset, len(rows), len(slots) + 1), (offset + size, 0, len(slots) + 1),
+    )  # fmt: skip
+    if len(rows) > len(slots) or not all(_within(*each) for each in ranges):
         raise ValueError("decodes or chunks are outside the batch or the block tables")
-    if len(prefixes):
-        begin, count, tokens = prefixes.T
-        fits = begin.min() >= 0 and count.min() >= 1 and (begin + count).max() <= len(members) and tokens.min() >= 1
-        if not fits or not _within(members, 0, len(rows)) or len(np.unique(members)) < len(members):
-            raise ValueError("prefixes are of decodes of the batch, each in at most one of them")
-        if any((lengths[members[b : b + n]] <= shared).any() for b, n, shared in prefixes.tolist()):
-            raise ValueError("a prefix is shorter than each context that it begins")
+    if not len(prefixes):
+        return
+    most = len(members) + 1
+    ranges = ((begin, 0, most), (count, 1, most), (begin + count, 0, most), (shared, 1, room), (members, 0, len(rows)))
+    if not all(_within(*each) for each in ranges) or len(np.unique(members)) < len(members):
+        raise ValueError("prefixes are of decodes of the batch, each in at most one of them")
+    if any((lengths[members[b : b + n]] <= tokens).any() for b, n, tokens in prefixes.tolist()):
+        raise ValueError("a prefix is shorter than each context that it begins")
 
 
 def _within(values: Int64s, low: int, high: int) -> bool:

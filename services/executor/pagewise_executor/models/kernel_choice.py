@@ -180,12 +180,9 @@ def _is_narrower() -> bool:
 
 def _has_fast_products() -> bool | None:
     """Whether matrix products of the CPU operations are not slower than oneDNN's; None if there are no operations."""
-    from pagewise_kernels.cpu.library import LibraryMissingError, has_fast_products
+    from pagewise_kernels.cpu.library import has_fast_products
 
-    try:
-        return has_fast_products()
-    except LibraryMissingError:
-        return None
+    return None if _flaw_of_library() else has_fast_products()
 
 
 def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
@@ -216,8 +213,11 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
-    if config.kernels == "openvino":
-        return ""
+    return "" if config.kernels == "openvino" else _flaw_of_library()
+
+
+def _flaw_of_library() -> str:
+    """Return why the library of the CPU operations cannot be loaded; empty if it can."""
     from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
     try:
@@ -248,18 +248,14 @@ def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Return why the CPU operations cannot run; empty if they can."""
     if device.type != "cpu":
         return f"they run on the CPU, not on {device}"
-    from pagewise_kernels.cpu.library import LibraryMissingError, load_library, parallel_regions
+    from pagewise_kernels.cpu.library import parallel_regions
     from pagewise_kernels.cpu.operations import TYPES
 
     if dtype not in TYPES:
         return f"they do not compute in {str(dtype).removeprefix('torch.')}"
     if torch.get_num_threads() > 1 and parallel_regions() is None:
         return "torch's OpenMP runtime has no GOMP_parallel, so they would compute on one thread"
-    try:
-        load_library()
-    except LibraryMissingError as error:
-        return str(error)
-    return ""
+    return _flaw_of_library()
 
 
 def _flaw_for_cpu_kernels(shapes: list[tuple[int, int]], heads: int) -> str:

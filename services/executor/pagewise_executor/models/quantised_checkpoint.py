@@ -7,6 +7,7 @@ and Qwen (scales per block) and AutoFP8 (scales per tensor) write. docs/quantiza
 import json
 import logging
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -97,7 +98,10 @@ class QuantisedCheckpoint:
 
     def __init__(self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool) -> None:
         self.name = name
-        self._groups, self._ignore, self._strict = groups, ignore, strict
+        self._strict = strict
+        # The first entry that means a layer decides.
+        self._schemes: list[tuple[str, Scheme | None]] = [(entry, None) for entry in ignore]
+        self._schemes += [(target, scheme) for targets, scheme in groups for target in targets]
 
     def scheme(self, linear: str, stored: str | None) -> Scheme | None:
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
@@ -107,14 +111,8 @@ class QuantisedCheckpoint:
         Raises:
             ModelError: the weight is of another type than the configuration says.
         """
-        found = None
-        if not any(_matches(entry, linear) for entry in self._ignore):
-            found = next(
-                (scheme for targets, scheme in self._groups if any(_matches(t, linear) for t in targets)), None
-            )
-        if found is None and stored not in _STORED:
-            return None
-        if found is not None and stored not in _STORED and (stored is None or not self._strict):
+        found = next((scheme for entry, scheme in self._schemes if _matches(entry, linear)), None)
+        if stored not in _STORED and (found is None or stored is None or not self._strict):
             return None
         if found is None or _STORED.get(str(stored)) != (torch.int32 if found.packed else found.dtype):
             says = "is not quantised" if found is None else f"is {'packed ' * found.packed}{_name(found.dtype)}"
@@ -164,44 +162,42 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
 
 
 def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
-    if found.fmt != "e4m3":
-        raise _UnsupportedError(f"in the format {found.fmt}")
-    if found.scale_fmt not in (None, "float"):  # ue8m0: those of inputs are rounded to powers of two
-        raise _UnsupportedError(f"with scales in the format {found.scale_fmt}")
-    if found.expert_dtype not in (None, "fp8"):
-        raise _UnsupportedError(f"with experts in {found.expert_dtype}")
-    if found.modules_to_convert:
-        raise _UnsupportedError(f"with other modules than linear layers ({found.modules_to_convert[0]})")
+    block, static = found.weight_block_size, found.activation_scheme == "static"
+    _refuse(
+        (found.fmt != "e4m3", f"in the format {found.fmt}"),
+        # ue8m0: those of inputs are rounded to powers of two
+        (found.scale_fmt not in (None, "float"), f"with scales in the format {found.scale_fmt}"),
+        (found.expert_dtype not in (None, "fp8"), f"with experts in {found.expert_dtype}"),
+        (
+            found.modules_to_convert,
+            f"with other modules than linear layers ({', '.join(found.modules_to_convert or ())})",
+        ),
+        (block and static, "per block and with static scales of inputs"),
+    )
     if found.kv_cache_scheme:
         _tell_of_kv_scales(name, kv_dtype)
-    static = found.activation_scheme == "static"
-    if found.weight_block_size is None:
-        scheme = Scheme(FP8, (0, 0), Inputs(static=static))
-    elif static:
-        raise _UnsupportedError("per block and with static scales of inputs")
-    else:
-        scheme = Scheme(FP8, found.weight_block_size, Inputs(group=found.weight_block_size[1]))
+    scheme = Scheme(FP8, block, Inputs(group=block[1])) if block else Scheme(FP8, (0, 0), Inputs(static=static))
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 
 
 def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> QuantisedCheckpoint:
     for what, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
-        if (settings and settings.get("format", "") not in ("dense", "")) or (settings or {}).get("config_groups"):
-            raise _UnsupportedError(f"with a {what}")
-    for entry in [
-        *(found.ignore or []),
-        *(target for group in found.config_groups.values() for target in group.targets),
-    ]:
+        given = settings or {}
+        _refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {what}"))
+    groups = found.config_groups.values()
+    for entry in chain(found.ignore or (), *(group.targets for group in groups)):
         _check_pattern(entry)
-    groups = []
-    for group in found.config_groups.values():
-        form = group.format or found.format or "unknown"
-        if form not in _FORMATS:
-            raise _UnsupportedError(f"in the format {form}")
-        groups.append((group.targets, _scheme(group, form)))
+    schemes = [(group.targets, _scheme(group, group.format or found.format or "unknown")) for group in groups]
     if found.kv_cache_scheme:
         _tell_of_kv_scales(name, kv_dtype)
-    return QuantisedCheckpoint(name, groups, found.ignore or [], strict=True)
+    return QuantisedCheckpoint(name, schemes, found.ignore or [], strict=True)
+
+
+def _refuse(*flaws: tuple[object, str]) -> None:
+    """Raise _UnsupportedError with the text of the first flaw that is there."""
+    for there, text in flaws:
+        if there:
+            raise _UnsupportedError(text)
 
 
 def _tell_of_kv_scales(name: str, kv_dtype: str) -> None:
@@ -220,19 +216,17 @@ def _check_pattern(entry: str) -> None:
 
 
 def _scheme(group: _Group, form: str) -> Scheme:
-    weights, inputs = group.weights, group.input_activations
+    weights, inputs, packed = group.weights, group.input_activations, form == "pack-quantized"
+    _refuse((form not in _FORMATS, f"in the format {form}"))
     if weights is None or group.output_activations is not None:
         raise _UnsupportedError("of which outputs alone are, or are as well")
     kind = f"{weights.type}{weights.num_bits}"
-    if kind not in ("float8", "int8") or weights.dynamic is not False:
-        raise _UnsupportedError(f"to {kind} weights")
-    if not weights.symmetric or (inputs is not None and not inputs.symmetric):
-        raise _UnsupportedError("asymmetrically (with zero points)")
-    if weights.actorder in (True, "group"):
-        raise _UnsupportedError("in the order of activations (actorder)")
-    packed = form == "pack-quantized"
-    if packed and (kind != "int8" or inputs is not None):
-        raise _UnsupportedError(f"to packed {kind} with quantised inputs or in floats")
+    _refuse(
+        (kind not in ("float8", "int8") or weights.dynamic is not False, f"to {kind} weights"),
+        (not all(each.symmetric for each in (weights, inputs or weights)), "asymmetrically (with zero points)"),
+        (weights.actorder in (True, "group"), "in the order of activations (actorder)"),
+        (packed and (kind != "int8" or inputs), f"to packed {kind} with quantised inputs or in floats"),
+    )
     dtype = FP8 if kind == "float8" else torch.int8
     return Scheme(dtype, _block(weights), _inputs(inputs, kind), packed)
 

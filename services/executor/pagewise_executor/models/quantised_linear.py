@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -208,7 +208,6 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
     weight, inputs, dtype = module.quantised, module.inputs, module.weight.dtype
-    whole = module.scales.shape[1] == 1 and inputs.group is None
     if kernels == "cpu" and _fits_cpu(module):
         from pagewise_executor.models.packed_linear import Int8Linear
 
@@ -223,11 +222,11 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         inputs = Inputs(quantised=False)
     if not computable(weight.values.shape[1], weight.block[1], inputs.group, quantised=inputs.quantised):
         return module
-    kind: Callable[..., QuantisedLinear] = TritonQuantisedLinear
-    fits = not any(size % 16 for size in weight.values.shape) and dtype == torch.bfloat16
-    hopper = capability(device) >= 90
-    if hopper and weight.values.dtype == FP8 and whole and fits:
-        kind = ScaledMMLinear if inputs.quantised else kind
+    scaled_mm = all((
+        capability(device) >= 90, inputs.quantised, weight.values.dtype == FP8, dtype == torch.bfloat16,
+        module.scales.shape[1] == 1, inputs.group is None, not any(size % 16 for size in weight.values.shape),
+    ))  # fmt: skip
+    kind: type[TritonQuantisedLinear] | type[ScaledMMLinear] = ScaledMMLinear if scaled_mm else TritonQuantisedLinear
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
     fast.inputs_dropped = inputs != module.inputs
     if isinstance(fast, ScaledMMLinear):

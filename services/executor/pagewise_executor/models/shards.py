@@ -147,12 +147,10 @@ class Shards:
             before = (slice(None),) * (len(whole) - 2)
             halves = [source[(*before, slice(start, start + width))] for start in (begin, half + begin)]
             part = torch.cat(halves, dim=-2)
-        elif style in (_COLUMNS, _PACKED):
-            dim = max(0, len(whole) - 2)
-            part = self._cut(source, whole, dim, whole[dim] // self.ranks.size if joined else shape[dim])
-        elif style == _ROWS:
-            dim = len(whole) - 1
-            part = self._cut(source, whole, dim, whole[dim] // self.ranks.size if joined else shape[dim])
+        elif style in (_COLUMNS, _PACKED, _ROWS):
+            dim = len(whole) - 1 if style == _ROWS else max(0, len(whole) - 2)
+            width = whole[dim] // self.ranks.size if joined else shape[dim]
+            part = source[(slice(None),) * dim + (slice(*self.span(whole[dim], width)),)]
         else:
             part = source[...]
         if not joined and list(part.shape) != shape:
@@ -161,9 +159,6 @@ class Shards:
                 f"file, {shape} on each rank)"
             )
         return part
-
-    def _cut(self, source: Slice, whole: list[int], dim: int, width: int) -> torch.Tensor:
-        return source[(slice(None),) * dim + (slice(*self.span(whole[dim], width)),)]
 
     def note(self, name: str, whole: Sequence[int]) -> None:
         """Keep the shape that a weight has in the whole model."""

@@ -12,8 +12,11 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -73,33 +76,21 @@ def _key(message: Answer) -> _Key:
     return Copied, message.epoch, message.step, message.source, message.target, message.peer
 
 
-def _joined(messages: Sequence[Answer]) -> Answer:
-    first = messages[0]
+def _joined(messages: Sequence[Any]) -> Answer:
+    """Join reports of one type and of the same thing, one from each rank."""
+    first: Answer = messages[0]
     if isinstance(first, Found):
         # A prefix is found as far as all ranks have found it.
-        return Found(first.epoch, first.number, min(each.num_blocks for each in messages if isinstance(each, Found)))
+        return replace(first, num_blocks=min(each.num_blocks for each in messages))
+    elapsed_us, errors = max(each.elapsed_us for each in messages), [each.error for each in messages]
     if isinstance(first, AdapterLoaded):
         # The adapter is loaded if it is on all ranks. It is gone from the host as soon as one rank has evicted it.
-        loaded = [each for each in messages if isinstance(each, AdapterLoaded)]
-        return AdapterLoaded(
-            first.epoch,
-            first.number,
-            elapsed_us=max(each.elapsed_us for each in loaded),
-            from_host=all(each.from_host for each in loaded),
-            evicted=tuple(dict.fromkeys(content for each in loaded for content in each.evicted)),
-            error=next((each.error for each in loaded if each.error), ""),
-        )
-    copied = [each for each in messages if isinstance(each, Copied)]
-    return Copied(
-        first.epoch,
-        first.step,
-        first.source,
-        first.target,
-        peer=first.peer,
-        elapsed_us=max(each.elapsed_us for each in copied),
-        bad=pack_int32s(sorted({block for each in copied for block in unpack_int32s(each.bad)})),
-        error=next((each.error for each in copied if each.error is not None), None),
-    )
+        evicted = tuple(dict.fromkeys(chain.from_iterable(each.evicted for each in messages)))
+        from_host, error = all(each.from_host for each in messages), next(filter(None, errors), "")
+        return replace(first, elapsed_us=elapsed_us, from_host=from_host, evicted=evicted, error=error)
+    bad = set(chain.from_iterable(unpack_int32s(each.bad) for each in messages))
+    failure = next((error for error in errors if error is not None), None)
+    return replace(first, elapsed_us=elapsed_us, bad=pack_int32s(sorted(bad)), error=failure)
 
 
 def computes(info: RunnerInfo) -> dict[str, str]:
