@@ -48,23 +48,22 @@ def untyped_special_tokens(path: Path) -> dict[str, Any]:
         ModelError: the file cannot be read.
     """
     settings = read_json(path / "tokenizer_config.json")
-    found: dict[str, Any] = {
-        name: token_text(token) for name, token in settings.items() if name.endswith("_token") and _is_untyped(token)
-    }
     if "added_tokens_decoder" not in settings:  # otherwise transformers does not read this file
         listed = read_json(path / "special_tokens_map.json").get("additional_special_tokens")
         settings |= {"additional_special_tokens": listed} if listed else {}
+    found = {name: _without_object(token) for name, token in settings.items() if name.endswith("_token")}
     for name in ("additional_special_tokens", "extra_special_tokens"):
-        tokens = settings.get(name)
-        if isinstance(tokens, list) and any(map(_is_untyped, tokens)):
-            found[name] = [token_text(token) if _is_untyped(token) else token for token in tokens]
-        elif isinstance(tokens, dict) and any(map(_is_untyped, tokens.values())):
-            found[name] = {key: token_text(token) if _is_untyped(token) else token for key, token in tokens.items()}
-    return found
+        if isinstance(tokens := settings.get(name), list):
+            found[name] = list(map(_without_object, tokens))
+        elif isinstance(tokens, dict):
+            found[name] = {key: _without_object(token) for key, token in tokens.items()}
+    return {name: value for name, value in found.items() if value != settings[name]}
 
 
-def _is_untyped(token: Any) -> bool:
-    return isinstance(token, dict) and "__type" not in token and token_text(token) is not None
+def _without_object(token: Any) -> Any:
+    """The text of a token that is an object without a type; any other one as it is."""
+    is_untyped = isinstance(token, dict) and "__type" not in token and token_text(token) is not None
+    return token_text(token) if is_untyped else token
 
 
 def token_text(value: Any) -> str | None:

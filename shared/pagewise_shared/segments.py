@@ -69,7 +69,7 @@ def make_segments(
             the first one begins in the root.
     """
     made: list[Segment] = []
-    before = 0
+    before = -1
     for start, stop in ranges:
         if not 0 <= start < stop <= num_tokens:
             raise ValueError(f"the segment of tokens {start} to {stop} is empty, or outside the {num_tokens} tokens")
@@ -80,7 +80,7 @@ def make_segments(
             raise ValueError(f"the first segment begins at token {start}, in the root of {root} tokens")
         root = start if root < 0 else root
         made.append(Segment(start, min(stop, start + boundary), stop, root))
-    if before == num_tokens and made:
+    if before == num_tokens:
         raise ValueError("the last segment ends the prompt: at least one token has to follow it")
     if len(made) > MAX_SEGMENTS:
         raise ValueError(f"{len(made)} segments are too many: at most {MAX_SEGMENTS}")

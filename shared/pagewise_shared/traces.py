@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import repeat
+from itertools import islice, repeat
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,9 +87,7 @@ def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed:
                 else:
                     raise TraceError(f"{path}: neither a known CSV nor JSON lines, it begins with {first[:80]!r}")
             taken: list[TraceRequest] = []
-            for request in requests:
-                if limit is not None and len(taken) >= limit:
-                    break
+            for request in islice(requests, limit):
                 _check(request, len(taken))
                 request.num_prompt_tokens = max(1, request.num_prompt_tokens)
                 request.num_output_tokens = max(1, request.num_output_tokens)
@@ -106,10 +104,9 @@ def _check(request: TraceRequest, number: int) -> None:
     lengths = request.num_prompt_tokens, request.num_output_tokens
     if not all(isinstance(length, int) and 0 <= length < _MOST_LENGTH for length in lengths):
         raise TraceError(f"request {number}: lengths are whole numbers below {_MOST_LENGTH}, not {lengths}")
-    if not (isinstance(request.blocks, list) and all(isinstance(block, int) for block in request.blocks)):
-        raise TraceError(f"request {number}: block ids are whole numbers")
-    if request.blocks and not (min(request.blocks) >= 0 and max(request.blocks) < _MAX_TOKEN // 2):
-        raise TraceError(f"request {number}: block ids lie between 0 and {_MAX_TOKEN // 2}")
+    ids = request.blocks
+    if not isinstance(ids, list) or not all(isinstance(one, int) and 0 <= one < _MAX_TOKEN // 2 for one in ids):
+        raise TraceError(f"request {number}: block ids are whole numbers between 0 and {_MAX_TOKEN // 2}")
     if not (isinstance(request.arrival, int | float) and isfinite(request.arrival)):
         raise TraceError(f"request {number}: {request.arrival} is no time of arrival")
 

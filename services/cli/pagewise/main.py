@@ -50,7 +50,7 @@ commands:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name, *rest = arguments or [""]
+    name = next(iter(arguments), "")
     if name in ("", "-h", "--help"):
         print(USAGE)
         return 0 if name else 2
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for warning in misspelt_variables(os.environ):
             print(f"pagewise {name}: {warning}", file=sys.stderr)
     try:
-        return command(rest)
+        return command(arguments[1:])
     except CommandError as error:
         print(f"pagewise {name}: {error}", file=sys.stderr)
         return 1

@@ -54,9 +54,8 @@ MasterPort = Annotated[
 
 _NOT_WITH_RANKS = {
     "simulate": (True, "--simulate: it runs no model"),
+    "kv_mapping": ("mmu", "--kv-mapping mmu"),
 }
-
-
 _DEFAULTS = {"tensor_parallel": 1, "nnodes": 1, "node_rank": 0}
 
 
@@ -79,9 +78,7 @@ def check_parallel(values: Mapping[str, Any]) -> None:
         return
     for name, (value, text) in _NOT_WITH_RANKS.items():
         if values.get(name) == value:
-            raise ConfigError(f"--tensor-parallel {values['tensor_parallel']} cannot be used with {text}")
-    if values.get("kv_mapping") == "mmu":
-        raise ConfigError(f"--tensor-parallel {values['tensor_parallel']} cannot be used with --kv-mapping mmu")
+            raise ConfigError(f"--tensor-parallel {ranks} cannot be used with {text}")
 
 
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)

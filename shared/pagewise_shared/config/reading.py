@@ -166,8 +166,7 @@ def flags_of(config_type: type[Struct]) -> list[str]:
 
 def words_of(option: Option) -> tuple[str, ...]:
     """Return the words of which an option takes one; none if it takes something else."""
-    base = _base(option.hint)
-    return tuple(str(word) for part in (base, *get_args(base)) for word in _words(part))
+    return tuple(map(str, _words(option.hint)))
 
 
 def to_argv(config: Struct) -> list[str]:
@@ -252,14 +251,15 @@ def _convert(value: Any, kind: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
-        words = [word for part in (_base(kind), *get_args(_base(kind))) for word in _words(part)]
+        words = _words(kind)
         known = f"; words that it takes: {', '.join(words)}" if words else ""
         raise ConfigError(f"{source}: {error} (got {value!r}{known})") from error
 
 
-def _words(kind: Any) -> tuple[str, ...]:
+def _words(hint: Any) -> list[str]:
     """Return the words that an option of this type may be."""
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    base = _base(hint)
+    return [word for part in (base, *get_args(base)) if get_origin(part) is Literal for word in get_args(part)]
 
 
 def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

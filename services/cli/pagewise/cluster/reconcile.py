@@ -63,28 +63,27 @@ def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: 
     actions: list[Start | Stop] = []
     for kind in KINDS:
         some = [one for one in members if one.kind == kind]
-        actions += _reconcile_kind(kind, wanted[kind], digests[kind], some, may_replace, no_room)
+        if kind == "scheduler":
+            actions += _reconcile_scheduler(wanted[kind], digests[kind], some)
+        else:
+            actions += _reconcile_kind(kind, wanted[kind], digests[kind], some, may_replace, no_room)
     return actions
 
 
-def _reconcile_scheduler(
-    wanted: int, digest: str, all_members: list[Member], names: Iterator[str]
-) -> list[Start | Stop]:
+def _reconcile_scheduler(wanted: int, digest: str, all_members: list[Member]) -> list[Start | Stop]:
     """Two schedulers would share out the executors, so the next one starts when the last one has gone."""
     staying = _staying(all_members)
     if any(one.digest != digest for one in staying):
         return [Stop(one.name, _CHANGED) for one in staying if one.digest != digest]
     if len(staying) > wanted:
         return [Stop(one.name, "there may be one only") for one in staying[wanted:]]
-    return [] if all_members or not wanted else [Start("scheduler", next(names), "there is none")]
+    return [] if all_members or not wanted else [Start("scheduler", "scheduler-0", "there is none")]
 
 
 def _reconcile_kind(
     kind: Kind, wanted: int, digest: str, all_members: list[Member], may_replace: bool, no_room: bool
 ) -> list[Start | Stop]:
     names = _free_names(kind, all_members)
-    if kind == "scheduler":
-        return _reconcile_scheduler(wanted, digest, all_members, names)
     staying = _staying(all_members)
     old, new = ([one for one in staying if (one.digest == digest) is same] for same in (False, True))
     surplus = len(staying) - wanted

@@ -24,10 +24,9 @@ _CLASS = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\[a-zA-Z]|\\.|\[\^?\]?(?:\\.|[^\]\\
 _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 _LARK = re.compile(
     r'(?P<text>"(?:\\.|[^"\\])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)|//[^\n]*'
-    r"|(?P<rule>^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:)|(?P<name>[A-Z_][A-Z0-9_]*)\b|(?P<both>&)",
+    r"|^[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:|(?P<name>[A-Z_][A-Z0-9_]*)\b|(?P<both>&)",
     re.MULTILINE,
 )
-_RULE_NAME = re.compile(r"[A-Za-z_]\w*")
 
 _Term = dict[str, Any] | frozenset[int]
 """A schema, or numbers of nodes of which one has to match."""
@@ -253,8 +252,7 @@ def check_terminals(lark: str) -> None:
     terminal = terminals.setdefault("", _Terminal())
     for found in _LARK.finditer(lark):
         if found["rule"]:
-            name = _RULE_NAME.search(found["rule"])
-            terminal = terminals.setdefault(name[0] if name is not None else "", _Terminal())
+            terminal = terminals.setdefault(found["rule"], _Terminal())
         elif found["regex"]:
             terminal.classes += num_classes(found["regex"]) - 2
             terminal.characters += len(found["regex"])

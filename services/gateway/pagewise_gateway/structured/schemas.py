@@ -34,20 +34,8 @@ _UNHONOURED = {
     "x-guidance": "whitespace is set by disable_any_whitespace and whitespace_pattern of structured_outputs",
 }
 _SCHEMA = frozenset(
-    {
-        "additionalItems",
-        "additionalProperties",
-        "contains",
-        "contentSchema",
-        "else",
-        "if",
-        "items",
-        "not",
-        "propertyNames",
-        "then",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-    }
+    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
+    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 )
 """Keywords whose value is a schema, or a list of schemas."""
 _SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
@@ -164,11 +152,8 @@ def _num_optional(keywords: dict[str, Any]) -> int:
     properties, required = keywords.get("properties"), keywords.get("required")
     if not isinstance(properties, dict):
         return 0
-    return (
-        len(properties.keys() - {name for name in required if isinstance(name, str)})
-        if (isinstance(required, list))
-        else len(properties)
-    )
+    named = required if isinstance(required, list) else ()
+    return len(properties.keys() - {name for name in named if isinstance(name, str)})
 
 
 def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:

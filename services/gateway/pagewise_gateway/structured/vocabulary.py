@@ -105,7 +105,7 @@ class _Simplification:
     """Simplifies one schema, in place."""
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+        self.root = root
         dialect = root.get("$schema")
         self.counts_contained = not (isinstance(dialect, str) and "draft-0" in dialect)  # minContains is of 2019
         self._finds_unevaluated = any(map(_finds_unevaluated, _objects(root)))
@@ -124,7 +124,7 @@ class _Simplification:
     def run(self) -> None:
         for target in list(self._targets.values()):  # first, because what refers to one asks for what it forbids
             self._simplify(target)
-        self._simplify(self._root)
+        self._simplify(self.root)
 
     def _simplify(self, schema: Any) -> None:
         """Simplify a schema, and before it those that are in it."""
@@ -132,10 +132,6 @@ class _Simplification:
             self._drop(one)
 
     def _drop(self, schema: dict[str, Any]) -> None:
-        if "$schema" in schema and (schema is not self._root or not str(schema["$schema"]).startswith(_DIALECTS)):
-            del schema["$schema"]
-        if "$id" in schema and schema is not self._root and next(_references(schema), None) is None:
-            del schema["$id"]
         self._rewrite(schema)
         types = types_of(schema)
         for keyword in list(schema):
@@ -263,7 +259,7 @@ class _Simplification:
     def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
         """Write ``propertyNames`` that lists names as ``properties``."""
         properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-        definitions = self._root.get("$defs", {})
+        definitions = self.root.get("$defs", {})
         if not isinstance(properties, dict) or not isinstance(definitions, dict):
             return
         if self._keeps(properties, others):
@@ -272,7 +268,7 @@ class _Simplification:
             reference = f"values-of-names-{len(definitions)}"
             while reference in definitions:
                 reference += "_"
-            self._root["$defs"] = definitions
+            self.root["$defs"] = definitions
             definitions[reference] = self._targets[f"#/$defs/{reference}"] = others
             others = {"$ref": f"#/$defs/{reference}"}
         del schema["propertyNames"]
@@ -341,6 +337,8 @@ def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: An
 
 
 _FORBIDS_NOTHING: dict[str, _Test] = {
+    "$id": lambda work, schema, value: schema is not work.root and next(_references(schema), None) is None,
+    "$schema": lambda work, schema, value: schema is not work.root or not str(value).startswith(_DIALECTS),
     "additionalItems": lambda work, schema, value: (
         not isinstance(schema.get("items"), list) and "prefixItems" not in schema
     ),

@@ -71,7 +71,7 @@ class StopMatcher:
         begun, begins = self._states, self._strings.by_first_character.get(character, ())
         if not (begun or begins):
             return None
-        complete = None
+        complete = ""
         stops, failures = self._strings.stops, self._strings.failures
         self._states = states = {}
         for i in {*begun, *begins}:
@@ -82,12 +82,11 @@ class StopMatcher:
             if stop[state] == character:
                 state += 1
             if state == len(stop):
-                if complete is None or len(stop) > len(complete):
-                    complete = stop
+                complete = max(complete, stop, key=len)
                 state = failure[state - 1]
             if state:
                 states[i] = state
-        return complete
+        return complete or None
 
 
 def _failure_function(stop: str) -> list[int]:

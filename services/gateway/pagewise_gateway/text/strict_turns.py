@@ -6,7 +6,7 @@ What a function makes of a message depends on that message and those before it o
 by later ones. So the prompt of a turn stays a prefix of the next turn's, as far as the template allows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from string import ascii_letters, digits
 from typing import Any
@@ -26,17 +26,15 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
     made: list[Message] = []
     begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
     for message in messages:
-        is_system = message["role"] == "system"
+        is_system, last = message["role"] == "system", made[-1]["role"] if made else ""
         begun = begun or not is_system
         role = "user" if is_system and begun else message["role"]
-        if is_system and made and made[-1]["role"] == "tool":
-            is_system = False
-            made[-1] = _joined(made[-1], message)
-        elif made and made[-1]["role"] == role and (is_system or (joins and role == "user")):
+        behind_result = is_system and last == "tool"
+        if behind_result or (last == role and (is_system or joins)):
             made[-1] = _joined(made[-1], message)
         else:
             made.append({**message, "role": role})
-        joins = is_system
+        joins = is_system and not behind_result
     return made
 
 
@@ -52,28 +50,15 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 def with_text_in_results(messages: Sequence[Message]) -> list[Message]:
     """Join what the user says behind the result of a tool with that result."""
-    made: list[Message] = []
-    for message in messages:
-        if made and made[-1]["role"] == "tool" and message["role"] == "user":
-            made[-1] = _joined(made[-1], message)
-        else:
-            made.append(message)
-    return made
+    return _merged(messages, lambda last, role: (last, role) == ("tool", "user"))
 
 
 def with_alternating_roles(messages: Sequence[Message]) -> list[Message]:
     """Join messages of the user that follow each other, and of the assistant. An assistant that speaks first answers an
     empty message of the user."""
-    made: list[Message] = []
-    for message in messages:
-        role = message["role"]
-        if made and role in ("user", "assistant") and made[-1]["role"] == role:
-            made[-1] = _joined(made[-1], message)
-            continue
-        if role == "assistant" and all(other["role"] == "system" for other in made):
-            made.append({"role": "user", "content": ""})
-        made.append(message)
-    return made
+    first = next((one["role"] for one in messages if one["role"] != "system"), "")
+    messages = with_user(messages) if first == "assistant" else messages
+    return _merged(messages, lambda last, role: last == role and role in ("user", "assistant"))
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -141,6 +126,17 @@ def _short(call_id: str) -> str:
         return call_id
     number = int.from_bytes(sha256(call_id.encode()).digest()[:16])
     return "".join(_ALPHABET[number // 62**place % 62] for place in range(ID_LENGTH))
+
+
+def _merged(messages: Sequence[Message], joins: Callable[[str, str], bool]) -> list[Message]:
+    """Join messages with those before them. ``joins``: whether to, by the role of the one before and its own."""
+    made: list[Message] = []
+    for message in messages:
+        if made and joins(made[-1]["role"], message["role"]):
+            made[-1] = _joined(made[-1], message)
+        else:
+            made.append(message)
+    return made
 
 
 def _joined(first: Message, second: Message) -> Message:

@@ -50,6 +50,18 @@ class Dialect(NamedTuple):
     broken_as_text: bool = False
 
 
+_Shape = Callable[[Sequence[Message]], list[Message]]
+_SAID: dict[_Shape, str] = {
+    strict_turns.with_one_system: "one system message: more are joined with it, or become the user's",
+    strict_turns.without_system: "no system message: it becomes the user's",
+    strict_turns.with_text_in_results: "no text of the user behind a tool's result: the text joins the result",
+    strict_turns.with_alternating_roles: "alternating roles only: turns of one role are joined",
+    strict_turns.with_user: "no conversation without the user: it gets an empty message of the user",
+    strict_turns.with_single_calls: "one call in a message only: each of several gets a message of its own",
+    strict_turns.with_names: "no result of a tool without its name: it gets that of the call",
+    strict_turns.with_short_ids: "ids of calls of nine characters only: others are shortened",
+}
+"""What is logged of a template that needs one of these."""
 _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
 
 
@@ -109,38 +121,28 @@ class Template:
         return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
 
     @cached_property
-    def _shapes(self) -> list[Callable[[Sequence[Message]], list[Message]]]:
+    def _shapes(self) -> list[_Shape]:
         """The changes of a conversation without which the template might refuse it."""
-        shapes: list[Callable[[Sequence[Message]], list[Message]]] = []
         late = self._tried([_SYSTEM, _USER, {**_SYSTEM, "content": "probe_late"}, _USER], tools=False) or ""
-        if "probe_system" not in late or "probe_late" not in late:
-            log.info("the chat template takes one system message: more are joined with it, or become the user's")
-            shapes.append(strict_turns.with_one_system)
-        if self._takes([_USER]) and not self._takes([_SYSTEM, _USER]):
-            log.info("the chat template takes no system message: it becomes the user's")
-            shapes.append(strict_turns.without_system)
-        call = _called(self.dialect, {})
-        if self._takes([*call, _ASSISTANT, _USER], tools=True) and not self._takes([*call, _USER], tools=True):
-            log.info("the chat template takes no text of the user behind a tool's result: the text joins the result")
-            shapes.append(strict_turns.with_text_in_results)
+        call, turns = _called(self.dialect, {}), [_USER, _ASSISTANT, _USER]
         doubled = [_USER, _USER], [_USER, _ASSISTANT, _ASSISTANT, _USER]
-        if self._takes([_USER, _ASSISTANT, _USER]) and not all(map(self._takes, doubled)):
-            log.info("the chat template takes alternating roles only: turns of one role are joined")
-            shapes.append(strict_turns.with_alternating_roles)
-        if self._takes([_SYSTEM, _USER]) and not self._takes([_SYSTEM]):
-            log.info("the chat template takes no conversation without the user: it gets an empty message of the user")
-            shapes.append(strict_turns.with_user)
-        if not self._takes(call, tools=True):
-            return shapes
-        if not self._takes([call[0], {**call[1], "tool_calls": call[1]["tool_calls"] * 2}, *call[2:] * 2], tools=True):
-            log.info("the chat template takes one call in a message only: each of several gets a message of its own")
-            shapes.append(strict_turns.with_single_calls)
-        if not self._takes([*call[:2], {key: call[2][key] for key in call[2] if key != "name"}], tools=True):
-            log.info("the chat template takes no result of a tool without its name: it gets that of the call")
-            shapes.append(strict_turns.with_names)
-        if not self._takes(_called(self.dialect, {}, _LONG_ID), tools=True):
-            log.info("the chat template takes ids of calls of nine characters only: others are shortened")
-            shapes.append(strict_turns.with_short_ids)
+        calls = [call[0], {**call[1], "tool_calls": call[1]["tool_calls"] * 2}, *call[2:] * 2]
+        unnamed = [*call[:2], {key: call[2][key] for key in call[2] if key != "name"}]
+        needed = {
+            strict_turns.with_one_system: "probe_system" not in late or "probe_late" not in late,
+            strict_turns.without_system: self._refuses([_SYSTEM, _USER], but=[_USER]),
+            strict_turns.with_text_in_results: self._refuses(
+                [*call, _USER], but=[*call, _ASSISTANT, _USER], tools=True
+            ),
+            strict_turns.with_alternating_roles: any(self._refuses(one, but=turns) for one in doubled),
+            strict_turns.with_user: self._refuses([_SYSTEM], but=[_SYSTEM, _USER]),
+            strict_turns.with_single_calls: self._refuses(calls, but=call, tools=True),
+            strict_turns.with_names: self._refuses(unnamed, but=call, tools=True),
+            strict_turns.with_short_ids: self._refuses(_called(self.dialect, {}, _LONG_ID), but=call, tools=True),
+        }
+        shapes = [shape for shape, is_needed in needed.items() if is_needed]
+        for shape in shapes:
+            log.info("the chat template takes %s", _SAID[shape])
         return shapes
 
     def _shaped(self, messages: list[Message]) -> list[Message]:
@@ -156,8 +158,9 @@ class Template:
         as_python, as_string, null = "'probe_key'" in text, '\\"probe_key' in text, "None" in text
         return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
 
-    def _takes(self, messages: Sequence[Message], tools: bool = False) -> bool:
-        return self._tried(messages, tools=tools) is not None
+    def _refuses(self, messages: Sequence[Message], *, but: Sequence[Message], tools: bool = False) -> bool:
+        """Whether the template refuses a conversation, and takes another one."""
+        return self._tried(but, tools=tools) is not None and self._tried(messages, tools=tools) is None
 
     def _tried(self, messages: Sequence[Message], *, tools: bool = True) -> str | None:
         """Return a conversation as it is; None: the template refuses it."""

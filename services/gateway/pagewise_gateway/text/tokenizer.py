@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SENTENCEPIECE = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+"""Decoders as the library writes them."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 T = TypeVar("T")
 _TOOL_CALL_TOKENS = (
@@ -82,17 +89,11 @@ class TokenBytes:
         """Return the table for a tokenizer with this ``decoder`` (as in tokenizer.json), or None if it has none."""
         decoder = decoder or {}
         parts: list[dict[str, Any]] = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-        kinds = [part.get("type") for part in parts]
-        if set(kinds) - {"Fuse"} == {"ByteLevel"}:
+        if {part.get("type") for part in parts} - {"Fuse"} == {"ByteLevel"}:
             return cls(backend, byte_level=True, strips_first_space=False)
-        if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
-            return None
-        if parts[0].get("pattern") != {"String": "▁"} or parts[0].get("content") != " ":
-            return None
-        strip = parts[3] if kinds[3:] else None
-        if strip is not None and (strip.get("content"), strip.get("start"), strip.get("stop")) != (" ", 1, 0):
-            return None
-        return cls(backend, byte_level=False, strips_first_space=strip is not None)
+        if parts in (_SENTENCEPIECE, [*_SENTENCEPIECE, _STRIP]):
+            return cls(backend, byte_level=False, strips_first_space=_STRIP in parts)
+        return None
 
     def __getitem__(self, token_id: int) -> bytes:
         """Return the token's bytes, which are empty for an id that the tokenizer does not know."""

@@ -41,6 +41,11 @@ class Flag(NamedTuple):
         """Whether it can be given at all with an effect, or because it is always so."""
         return bool(self.option) or self.harmless not in (frozenset(), frozenset({False}))
 
+    @property
+    def nargs(self) -> int | str | None:
+        """How many values ``argparse`` lets it take."""
+        return 0 if self.switch else "+" if self.many else None if self.accepted else "?"
+
     def values(self, given: Any, name: str = "") -> dict[str, Any]:
         """Return what it sets, by the names of our options.
 

@@ -37,11 +37,9 @@ def add_flags(parser: argparse.ArgumentParser, known: Collection[str], options: 
     for name, flag in BY_NAME.items():
         if name in known or (flag.option and flag.option not in options):
             continue
-        takes_nothing = flag.switch
-        nargs: Any = 0 if takes_nothing else "+" if flag.many else None if flag.accepted else "?"
         hidden: dict[str, Any] = {"action": _Set, "dest": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        parser.add_argument(name, nargs=nargs, **hidden)
-        if name.startswith("--") and (takes_nothing or False in flag.harmless):
+        parser.add_argument(name, nargs=flag.nargs, **hidden)
+        if name.startswith("--") and (flag.switch or False in flag.harmless):
             parser.add_argument(f"--no-{name[2:]}", nargs=0, **hidden)
 
 

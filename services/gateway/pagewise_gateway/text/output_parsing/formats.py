@@ -22,15 +22,15 @@ class ToolFormat:
 
     Fields:
         reader: makes what reads the calls behind a marker.
-        opening, closing: the markers before calls, and what ends them; closing None: the next marker does.
+        opening, closing: the marker before a call, and what ends it; closing empty: the next marker does.
         group: what stands around several calls, each with its opening and closing. inner: delimiters within calls.
         bare: characters with which a text begins that is read as calls though nothing opens them.
         id_length: characters of the ids of calls; 0: any number.
     """
 
     reader: Callable[[Tools], CallReader]
-    opening: tuple[str, ...] = ()
-    closing: str | None = None
+    opening: str = ""
+    closing: str = ""
     group: tuple[str, str] | None = None
     inner: tuple[str, ...] = ()
     bare: str = ""
@@ -39,7 +39,7 @@ class ToolFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may begin calls."""
-        return self.opening if self.group is None else (*self.opening, self.group[0])
+        return tuple(filter(None, (self.opening, self.group and self.group[0])))
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,27 +54,26 @@ class ReasoningFormat:
 _THINK = ReasoningFormat("<think>", "</think>")
 _DEEPSEEK = ToolFormat(
     lambda tools: HeaderCall(DEEPSEEK, tools, fenced=True),
-    ("<\uff5ctool\u2581call\u2581begin\uff5c>",),
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c>",
     ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
     ("<\uff5ctool\u2581sep\uff5c>",),
 )
 
+NO_TOOLS = ToolFormat(lambda tools: JsonCalls())
+"""Calls are not looked for."""
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "glm45": ToolFormat(
-        GlmCall,
-        ("<tool_call>",),
-        "</tool_call>",
-        inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        GlmCall, "<tool_call>", "</tool_call>", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     ),
-    "hermes": ToolFormat(lambda tools: JsonCalls(), ("<tool_call>",), "</tool_call>"),
-    "llama3_json": ToolFormat(JsonCalls, ("<|python_tag|>",), bare="{"),
-    "mistral": ToolFormat(MistralCalls, ("[TOOL_CALLS]",), inner=("[ARGS]", "[CALL_ID]"), id_length=9),
-    HARMONY_TOOLS: ToolFormat(lambda tools: JsonCalls()),  # its scanner reads the calls
+    "hermes": ToolFormat(lambda tools: JsonCalls(), "<tool_call>", "</tool_call>"),
+    "llama3_json": ToolFormat(JsonCalls, "<|python_tag|>", bare="{"),
+    "mistral": ToolFormat(MistralCalls, "[TOOL_CALLS]", inner=("[ARGS]", "[CALL_ID]"), id_length=9),
+    HARMONY_TOOLS: NO_TOOLS,  # its scanner reads the calls
     "pythonic": ToolFormat(PythonicCalls, bare="[`"),
 }
 """By the names of vLLM's ``--tool-call-parser``."""
@@ -95,11 +94,11 @@ class OutputFormat:
     """The format of an output, as far as it is parsed.
 
     Fields:
-        tools, reasoning: how they are written; None: they are not looked for.
+        tools, reasoning: how they are written; NO_TOOLS or None: they are not looked for.
         harmony: whether headers say what follows them.
     """
 
-    tools: ToolFormat | None = None
+    tools: ToolFormat = NO_TOOLS
     reasoning: ReasoningFormat | None = None
     harmony: bool = False
 
@@ -109,10 +108,8 @@ class OutputFormat:
         found = list(harmony.DELIMITERS) if self.harmony else []
         if self.reasoning is not None:
             found += self.reasoning.opening, self.reasoning.closing
-        if self.tools is not None:
-            found += *self.tools.markers, *(self.tools.group or ()), *self.tools.inner
-            found += [self.tools.closing] if self.tools.closing else []
-        return tuple(dict.fromkeys(found))
+        found += *self.tools.markers, *(self.tools.group or ()), *self.tools.inner, self.tools.closing
+        return tuple(dict.fromkeys(filter(None, found)))
 
     def start(self, prompt: str, continued: str | None) -> Start:
         """Return where an output begins. Chat templates may begin the reasoning, or begin and end it.
@@ -153,7 +150,7 @@ def make_format(tool_parser: str | None, reasoning_parser: str | None) -> Output
         return None
     key = tool_parser, reasoning_parser
     if key not in _made:
-        tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else None
+        tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else NO_TOOLS
         reasoning = REASONING_FORMATS[reasoning_parser] if reasoning_parser is not None else None
         if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
             _made[key] = OutputFormat(tools, harmony=True)

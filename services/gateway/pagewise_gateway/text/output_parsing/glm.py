@@ -71,22 +71,6 @@ class GlmCall:
     A value is a string if its parameter is declared as one; else it is JSON, and if it is not, a string.
     """
 
-    __slots__ = (
-        "_is_free",
-        "_is_text",
-        "_key",
-        "_name",
-        "_num_arguments",
-        "_parts",
-        "_state",
-        "_string",
-        "_tools",
-        "_until",
-        "called",
-        "failed",
-        "rest",
-    )
-
     def __init__(self, tools: Tools) -> None:
         self.called = self.failed = False
         self.rest: str | None = None

@@ -195,8 +195,8 @@ class _Grammar:
 
     def free(self, shape: _Shape, call: str, output: OutputFormat, parallel: bool) -> str:
         """Return the expression of text and calls; calls of a trigger that is no special token are without it."""
-        opening = output.tools.opening if output.tools is not None else ()
-        written = [text for text in opening if text not in self._special]
+        opening = output.tools.opening
+        written = [opening] if opening and opening not in self._special else []
         more = f"({self.text(shape.between)} {call})*" if parallel and (shape.closing or not shape.trigger) else ""
         group = f"{self.text(shape.opening)} {call} {more} {self.text(shape.closing)}"
         if not shape.trigger:

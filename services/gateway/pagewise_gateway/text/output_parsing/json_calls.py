@@ -17,8 +17,9 @@ _SPACE = re.compile(r"[\s,]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
 _OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
 _OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'["\\]')
-_INSIDE_RAW = re.compile(r'["\\\x00-\x1f]')
+_INSIDE = re.compile(r'"|\\.?', re.DOTALL)
+_INSIDE_RAW = re.compile(r'["\x00-\x1f]|\\.?', re.DOTALL)
+_BEHIND_WORD = re.compile(r"[,}\]\s]")
 
 
 _State = Callable[["JsonCalls", str, int, list[Delta]], int]
@@ -43,41 +44,31 @@ class JsonValue:
 
     def end(self, text: str, at: int) -> int:
         """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
-        size = len(text)
-        while at < size:
-            if self._escaped:
-                self._escaped = False
-                self._raw = self._raw or text[at] < " "
-                at += 1
-            elif self._string:
-                if (found := (_INSIDE if self._raw else _INSIDE_RAW).search(text, at)) is None:
-                    return -1
-                at = found.end()
-                self._raw = self._raw or found[0] < " "
-                self._escaped = found[0] == "\\"
-                if found[0] == '"':
-                    self._string = False
-                    if not self._depth:
-                        return at
-            elif self._depth:
-                if (found := _OUTSIDE.search(text, at)) is None:
-                    return -1
-                at = found.end()
-                if found[0] == '"':
-                    self._string, self._raw = True, False
-                else:
-                    self._depth += 1 if found[0] in "{[" else -1
-                    if not self._depth:
-                        return at
+        if self._escaped and at < len(text):
+            self._escaped, self._raw, at = False, self._raw or text[at] < " ", at + 1
+        if not self._begun and at < len(text):
+            self._begun, self._string, self._depth, at = True, text[at] == '"', int(text[at] in "{["), at + 1
+        while (found := self._until.search(text, at)) is not None:
+            at, sign = found.end(), found[0]
+            if self._string:
+                self._raw = self._raw or sign[-1] < " "
+                self._escaped, self._string = sign == "\\", sign != '"'
+            elif not self._depth:
+                return found.start()
+            elif sign == '"':
+                self._string, self._raw = True, False
             else:
-                character = text[at]
-                if self._begun and (character in ",}]" or character.isspace()):  # behind a number or a word
-                    return at
-                self._string = not self._begun and character == '"'
-                self._depth = int(not self._begun and character in "{[")
-                self._begun = True
-                at += 1
+                self._depth += 1 if sign in "{[" else -1
+            if not self._string and not self._depth:
+                return at
         return -1
+
+    @property
+    def _until(self) -> re.Pattern[str]:
+        """Matches what counts next."""
+        if self._string:
+            return _INSIDE if self._raw else _INSIDE_RAW
+        return _OUTSIDE if self._depth else _BEHIND_WORD
 
 
 class JsonCalls:
@@ -87,25 +78,6 @@ class JsonCalls:
     ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls, as where
     nothing else tells them from an answer in JSON.
     """
-
-    __slots__ = (
-        "_arguments",
-        "_called",
-        "_early",
-        "_in_list",
-        "_key",
-        "_known",
-        "_name",
-        "_raw",
-        "_rest",
-        "_separator",
-        "_state",
-        "_value",
-        "_words",
-        "called",
-        "failed",
-        "rest",
-    )
 
     def __init__(self, known: Tools | None = None) -> None:
         self.called = self.failed = False

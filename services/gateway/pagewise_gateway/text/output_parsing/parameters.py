@@ -13,19 +13,8 @@ from urllib.parse import unquote
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 
 _ANNOTATIONS = frozenset(
-    {
-        "$comment",
-        "$id",
-        "$schema",
-        "default",
-        "deprecated",
-        "description",
-        "examples",
-        "nullable",
-        "readOnly",
-        "title",
-        "writeOnly",
-    }
+    {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "nullable", "readOnly"}
+    | {"title", "writeOnly"}
 )
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}

@@ -28,23 +28,6 @@ _State = Callable[["TextScanner", bool, list[Delta]], bool]
 class TextScanner:
     """Scans one output. ``calls_first``: calls are the whole answer, or none of it."""
 
-    __slots__ = (
-        "_bare",
-        "_calls_first",
-        "_format",
-        "_grouped",
-        "_implied",
-        "_marker",
-        "_message",
-        "_num_raw",
-        "_num_rescanned",
-        "_pending",
-        "_raw",
-        "_reader",
-        "_state",
-        "_tools",
-    )
-
     def __init__(
         self,
         output: OutputFormat,
@@ -59,7 +42,7 @@ class TextScanner:
         self._calls_first = calls_first
         self._implied = start == "implied"
         self._pending = ""
-        self._bare = output.tools.bare if output.tools is not None else ""  # what may begin calls without a marker
+        self._bare = output.tools.bare  # what may begin calls without a marker
         # Text that may be calls: its marker, the text behind it until a call has begun, and whether it is in a group.
         self._reader: CallReader | None = None
         self._marker, self._grouped = "", False
@@ -86,15 +69,14 @@ class TextScanner:
         """Add what was held back. No more text comes."""
         while self._pending or self._reader is not None:
             if not self._state(self, True, deltas) and self._reader is not None:
-                self._end(False, "", "", deltas)
+                self._end(self._reader, False, "", "", deltas)
 
     # ---- states ---------------------------------------------------------------------------------------
 
     def _beginning(self, final: bool, deltas: list[Delta]) -> bool:
         """Before any text: reasoning may be opened."""
         reasoning = self._format.reasoning
-        if reasoning is None:
-            return False
+        assert reasoning is not None
         begin = self._pending.lstrip()
         if begin.startswith(reasoning.opening):
             self._pending = begin[len(reasoning.opening) :]
@@ -110,7 +92,8 @@ class TextScanner:
 
     def _reasoning(self, final: bool, deltas: list[Delta]) -> bool:
         """In reasoning, up to what closes it."""
-        closing = (self._format.reasoning.closing,) if self._format.reasoning is not None else ()
+        assert self._format.reasoning is not None
+        closing = (self._format.reasoning.closing,)
         text, found = self._pending, first_of(self._pending, closing)
         if found is None:
             self._pass_on(self._message.reasoning.push, closing, final, deltas)
@@ -123,14 +106,14 @@ class TextScanner:
     def _answer(self, final: bool, deltas: list[Delta]) -> bool:
         """In content, up to what may begin calls."""
         tools, content = self._format.tools, self._message.content
-        if tools is None or (self._calls_first and content.begun):
+        if self._calls_first and content.begun:
             self._pass_on(content.push, (), final, deltas)
             return False
-        begin = self._pending.lstrip()
         if self._bare and not content.begun:
+            begin = self._pending.lstrip()
             content.push(self._pending[: len(self._pending) - len(begin)], deltas)  # which holds it back
             self._pending = begin
-            if begin and begin[0] in self._bare:
+            if begin.startswith(tuple(self._bare)):
                 self._bare = ""  # once: it is content if it is no call
                 self._begin("", begin, False)
                 return True
@@ -142,22 +125,21 @@ class TextScanner:
         self._pending, marker = self._pending[found[0] :], self._pending[found[0] : found[1]]
         if self._calls_first and content.begun:
             return True
-        if marker in tools.opening:
+        if marker == tools.opening:
             self._begin(marker, self._pending[len(marker) :], False)
             return True
         return self._group(marker, final, deltas)
 
     def _group(self, marker: str, final: bool, deltas: list[Delta]) -> bool:
         """At a marker that opens a group of calls: the first one has to follow."""
-        opening = self._format.tools.opening if self._format.tools is not None else ()
+        opening = self._format.tools.opening
         behind = self._pending[len(marker) :]
         begin = behind.lstrip()
-        for each in opening:
-            if begin.startswith(each):
-                end = len(self._pending) - len(begin) + len(each)
-                self._begin(self._pending[:end], self._pending[end:], True)
-                return True
-        if begins(begin, opening) and not final and len(behind) < _MOST_SPACE:
+        if begin.startswith(opening):
+            end = len(self._pending) - len(begin) + len(opening)
+            self._begin(self._pending[:end], self._pending[end:], True)
+            return True
+        if opening.startswith(begin) and not final and len(behind) < _MOST_SPACE:
             return False
         self._message.content.push(marker, deltas)
         self._pending = behind
@@ -166,40 +148,37 @@ class TextScanner:
     def _behind_call(self, final: bool, deltas: list[Delta]) -> bool:
         """Behind a call of a group: the next one follows, or the end of the group, or it just ends."""
         tools, begin = self._format.tools, self._pending.lstrip()
-        if tools is None or tools.group is None:
-            return False
-        closing = tools.group[1]
-        if begins(begin, (closing, *tools.opening)) and not final and not begin.startswith((closing, *tools.opening)):
+        assert tools.group is not None
+        opening, closing = tools.opening, tools.group[1]
+        if begins(begin, (closing, opening)) and not final and begin not in (closing, opening):
             self._pending = begin  # white space behind a call is left out
             return False
         self._state = TextScanner._answer
-        for each in tools.opening:
-            if begin.startswith(each):
-                self._begin(each, begin[len(each) :], True)
-                return True
+        if begin.startswith(opening):
+            self._begin(opening, begin[len(opening) :], True)
+            return True
         self._pending = begin.removeprefix(closing)
         return True
 
     def _calls(self, final: bool, deltas: list[Delta]) -> bool:
         """In what may be calls, up to what ends them."""
-        tools = self._format.tools
-        if tools is None or self._reader is None:
-            return False
+        tools, reader = self._format.tools, self._reader
+        assert reader is not None
         text, ends = self._pending, (tools.closing,) if tools.closing else tools.markers
         found = first_of(text, ends)
         start, end = found or (len(text) - (0 if final else begun(text, ends)),) * 2
         self._pending = text[start:]
-        if not self._feed(text[:start], deltas):
+        if not self._feed(reader, text[:start], deltas):
             return True
         if found is None:
             return False
-        if self._reader.quoting:
+        if reader.quoting:
             self._pending = text[end:]
-            self._feed(text[start:end], deltas)
+            self._feed(reader, text[start:end], deltas)
         elif tools.closing:
-            self._end(True, text[start:end], text[end:], deltas)
+            self._end(reader, True, text[start:end], text[end:], deltas)
         else:
-            self._end(True, "", text[start:], deltas)
+            self._end(reader, True, "", text[start:], deltas)
         return True
 
     # ---- what the states do ---------------------------------------------------------------------------
@@ -214,18 +193,15 @@ class TextScanner:
 
     def _begin(self, marker: str, text: str, grouped: bool) -> None:
         """A reader has to say whether there are calls in this text, which follows a marker."""
-        if self._format.tools is None:
-            return
         self._reader = self._format.tools.reader(self._tools)
         self._marker, self._pending, self._grouped = marker, text, grouped
         self._raw, self._num_raw = [], 0
         self._state = TextScanner._calls
 
-    def _feed(self, text: str, deltas: list[Delta]) -> bool:
+    def _feed(self, reader: CallReader, text: str, deltas: list[Delta]) -> bool:
         """Give text to the reader; returns whether it goes on. If not, what follows is in ``_pending``."""
-        reader = self._reader
-        if reader is None or not text:
-            return reader is not None
+        if not text:
+            return True
         if not reader.called:
             self._raw.append(text)
             self._num_raw += len(text)
@@ -239,12 +215,10 @@ class TextScanner:
         self._ended(reader.rest + self._pending)
         return False
 
-    def _end(self, closed: bool, delimiter: str, behind: str, deltas: list[Delta]) -> None:
+    def _end(self, reader: CallReader, closed: bool, delimiter: str, behind: str, deltas: list[Delta]) -> None:
         """The text of the reader has ended."""
-        if self._reader is None:
-            return
-        found = self._reader.finish(closed)
-        if self._reader.called:
+        found = reader.finish(closed)
+        if reader.called:
             self._ended(behind)
             self._message.add(found, deltas)
         else:
