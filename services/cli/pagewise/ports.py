@@ -23,8 +23,9 @@ def tcp_sockets() -> Iterator[TcpSocket]:
     """Yield all TCP sockets in this network namespace (Linux)."""
     for table in filter(Path.exists, (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))):
         for line in table.read_text().splitlines()[1:]:
-            _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
-            yield TcpSocket(*(int(number.rpartition(":")[2], 16) for number in (local, remote, state)), inode)
+            _, *ends, state, _, _, _, _, _, inode = line.split()[:10]
+            local, remote = (int(end.rpartition(":")[2], 16) for end in ends)
+            yield TcpSocket(local, remote, int(state, 16), inode)
 
 
 def holder_of(port: int) -> str:
