@@ -128,7 +128,7 @@ class Template:
         doubled = [_USER, _USER], [_USER, _ASSISTANT, _ASSISTANT, _USER]
         calls = [call[0], {**call[1], "tool_calls": call[1]["tool_calls"] * 2}, *call[2:] * 2]
         unnamed = [*call[:2], {key: call[2][key] for key in call[2] if key != "name"}]
-        needed = {
+        needed: dict[_Shape, bool] = {
             strict_turns.with_one_system: "probe_system" not in late or "probe_late" not in late,
             strict_turns.without_system: self._refuses([_SYSTEM, _USER], but=[_USER]),
             strict_turns.with_text_in_results: self._refuses(
