@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import check_grammar, json_schema_grammar
-from pagewise_gateway.structured.schemas import MAX_DEPTH, MAX_LEVELS
+from pagewise_gateway.structured.schemas import MAX_LEVELS
+from pagewise_gateway.structured.walk import MAX_DEPTH
 
 STRING = {"type": "string"}
 UNHONOURED: list[tuple[Any, str]] = [

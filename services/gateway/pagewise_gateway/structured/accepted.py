@@ -19,6 +19,15 @@ ASSERTIONS = frozenset(
 )
 """Keywords that may forbid something. All others forbid nothing, whatever their value, so they are left out."""
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_OF_ONE_TYPE = {
+    "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
+    "object": (
+        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "patternProperties"),
+        *("propertyNames", "unevaluatedProperties"),
+    ),
+    "string": ("format",),
+}
+"""Keywords that say nothing of values of other types."""
 _NO_TYPES: frozenset[str] = frozenset()
 
 
@@ -34,6 +43,11 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(values := schema.get("enum"), list):
         found &= set(map(_type_of, values))
     return found
+
+
+def of_other_types(keyword: str, types: frozenset[str]) -> bool:
+    """Whether a keyword says nothing of values of these types."""
+    return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
 
 
 def _type_of(value: Any) -> str:

@@ -4,18 +4,16 @@ llguidance refuses most keywords that it does not implement. A few it accepts an
 here, wherever they stand as keywords. Source of what it implements: ``docs/json_schema.md`` of llguidance.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from decimal import Decimal
 from functools import partial
 from math import lcm
 from typing import Any
-from urllib.parse import unquote
 
 from pagewise_gateway.structured.conjunctions import check_conjunctions
 from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.walk import nesting, subschemas, target_of
 
-MAX_DEPTH = 64
-"""Levels of arrays and objects in a schema."""
 MAX_LEVELS = 2048
 """Levels of a schema together with those of all that it refers to: what refers is compiled recursively."""
 MAX_TEXT = 8192
@@ -33,16 +31,6 @@ _UNHONOURED = {
     "patternProperties": "properties can be named one by one in properties, or all be alike in additionalProperties",
     "x-guidance": "whitespace is set by disable_any_whitespace and whitespace_pattern of structured_outputs",
 }
-_SCHEMA = frozenset(
-    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
-    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
-)
-"""Keywords whose value is a schema, or a list of schemas."""
-_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-"""Keywords whose value is a list of schemas."""
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_NAMED = frozenset({"dependencies", "dependentSchemas", "properties"})
-"""Keywords whose value has schemas by names, which are no keywords; with ``_DEFINITIONS``."""
 
 
 def check_schema(schema: Any) -> int:
@@ -82,28 +70,6 @@ def without_additional_properties(schema: Any) -> None:
     for keywords in subschemas(schema):
         if "properties" in keywords:
             keywords.setdefault("additionalProperties", False)
-
-
-def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all schemas in it; those that are true or false are left out.
-
-    ``walked``: ids of those that were yielded before, which are not yielded again. ``definitions``: whether schemas are
-    yielded that do nothing unless something refers to them.
-    """
-    waiting, walked = [schema], set() if walked is None else walked
-    while waiting:
-        one = waiting.pop()
-        if not isinstance(one, dict) or id(one) in walked:
-            continue
-        walked.add(id(one))
-        yield one
-        for keyword, value in one.items():
-            if keyword in _SCHEMA and isinstance(value, dict):
-                waiting.append(value)
-            elif keyword in _SCHEMAS and isinstance(value, list):
-                waiting += value
-            elif keyword in (_NAMED | _DEFINITIONS if definitions else _NAMED) and isinstance(value, dict):
-                waiting += value.values()
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
@@ -154,42 +120,3 @@ def _num_optional(keywords: dict[str, Any]) -> int:
         return 0
     named = required if isinstance(required, list) else ()
     return len(properties.keys() - {name for name in named if isinstance(name, str)})
-
-
-def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
-    """Return what a reference inside the schema refers to. ``way``: gets the ids of what leads there.
-
-    Raises:
-        GrammarError: it refers to nothing in the schema.
-    """
-    if reference != "#" and not reference.startswith("#/"):
-        raise GrammarError(
-            f"$ref {reference[:100]!r} is not supported: only those within the schema are, as #/$defs/name"
-        )
-    target = schema
-    for part in reference.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and name.isascii() and int(name[:9]) < len(target):
-            target = target[int(name[:9])]
-        elif isinstance(target, dict) and name in target:
-            target = target[name]
-        else:
-            raise GrammarError(f"$ref {reference[:100]!r} refers to nothing in the schema")
-        if way is not None and isinstance(target, dict | list):
-            way.add(id(target))
-    return target
-
-
-def nesting(value: Any, depths: dict[int, int], level: int = 0) -> int:
-    """Return the levels of arrays and objects in a value. ``depths``: gets them for all in it, by their ids.
-
-    Raises:
-        GrammarError: there are too many.
-    """
-    if not isinstance(value, dict | list):
-        return 0
-    if level == MAX_DEPTH:
-        raise GrammarError(f"the schema is nested too deeply, the limit is {MAX_DEPTH}")
-    inner = value.values() if isinstance(value, dict) else value
-    depths[id(value)] = depth = 1 + max((nesting(one, depths, level + 1) for one in inner), default=0)
-    return depth

@@ -6,7 +6,7 @@ keywords that llguidance implements.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +23,7 @@ from pagewise_gateway.structured.accepted import (
     listed_names,
     listed_texts,
     number,
+    of_other_types,
     properties_of,
     reach,
     required_of,
@@ -31,18 +32,9 @@ from pagewise_gateway.structured.accepted import (
 )
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.patterns import without_lookahead
-from pagewise_gateway.structured.schemas import nesting, subschemas, target_of
+from pagewise_gateway.structured.walk import nesting, objects, references, subschemas, target_of
 
 _STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
-_OF_ONE_TYPE = {
-    "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
-    "object": (
-        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "patternProperties"),
-        *("propertyNames", "unevaluatedProperties"),
-    ),
-    "string": ("format",),
-}
-"""Keywords that say nothing of values of other types."""
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _APPLICATORS = ("if", "then", "else", "not", "contains")
 """Keywords that say something of the value only together with others."""
@@ -108,28 +100,29 @@ class _Simplification:
         self.root = root
         dialect = root.get("$schema")
         self.counts_contained = not (isinstance(dialect, str) and "draft-0" in dialect)  # minContains is of 2019
-        self._finds_unevaluated = any(map(_finds_unevaluated, _objects(root)))
+        self._finds_unevaluated = any(  # forbids some of the items or properties that no other keyword evaluates
+            (value := one.get(name, True)) is not True and value != {}
+            for one in objects(root)
+            for name in ("unevaluatedItems", "unevaluatedProperties")
+        )
         self._done: set[int] = set()
         self._num_names = 0
         self._targets: dict[str, Any] = {}
         self._kept: set[int] = set()
         # By test and id of a schema, which is kept alive with the result: many schemas may refer to a large one.
         self._known: dict[tuple[Callable[[Any], Any], int], tuple[Any, Any]] = {}
-        for reference in _references(root):
+        for reference in references(root):
             try:
                 self._targets[reference] = target_of(root, reference, self._kept)
             except GrammarError:  # it is refused where it is checked
                 continue
 
     def run(self) -> None:
-        for target in list(self._targets.values()):  # first, because what refers to one asks for what it forbids
-            self._simplify(target)
-        self._simplify(self.root)
-
-    def _simplify(self, schema: Any) -> None:
-        """Simplify a schema, and before it those that are in it."""
-        for one in reversed(list(subschemas(schema, self._done))):
-            self._drop(one)
+        """Simplify schemas, each after those that are in it. What others refer to comes first: they ask for what it
+        forbids."""
+        for schema in [*self._targets.values(), self.root]:
+            for one in reversed(list(subschemas(schema, self._done))):
+                self._drop(one)
 
     def _drop(self, schema: dict[str, Any]) -> None:
         self._rewrite(schema)
@@ -152,7 +145,7 @@ class _Simplification:
         """Whether a keyword can be left out of a schema that leaves values of these types."""
         if self._keeps(schema[keyword]):
             return False
-        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or _of_other_types(keyword, types):
+        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or of_other_types(keyword, types):
             return True
         test = _FORBIDS_NOTHING.get(keyword)
         evaluates = self._finds_unevaluated and keyword in _EVALUATING
@@ -194,7 +187,7 @@ class _Simplification:
             return
         items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
         for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
-            free = instead not in schema and not _of_other_types(name, types_of(schema))
+            free = instead not in schema and not of_other_types(name, types_of(schema))
             if name in schema and free and not self._keeps(schema[name]) and not self.accepts_all(schema[name]):
                 schema[instead] = schema.pop(name)
 
@@ -302,10 +295,6 @@ class _Simplification:
         other keyword asks which of them are evaluated."""
         return self.accepts_all(schema) and not self._finds_unevaluated
 
-    def accepts_strings(self, schema: Any) -> bool:
-        """Return whether a schema certainly accepts every string."""
-        return "string" in self.known(reach, self.resolved(schema))[1]
-
     def known(self, test: Callable[[Any], Any], schema: Any) -> Any:
         """Return what a test says of a schema, which is asked once. Simplifying a schema does not change that."""
         if (key := (test, id(schema))) not in self._known:
@@ -337,7 +326,7 @@ def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: An
 
 
 _FORBIDS_NOTHING: dict[str, _Test] = {
-    "$id": lambda work, schema, value: schema is not work.root and next(_references(schema), None) is None,
+    "$id": lambda work, schema, value: schema is not work.root and next(references(schema), None) is None,
     "$schema": lambda work, schema, value: schema is not work.root or not str(value).startswith(_DIALECTS),
     "additionalItems": lambda work, schema, value: (
         not isinstance(schema.get("items"), list) and "prefixItems" not in schema
@@ -385,7 +374,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
             )
         )
     ),
-    "propertyNames": lambda work, schema, value: work.accepts_strings(value),
+    "propertyNames": lambda work, schema, value: "string" in work.known(reach, work.resolved(value))[1],
     "unevaluatedItems": lambda work, schema, value: (
         work.evaluates_nothing_new(value) or isinstance(schema.get("items"), dict | bool)
     ),
@@ -398,35 +387,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
 }
 
 
-def _of_other_types(keyword: str, types: frozenset[str]) -> bool:
-    """Whether a keyword says nothing of values of these types."""
-    return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
-
-
 def _add(schema: dict[str, Any], others: Sequence[Any]) -> None:
     """Let other schemas match as well."""
     if others and isinstance(found := schema.get("allOf", []), list):
         schema["allOf"] = [*found, *others]
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a schema, wherever they stand."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-
-
-def _references(value: Any) -> Iterator[str]:
-    """All references in a schema, wherever they stand."""
-    return (one["$ref"] for one in _objects(value) if isinstance(one.get("$ref"), str))
-
-
-def _finds_unevaluated(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema forbids some of the items or properties that no other keyword evaluates."""
-    values = schema.get("unevaluatedItems", True), schema.get("unevaluatedProperties", True)
-    return any(value is not True and value != {} for value in values)
