@@ -14,7 +14,7 @@ from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import Shards, vocabulary_names
 from pagewise_executor.models.stored_linear import place_stored, stored_tensors, take_stored
-from pagewise_executor.models.weight_files import open_weights
+from pagewise_executor.models.weight_files import Headers, open_weights
 from pagewise_executor.models.weight_report import FLOATS, Differences, Mismatch, check_differences, check_values
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Checkpoint:
     def __init__(
         self,
         model: nn.Module,
-        headers: Mapping[Path, Mapping[str, Any]],
+        headers: Headers,
         device: torch.device,
         quantised: QuantisedCheckpoint | None = None,
         *,
@@ -62,14 +62,12 @@ class Checkpoint:
         types: dict[str, str] = {}
         for file, header in headers.items():
             for name in header:
-                if name == "__metadata__" or name.endswith(_FREQUENCIES):
+                if name.endswith(_FREQUENCIES) or (quantised is not None and not quantised.is_read(name)):
                     continue
-                if (quantised is not None and not quantised.is_read(name)) or (own := named(name)) is None:
+                if (own := named(name)) is None:
                     continue
                 if own.rpartition(".")[0] not in modules and f"model.{own}".rpartition(".")[0] in modules:
-                    own = (
-                        f"model.{own}"  # the files are those of the decoder, which transformers saves without a prefix
-                    )
+                    own = f"model.{own}"  # the files are those of a decoder, which transformers saves without a prefix
                 if own in types:
                     raise NotReadableError(f"it has its weight {own} twice, by different names")
                 self._names[file][own] = name

@@ -15,11 +15,9 @@ from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.quantised_families import FAMILIES, FamilyCheckpoint
+from pagewise_executor.models.weight_files import Headers
 
 log = logging.getLogger(__name__)
-
-Headers = dict[Path, dict[str, Any]]
-"""Of each weight file: by the name of a tensor, its dtype and shape."""
 
 
 def llama_checkpoint(

@@ -4,8 +4,6 @@ The decoder and its layers only hold the weights here and have no ``forward``: `
 replace them by what computes. Names are those of the checkpoints, and of transformers' modules.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
 from pagewise_executor.models.stored_linear import place_whole
+from pagewise_executor.models.weight_files import Headers
 
 
 class CausalLMOutput(NamedTuple):
@@ -143,7 +142,7 @@ class LlamaCheckpoint(Checkpoint):
     def __init__(
         self,
         config: LlamaConfig,
-        headers: Mapping[Path, Mapping[str, Any]],
+        headers: Headers,
         device: torch.device,
         quantised: QuantisedCheckpoint | None = None,
     ) -> None:

@@ -38,14 +38,13 @@ from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 from pagewise_executor.models.support import SERVED, check_known, check_supported
-from pagewise_executor.models.weight_files import checked_headers, first_line, open_weights, weight_files
+from pagewise_executor.models.weight_files import Headers, checked_headers, first_line, open_weights, weight_files
 from pagewise_executor.models.weight_memory import check_weights
 from pagewise_executor.models.weight_report import (
-    Headers,
     check_differences,
     check_experts,
-    check_module,
     check_types,
+    check_values,
     differences_of,
 )
 
@@ -274,7 +273,7 @@ def _load_with_transformers(
     check_differences(config.model, headers, differences)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
-    check_module(config.model, model, headers)
+    check_values(config.model, model.named_parameters(), headers)
     return model, shards, rope
 
 

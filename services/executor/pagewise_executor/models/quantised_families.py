@@ -6,8 +6,7 @@ dimensions, for which scales differ by expert. So its modules compute here, but 
 """
 
 import re
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
+from pagewise_executor.models.weight_files import Headers
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _NOT_TEXT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
@@ -61,7 +61,7 @@ class FamilyCheckpoint(Checkpoint):
     def __init__(
         self,
         config: Any,
-        headers: Mapping[Path, Mapping[str, Any]],
+        headers: Headers,
         device: torch.device,
         quantised: QuantisedCheckpoint,
         dtype: torch.dtype,

@@ -8,8 +8,8 @@ import torch
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
-from pagewise_executor.models.weight_files import open_weights
-from pagewise_executor.models.weight_report import Differences, Headers, Mismatch, differences_of
+from pagewise_executor.models.weight_files import Headers, open_weights
+from pagewise_executor.models.weight_report import Differences, Mismatch, differences_of
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 

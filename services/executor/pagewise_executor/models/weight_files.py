@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from pagewise_executor.models.quantised_checkpoint import INSTEAD
 
 log = logging.getLogger(__name__)
 
+Headers = Mapping[Path, Mapping[str, Any]]
+"""Of each weight file: by the name of a tensor, its dtype and shape."""
 _POINTER = b"version "
 """How the small text begins that Git LFS has in the place of a file. As the size of a header it would be absurd."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -86,7 +88,7 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, Any]]:
             if _content(file, header[name]) != _content(places[name], headers[places[name]][name]):
                 raise ModelError(f"{places[name]} and {file} have different tensors {name}: remove that which is stale")
             del header[name]
-        places |= dict.fromkeys(header.keys() - {"__metadata__"}, file)
+        places |= dict.fromkeys(header, file)
         headers[file] = header
     return headers
 
@@ -122,9 +124,9 @@ def _checked_header(file: Path) -> dict[str, Any]:
             raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes); download it again")
         try:
             header: dict[str, Any] = json.loads(stream.read(length))
-            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-            end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-            if not all(isinstance(t["dtype"], str) and math.prod(t["shape"]) >= 0 for t in tensors):
+            header.pop("__metadata__", None)
+            end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+            if not all(isinstance(t["dtype"], str) and math.prod(t["shape"]) >= 0 for t in header.values()):
                 raise ValueError("a type or a shape is none")
             whole = 8 + length + end
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -1,18 +1,16 @@
 """Whether a model's weights fit the memory of a device, and what would, before any of them is read."""
 
 import math
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig, size_text
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.kv.kv_pool import free_memory
-
-Headers = Mapping[Path, Mapping[str, Any]]
-"""Of each weight file: by the name of a tensor, its dtype and shape."""
+from pagewise_executor.models.weight_files import Headers
 
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in")
 
@@ -46,9 +44,9 @@ def check_weights(
 def weight_bytes(headers: Headers, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
     """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised."""
     total = 0
-    for name, shape in _shapes(headers):
-        linear = len(shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
-        total += math.prod(shape) * (1 if linear and quantization != "none" else dtype.itemsize)
+    for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
+        linear = len(tensor["shape"]) >= 2 and not any(part in name for part in _EMBEDDINGS)
+        total += math.prod(tensor["shape"]) * (1 if linear and quantization != "none" else dtype.itemsize)
     return total
 
 
@@ -78,22 +76,8 @@ def _what_fits(
     return f"take a smaller model, or a machine with more than {size_text(least)} for it"
 
 
-def _shapes(headers: Headers) -> list[tuple[str, list[int]]]:
-    return [
-        (name, tensor["shape"])
-        for header in headers.values()
-        for name, tensor in header.items()
-        if name != "__metadata__"
-    ]
-
-
 def _stored_bytes(headers: Headers) -> int:
-    ends = [
-        tensor["data_offsets"]
-        for header in headers.values()
-        for name, tensor in header.items()
-        if name != "__metadata__"
-    ]
+    ends = [tensor["data_offsets"] for header in headers.values() for tensor in header.values()]
     return sum(end - start for start, end in ends)
 
 

@@ -8,19 +8,14 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pagewise_shared.errors import ModelError
-from torch import nn
 
-from pagewise_executor.models.weight_files import INDEX
+from pagewise_executor.models.weight_files import INDEX, Headers
 
 log = logging.getLogger(__name__)
-
-Headers = Mapping[Path, Mapping[str, Any]]
-"""Of each weight file: by the name of a tensor, its dtype and shape."""
 
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 """Types of weights that are not quantised."""
@@ -91,7 +86,7 @@ def check_types(model: str, headers: Headers) -> None:
     """
     for file, header in headers.items():
         for name, tensor in header.items():
-            if name != "__metadata__" and _WEIGHT.search(name) and tensor["dtype"] not in FLOATS:
+            if _WEIGHT.search(name) and tensor["dtype"] not in FLOATS:
                 raise ModelError(
                     f"{model} cannot be served: its weight {name} in {file} is of type {tensor['dtype']}, and its "
                     "config.json has no quantization_config that says what the values mean"
@@ -149,11 +144,6 @@ def check_values(model: str, weights: Iterable[tuple[str, torch.Tensor]], header
     ]
     if zero:
         log.warning("%s: %s zero throughout: %s", model, _count(zero) + (" is", " are")[len(zero) > 1], _first(zero))
-
-
-def check_module(model: str, module: nn.Module, headers: Headers) -> None:
-    """Do what ``check_values`` does for all parameters of a module of transformers."""
-    check_values(model, module.named_parameters(), headers)
 
 
 def _range(weight: torch.Tensor) -> torch.Tensor:
