@@ -151,7 +151,7 @@ def _check_step(
     if (chunks.shape, prefixes.shape, lengths.shape) != ((len(chunks), 4), (len(prefixes), 3), rows.shape):
         raise ValueError("a chunk has four numbers, a prefix three, and each decode a length: the batch is none")
     room, (offset, row, start, size), (begin, count, shared) = tables.shape[1] * block_size, chunks.T, prefixes.T
-    ranges = (
+    ranges: tuple[tuple[Int64s, int, int], ...] = (
         (rows, 0, len(tables)), (lengths, 1, room + 1), (row, 0, len(tables)), (start, 0, room), (size, 1, room + 1),
         (start + size, 0, room + 1), (offset, len(rows), len(slots) + 1), (offset + size, 0, len(slots) + 1),
     )  # fmt: skip
