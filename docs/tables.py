@@ -108,7 +108,7 @@ LIMITS = (
     ("tokens of all `bad_words`", "each request", "pagewise_shared.sampling:MAX_BAD_TOKENS"),
     ("entries of `logit_bias`", "each request", "pagewise_shared.sampling:MAX_LOGIT_BIASES"),
     ("bytes of a grammar or JSON schema", "each request", "pagewise_shared.sampling:MAX_GRAMMAR_BYTES"),
-    ("levels of a JSON schema", "each request", "pagewise_gateway.structured.schemas:MAX_DEPTH"),
+    ("levels of a JSON schema", "each request", "pagewise_gateway.structured.walk:MAX_DEPTH"),
     (
         "levels of a JSON schema with what it refers to, or rules of a grammar",
         "each request",

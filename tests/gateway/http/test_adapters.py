@@ -78,7 +78,7 @@ async def test_a_gateway_that_has_just_started_does_not_deny_adapters_that_it_wa
         asked = asyncio.create_task(post(server, "/v1/completions", model="one", prompt="the fox", max_tokens=2))
         assert (await post(server, "/v1/completions", model=MODEL, prompt="the fox", max_tokens=2))[0] == 200
         assert not asked.done()
-        server.scheduler.features.adapters["one"] = adapter
+        server.scheduler.adapters["one"] = adapter
         await server.scheduler.tell_adapters()
         assert (await asked)[0] == 200
         assert (await post(server, "/v1/completions", model="two", prompt="the fox"))[0] == 404
@@ -94,7 +94,7 @@ async def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
             found = await load(server, folder)
             assert found[0] == status
             assert said in found[1]
-        assert not server.scheduler.features.adapters
+        assert not server.scheduler.adapters
         folder = write_adapter(tmp_path / "one")
         assert (await load(server, folder, MODEL))[0] == 400
         assert (await load(server, folder))[0] == 200
