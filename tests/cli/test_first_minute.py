@@ -227,7 +227,6 @@ def test_why_torch_uses_no_gpu(nvidia: Path, tmp_path: Path, monkeypatch: pytest
 
 HEADERS: dict[Path, dict[str, Any]] = {
     Path("model.safetensors"): {
-        "__metadata__": {},
         "model.embed_tokens.weight": {"dtype": "BF16", "shape": [1000, 1000], "data_offsets": [0, 2_000_000]},
         "model.layers.0.mlp.up_proj.weight": {"dtype": "BF16", "shape": [2000, 5000], "data_offsets": [0, 20_000_000]},
         "model.norm.weight": {"dtype": "BF16", "shape": [1000], "data_offsets": [0, 2000]},
