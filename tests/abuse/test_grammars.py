@@ -1,6 +1,7 @@
 """Schemas and grammars that keep llguidance busy for hours: they are refused, and what others ask for goes on."""
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,9 @@ PATTERNS = [f".*a.{{{number}}}b.*" for number in range(1, 40)]
 SCHEMA = {"allOf": [{"type": "string", "pattern": pattern} for pattern in PATTERNS]}
 NESTED = {"type": "object", "properties": {"x": SCHEMA}}
 TAG = {"structures": [{"begin": "<f>", "schema": NESTED, "end": "</f>"}], "triggers": ["<f"]}
-TOO_MANY, TOO_LONG = "times characters, may be at most 200000", "compiling it takes more than 0.5 s"
+TOO_MANY = "times characters, may be at most 200000"
+TOO_LONG = r"compiling it takes more than 0\.5 s|grammar\) too big"
+"""Which of the two bounds a grammar meets first depends on the processor."""
 DOUBLED = "start: A\n" + "".join(f"A{n or ''}: A{n + 1} A{n + 1}\n" for n in range(40)) + 'A40: "b"'
 """Takes seconds, and joins nothing: only the process in which it is compiled bounds it."""
 CHEAP = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["yes", "no"]}}
@@ -57,7 +60,7 @@ def test_expensive_grammars_are_refused_and_delay_no_other_key(tmp_path: Path) -
             began = time.perf_counter()
             answer = post(server, path, body)
             assert answer.status == 400, answer.body
-            assert reason in answer.message
+            assert re.search(reason, answer.message), answer.message
             return time.perf_counter() - began
 
         with unharmed(server, growth_mb=100):
