@@ -6,7 +6,6 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
-from pagewise_kernels.shapes import check_tensors
 
 _BLOCK = 256
 
@@ -70,13 +69,23 @@ def decode_inputs(
     Raises:
         ValueError: shapes or devices do not fit. TypeError: types do not.
     """
-    ints, longs = (torch.int32,), (torch.int64,)
-    check_tensors(
-        "decode_inputs", rows=(rows, ("n",), ints), lengths=(lengths, ("n",), ints), ids=(ids, ("n",), longs),
-        positions=(positions, ("n",), longs), slots=(slots, ("n",), longs), known=(known, ("n",), ints),
-        tables=(tables, ("held", "blocks"), ints), last_tokens=(last_tokens, ("all",), longs),
-    )  # fmt: skip
     number = len(rows)
+    for name, tensor, dtype in (
+        ("rows", rows, torch.int32),
+        ("lengths", lengths, torch.int32),
+        ("ids", ids, torch.int64),
+        ("positions", positions, torch.int64),
+        ("slots", slots, torch.int64),
+        *((("known", known, torch.int32),) if known is not None else ()),
+    ):
+        if tensor.shape != (number,):
+            raise ValueError(f"{name} has {list(tensor.shape)} entries, not {number}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {dtype}, not {tensor.dtype}")
+    if tables.dtype != torch.int32 or tables.dim() != 2 or last_tokens.dtype != torch.int64:
+        raise TypeError(
+            f"tables are int32 [rows, blocks] and last tokens int64, not {tables.dtype}, {last_tokens.dtype}"
+        )
     tokens = rows if known is None else known
     check_device(rows, lengths, tables, last_tokens, tokens, ids, positions, slots)
     launch(

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.launch import check_device, compute_type, interpreted, is_hopper, launch
-from pagewise_kernels.shapes import FLOATS, check_contiguous, check_tensors, power_of_two
+from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch
+from pagewise_kernels.matmul import COMPUTE_TYPES
+from pagewise_kernels.shapes import power_of_two
 
 _FEW_IDS, _MANY_IDS = 128, 1024
 """Pairs that a program of the sort looks at together: those of a small decode step, and more."""
@@ -288,15 +289,18 @@ def sum_of_experts(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    check_tensors(
-        "sum_of_experts", {"2 * inner": 2 * down.shape[-1]}, x=(x, ("tokens", "hidden"), FLOATS),
-        down=(down, ("experts", "hidden", "inner"), (x.dtype,)),
-        gate_up=(gate_up, ("experts", "2 * inner", "hidden"), (x.dtype,)),
-        chosen=(chosen, ("tokens", "k"), (torch.int32,)), weights=(weights, ("tokens", "k"), FLOATS),
-    )  # fmt: skip
-    check_contiguous("sum_of_experts", gate_up=gate_up, down=down, chosen=chosen, weights=weights)
+    (tokens, hidden), (experts, size, inner) = x.shape, down.shape
+    if size != hidden or gate_up.shape != (experts, 2 * inner, hidden) or x.stride(1) != 1:
+        raise ValueError(f"x {list(x.shape)} does not fit {list(gate_up.shape)} and {list(down.shape)}")
+    if chosen.shape != (tokens, chosen.shape[-1]) or weights.shape != chosen.shape:
+        raise ValueError(
+            f"experts {list(chosen.shape)} and weights {list(weights.shape)} are not those of {tokens} rows"
+        )
+    if any(not tensor.is_contiguous() for tensor in (gate_up, down, chosen, weights)):
+        raise ValueError("weights and experts are contiguous")
+    if x.dtype not in COMPUTE_TYPES or {gate_up.dtype, down.dtype} != {x.dtype} or chosen.dtype != torch.int32:
+        raise TypeError(f"x and weights are of one floating-point type, experts int32, not {x.dtype}, {chosen.dtype}")
     check_device(x, gate_up, down, chosen, weights)
-    (tokens, hidden), (experts, _, inner) = x.shape, down.shape
     top_k, pairs, device = chosen.shape[1], chosen.numel(), x.device
     tile = _tile(pairs, experts, x)
     num_tiles = (pairs + min(pairs, experts) * (tile.rows - 1)) // tile.rows
@@ -317,7 +321,7 @@ def sum_of_experts(
         "TOP_K": top_k,
         "ROWS": tile.rows,
         "INNER": step,
-        "COMPUTE": compute_type(x.dtype),
+        "COMPUTE": tl.float32 if interpreted() else COMPUTE_TYPES[x.dtype],
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tile.num_warps,
         "num_stages": tile.stages,

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales, check_pool
+from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import FLOATS, INTEGERS, power_of_two
+from pagewise_kernels.shapes import power_of_two
 
 FP8_MOST = 448.0
 
@@ -104,11 +104,12 @@ def write_kv(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    new = ("tokens", "kv_heads", "head_dim")
-    check_pool(
-        "write_kv", keys, values, scales, new_keys.dtype, new_keys=(new_keys, new, FLOATS),
-        new_values=(new_values, new, (new_keys.dtype,)), slots=(slots, ("tokens",), INTEGERS),
-    )  # fmt: skip
+    if new_keys.shape != new_values.shape or new_keys.dtype != new_values.dtype or new_values.stride(-1) != 1:
+        raise ValueError(
+            f"new keys and values are alike, not {new_keys.dtype} {list(new_keys.shape)} and {new_values.dtype} "
+            f"{list(new_values.shape)}"
+        )
+    check_pool(new_keys, keys, values, slots, scales)
     tokens, heads, head_dim = new_keys.shape
     k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)
     check_device(new_keys, new_values, keys, values, slots, k_scales, v_scales)
@@ -123,3 +124,35 @@ def write_kv(
         DIM=power_of_two(head_dim), IS_FP8=keys.dtype == FP8, MOST=FP8_MOST,
         ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip
+
+
+def check_pool(
+    new: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scales: Scales | None
+) -> None:
+    """Keys and values like ``new`` [tokens, kv_heads, head_dim] fit into the pool.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+    if new.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape:
+        raise ValueError(
+            "new keys and values are [tokens, kv_heads, head_dim], and those of the pool [num_blocks, block_size, "
+            f"kv_heads, head_dim], not {list(new.shape)}, {list(keys.shape)} and {list(values.shape)}"
+        )
+    tokens, heads, head_dim = new.shape
+    if keys.shape[2:] != new.shape[1:] or slots.shape != (tokens,):
+        raise ValueError(
+            f"{tokens} tokens of {heads} heads of {head_dim} do not go into a pool {list(keys.shape)} by slots "
+            f"{list(slots.shape)}"
+        )
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"slots are int32 or int64, not {slots.dtype}")
+    fp8 = keys.dtype == FP8
+    if fp8:
+        check_fp8(keys.device)
+    if keys.dtype != values.dtype or keys.dtype not in (new.dtype, FP8):
+        raise TypeError(f"a pool of {keys.dtype} and {values.dtype} does not take {new.dtype}")
+    if fp8 != (scales is not None):
+        raise TypeError("float8 KV comes with scales, and no other KV does")
+    if any(tensor.stride(-1) != 1 for tensor in (new, keys, values)):
+        raise ValueError("the elements of a head lie next to each other")

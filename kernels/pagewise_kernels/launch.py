@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from pagewise_kernels.handles import Handles
 
@@ -35,12 +34,6 @@ def interpreted() -> bool:
 
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-def compute_type(dtype: torch.dtype) -> tl.dtype:
-    """The type in which kernels multiply elements of ``dtype``: their own, but float32 where they are interpreted."""
-    return tl.float32 if _INTERPRETED else _COMPUTE_TYPES[dtype]
 
 
 def called_by_kernels(function: Callable[..., object]) -> Any:
@@ -169,18 +162,20 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def check_device(*tensors: torch.Tensor | None) -> None:
-    """All tensors lie on one device, and kernels can run there; None is left out.
+def check_device(*tensors: torch.Tensor) -> None:
+    """All tensors lie on one device, and kernels can run there.
 
     Raises:
         ValueError: they do not, or cannot.
     """
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"tensors lie on different devices: {', '.join(sorted(map(str, devices)))}")
-    if _watcher is None and (device := devices.pop()).type != device_type():
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            devices = {str(tensor.device) for tensor in tensors}
+            raise ValueError(f"tensors lie on different devices: {', '.join(sorted(devices))}")
+    if _watcher is None and device.type != device_type():
         wanted = "the CPU, because TRITON_INTERPRET=1 is set" if _INTERPRETED else "a CUDA device"
-        raise ValueError(f"tensors lie on {device}, these kernels run on {wanted}")
+        raise ValueError(f"tensors lie on {tensors[0].device}, these kernels run on {wanted}")
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import check_logits, check_tensors
+from pagewise_kernels.shapes import check_logits, check_rows
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Te
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
     rows, vocab_size = check_logits(logits)
-    check_tensors("token_logprobs", {"rows": rows}, tokens=(tokens, ("rows",), (torch.int64,)))
+    check_rows("tokens", tokens, rows, torch.int64)
     check_device(logits, tokens)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.launch import check_device, compute_type, interpreted, launch
-from pagewise_kernels.shapes import FLOATS, check_contiguous, check_tensors
+from pagewise_kernels.launch import check_device, interpreted, launch
 
 MAX_PARTS = 3
 """Linear layers that may be joined to one."""
 LEAST_RANK = 16
 """Tensor cores multiply no smaller matrices: lower ranks are padded with zeros."""
+
+_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class LoraTiles(NamedTuple):
@@ -146,15 +147,16 @@ def add_lora(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    (_, shrunk_size, ins), (_, outs, rank) = a.shape, b.shape
+    (slots, shrunk_size, ins), (_, outs, rank) = a.shape, b.shape
     parts = len(ends)
     if not 1 <= parts <= MAX_PARTS or shrunk_size != parts * rank or rank != padded_rank(rank) or ends[-1] != outs:
         raise ValueError(f"{parts} parts of rank {rank} that end at {ends} are not {list(a.shape)} and {list(b.shape)}")
-    check_tensors(
-        "add_lora", x=(x, ("tokens", "ins"), FLOATS), y=(y, ("tokens", "outs"), (x.dtype,)),
-        a=(a, ("slots", "parts * rank", "ins"), (x.dtype,)), b=(b, ("slots", "outs", "rank"), (x.dtype,)),
-    )  # fmt: skip
-    check_contiguous("add_lora", a=a, b=b)
+    if x.shape != (len(x), ins) or y.shape != (len(x), outs) or len(b) != slots:
+        raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} do not fit {list(a.shape)} and {list(b.shape)}")
+    if x.stride(1) != 1 or y.stride(1) != 1 or not a.is_contiguous() or not b.is_contiguous():
+        raise ValueError("rows of x and y, and all of a and b, have to be contiguous")
+    if x.dtype not in _COMPUTE or {y.dtype, a.dtype, b.dtype} != {x.dtype}:
+        raise TypeError(f"x, y, a and b are of one floating-point type, not {x.dtype}, {y.dtype}, {a.dtype}, {b.dtype}")
     check_device(x, y, a, b, tiles.tiles, tiles.order)
     num_ordered, rows = len(tiles.order), tiles.rows
     wide = x.dtype == torch.float32
@@ -163,7 +165,7 @@ def add_lora(
     columns = 32 if interpreted() else 64
     shrunk = torch.empty(split, num_ordered, shrunk_size, dtype=torch.float32, device=x.device)
     compute = {
-        "COMPUTE": compute_type(x.dtype),
+        "COMPUTE": tl.float32 if interpreted() else _COMPUTE[x.dtype],
         "PRECISION": "ieee" if wide else "tf32",
         "num_warps": 4,
         "num_stages": 3,

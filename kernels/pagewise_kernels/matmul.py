@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.launch import check_device, compute_type, interpreted, launch
-from pagewise_kernels.shapes import FLOATS, check_tensors
+from pagewise_kernels.launch import check_device, interpreted, launch
+
+COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -65,11 +66,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    check_tensors(
-        "linear", x=(x, ("rows", "in"), FLOATS), weight=(weight, ("out", "in"), (x.dtype,)),
-        bias=(bias, ("out",), (x.dtype,)),
-    )  # fmt: skip
-    check_device(x, weight, bias)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(
+            f"linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and {list(weight.shape)}"
+        )
+    if x.dtype not in COMPUTE_TYPES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise TypeError(f"x, weight and bias are of one floating-point type, not {x.dtype} and {weight.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is [{len(weight)}], not {list(bias.shape)}")
+    check_device(*(tensor for tensor in (x, weight, bias) if tensor is not None))
     rows, size_in = x.shape
     size_out = weight.shape[0]
     out = torch.empty(rows, size_out, dtype=x.dtype, device=x.device)
@@ -79,7 +84,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         (triton.cdiv(rows, tile[0]), triton.cdiv(size_out, tile[1])),
         x, weight, weight if bias is None else bias, out, rows, x.stride(0), weight.stride(0), out.stride(0),
         SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=tile[2], HAS_BIAS=bias is not None,
-        COMPUTE=compute_type(x.dtype),
+        COMPUTE=tl.float32 if interpreted() else COMPUTE_TYPES[x.dtype],
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
         num_stages=4 if x.dtype != torch.float32 else 3,
     )  # fmt: skip

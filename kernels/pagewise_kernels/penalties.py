@@ -6,7 +6,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
-from pagewise_kernels.shapes import check_logits, check_tensors
+from pagewise_kernels.shapes import check_logits, check_rows
 
 
 @triton.jit(do_not_specialize_on_alignment=["repetition", "presence", "frequency"])
@@ -62,14 +62,13 @@ def penalise(
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
     number, vocab_size = check_logits(logits)
-    floats, table, sizes = (torch.float32,), ("sequences", "vocab"), {"n": number, "vocab": vocab_size}
-    check_tensors(
-        "penalise", sizes, rows=(rows, ("n",), (torch.int32,)), repetition=(repetition, ("n",), floats),
-        presence=(presence, ("n",), floats), frequency=(frequency, ("n",), floats),
-        counts=(counts, table, (torch.int32,)), in_prompt=(in_prompt, table, (torch.bool,)),
-    )  # fmt: skip
-    if counts.stride() != in_prompt.stride():
-        raise ValueError(f"counts and in_prompt have equal strides, not {counts.stride()} and {in_prompt.stride()}")
+    for name, tensor in (("repetition", repetition), ("presence", presence), ("frequency", frequency)):
+        check_rows(name, tensor, number, torch.float32)
+    check_rows("rows", rows, number, torch.int32)
+    if counts.shape != in_prompt.shape or counts.shape[-1:] != (vocab_size,) or counts.stride() != in_prompt.stride():
+        raise ValueError(f"counts and in_prompt are [rows, {vocab_size}] alike, not {list(counts.shape)}")
+    if counts.dtype != torch.int32 or in_prompt.dtype != torch.bool:
+        raise TypeError(f"counts are int32 and in_prompt is bool, not {counts.dtype} and {in_prompt.dtype}")
     check_device(logits, rows, counts, in_prompt, repetition, presence, frequency)
     out = torch.empty(number, vocab_size, dtype=torch.float32, device=logits.device)
     block = 1024

@@ -14,15 +14,15 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
-from pagewise_kernels.launch import capability, check_device, compute_type, interpreted, launch
-from pagewise_kernels.shapes import FLOATS, check_tensors, power_of_two
+from pagewise_kernels.launch import capability, check_device, interpreted, launch
+from pagewise_kernels.shapes import power_of_two
 
 FP8 = torch.float8_e4m3fn
 MOST = {FP8: FP8_MOST, torch.int8: 127.0}
 """The largest value of each type that weights and inputs may have."""
 
 _LARGEST = 65536
-SCALES = (torch.float32,)
+_WIDE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -99,9 +99,10 @@ def quantise_rows(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    check_tensors("quantise_rows", x=(x, ("rows", "size"), FLOATS))
-    if dtype not in MOST:
-        raise TypeError(f"quantise_rows makes float8_e4m3fn or int8 of floats, not {dtype}")
+    if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1] >= 1:
+        raise ValueError(f"quantise_rows takes contiguous rows [rows, size], not {list(x.shape)}")
+    if x.dtype not in _WIDE or dtype not in MOST:
+        raise TypeError(f"quantise_rows makes float8_e4m3fn or int8 of floats, not {dtype} of {x.dtype}")
     rows, size = x.shape
     group = size if group is None else min(group, size)
     if not 1 <= group <= _LARGEST:
@@ -111,7 +112,7 @@ def quantise_rows(
     values = torch.empty(rows, size, dtype=dtype, device=x.device)
     num_groups = triton.cdiv(size, group)
     scales = torch.empty(rows, num_groups, dtype=torch.float32, device=x.device)
-    check_device(x, values, static_scale)
+    check_device(x, values, *([static_scale] if static_scale is not None else []))
     padded = power_of_two(group)
     groups = max(1, min(power_of_two(num_groups), 2048 // padded))
     launch(
@@ -221,29 +222,33 @@ def scaled_linear(
     Raises:
         ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.
     """
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(f"scaled_linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and "
+                         f"{list(weight.shape)}")  # fmt: skip
     quantised = x_scales is not None
     dtype = x.dtype if dtype is None else dtype
-    size_out, size_in = weight.shape[0], weight.shape[-1]
-    block_out, block_in = min(block[0], size_out), min(block[1], size_in)
-    group = size_in if group is None else min(group, size_in)
-    sizes = {
-        "blocks of out": triton.cdiv(size_out, block_out), "blocks of in": triton.cdiv(size_in, block_in),
-        "groups": triton.cdiv(size_in, group),
-    }  # fmt: skip
-    check_tensors(
-        "scaled_linear", sizes, weight=(weight, ("out", "in"), tuple(MOST)), bias=(bias, ("out",), FLOATS),
-        weight_scales=(weight_scales, ("blocks of out", "blocks of in"), SCALES),
-        x=(x, ("rows", "in"), (weight.dtype,) if quantised else FLOATS),
-        x_scales=(x_scales, ("rows", "groups"), SCALES),
-    )  # fmt: skip
-    if dtype not in FLOATS:
+    if weight.dtype not in MOST or (x.dtype != weight.dtype if quantised else x.dtype not in _WIDE):
+        raise TypeError(
+            f"x is of the weight's type with scales, or of floats without, not {x.dtype} and {weight.dtype}"
+        )
+    if dtype not in _WIDE:
         raise TypeError(f"the result is float16, bfloat16 or float32, not {dtype}")
-    check_device(x, x_scales, weight, weight_scales, bias)
-    no_float8 = weight.dtype == FP8 and capability(x.device) < 89 and not interpreted()
-    if no_float8 and quantised:
+    rows, size_in = x.shape
+    size_out = weight.shape[0]
+    block_out, block_in = min(block[0], size_out), min(block[1], size_in)
+    _check_scales(
+        weight_scales, (triton.cdiv(size_out, block_out), triton.cdiv(size_in, block_in)),
+        f"weights {list(weight.shape)} in blocks {list(block)}",
+    )  # fmt: skip
+    group = size_in if group is None else min(group, size_in)
+    if x_scales is not None:
+        _check_scales(x_scales, (rows, triton.cdiv(size_in, group)), f"{rows} rows in groups of {group}")
+    if bias is not None and (bias.shape != (size_out,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is [{size_out}], contiguous, not {list(bias.shape)}")
+    check_device(*(tensor for tensor in (x, x_scales, weight, weight_scales, bias) if tensor is not None))
+    from_bits = weight.dtype == FP8 and not quantised and (interpreted() or capability(x.device) < 89)
+    if weight.dtype == FP8 and quantised and capability(x.device) < 89 and not interpreted():
         raise ValueError("products of float8 need compute capability 8.9")
-    from_bits = no_float8 or (weight.dtype == FP8 and not quantised and interpreted())
-    rows = len(x)
     tile, num_warps, num_stages = _tile(rows, x.dtype)
     inner = _part(tile[2], size_in, block_in, group, quantised)
     out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
@@ -256,7 +261,7 @@ def scaled_linear(
         0 if x_scales is None else x_scales.stride(0), weight.stride(0), weight_scales.stride(0), out.stride(0),
         SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=inner, BLOCK_OUT=block_out,
         BLOCK_IN=block_in, X_GROUP=group, HAS_BIAS=bias is not None, HAS_X_SCALES=quantised, FROM_BITS=from_bits,
-        COMPUTE=compute if quantised and not interpreted() else compute_type(x.dtype),
+        COMPUTE=tl.float32 if interpreted() else compute if quantised else _WIDE[x.dtype],
         SUM=tl.int32 if quantised and weight.dtype == torch.int8 and not interpreted() else tl.float32,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -288,6 +293,15 @@ def _part(inner: int, size_in: int, block_in: int, group: int, quantised: bool) 
         if size < size_in:
             inner = min(inner, size & -size)
     return inner
+
+
+def _check_scales(scales: torch.Tensor, shape: tuple[int, int], what: str) -> None:
+    """Raise ValueError if ``scales`` are not float32 of this ``shape``, those of a row side by side."""
+    if scales.shape != shape or scales.dtype != torch.float32 or (shape[1] > 1 and scales.stride(1) != 1):
+        raise ValueError(
+            f"{what} have scales in float32 {list(shape)} with contiguous rows, not {scales.dtype} "
+            f"{list(scales.shape)} with strides {list(scales.stride())}"
+        )
 
 
 def _tile(rows: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int, int]:

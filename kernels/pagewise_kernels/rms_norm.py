@@ -8,7 +8,7 @@ from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecesso
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.quantised import FP8, scale_of
-from pagewise_kernels.shapes import FLOATS, check_tensors, power_of_two
+from pagewise_kernels.shapes import power_of_two
 
 _LARGEST = 16384
 
@@ -83,6 +83,8 @@ def rms_norm(
         ValueError: shapes, strides or devices do not fit.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if out.dtype != x.dtype:
+        raise ValueError(f"x and out are alike, of one type, not {x.dtype} and {out.dtype}")
     _launch(x, weight, eps, residual, out, None, offset)
     return out
 
@@ -111,15 +113,22 @@ def _launch(
     offset: float,
 ) -> None:
     """Compute the norm into ``out``, with ``scales`` rounded."""
-    rows_of_x = ("rows", "size")
-    check_tensors(
-        "rms_norm", x=(x, rows_of_x, FLOATS), weight=(weight, ("size",), FLOATS),
-        residual=(residual, rows_of_x, (x.dtype,)), out=(out, rows_of_x, (x.dtype if scales is None else FP8,)),
-    )  # fmt: skip
+    if x.dim() != 2 or weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(
+            f"rms_norm takes x [rows, size] and a weight [size], not {list(x.shape)}, {list(weight.shape)}"
+        )
     num_rows, size = x.shape
     if not 1 <= size <= _LARGEST:
         raise ValueError(f"a size of {size} is not supported, 1 to {_LARGEST} are")
     residual_or_x = x if residual is None else residual
+    if residual_or_x.dtype != x.dtype:
+        raise ValueError(f"x and residual are alike, of one type, not {x.dtype} and {residual_or_x.dtype}")
+    for tensor in (residual_or_x, out):
+        if tensor.shape != x.shape or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"x, residual and out are alike and contiguous in the last dimension, not {list(x.shape)} "
+                f"and {list(tensor.shape)} with strides {tensor.stride()}"
+            )
     check_device(x, weight, residual_or_x, out)
     padded = power_of_two(size)
     rows = max(1, 2048 // padded)

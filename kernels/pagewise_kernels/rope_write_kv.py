@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales, check_pool
+from pagewise_kernels.attention.checks import FP8, Scales
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
+from pagewise_kernels.kv_write import FP8_MOST, check_pool, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import FLOATS, INTEGERS, check_contiguous, power_of_two
+from pagewise_kernels.shapes import power_of_two
 
 _TILE = 1024
 """Pairs of elements that a program turns: eight for each of its threads, of which 16 bits are one access."""
@@ -133,20 +133,19 @@ def rope_write_kv(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    angles = ("max_positions", "half")
-    check_pool(
-        "rope_write_kv", keys, values, scales, qkv.dtype, qkv=(qkv, ("tokens", "rows", "head_dim"), FLOATS),
-        positions=(positions, ("tokens",), (torch.int64,)), cos=(cos, angles, FLOATS), sin=(sin, angles, FLOATS),
-        slots=(slots, ("tokens",), INTEGERS), head_norm=(head_norm, ("heads + kv_heads", "head_dim"), FLOATS),
-    )  # fmt: skip
-    check_contiguous("rope_write_kv", head_norm=head_norm)
-    (tokens, rows, head_dim), kv_heads, half = qkv.shape, keys.shape[2], cos.shape[1]
-    if rows <= 2 * kv_heads or head_dim != 2 * half or sin.stride() != cos.stride():
+    if qkv.dim() != 3 or keys.dim() != 4 or qkv.shape[1] <= 2 * keys.shape[2] or qkv.shape[2] % 2 or qkv.stride(2) != 1:
         raise ValueError(
-            "rope_write_kv takes qkv [tokens, heads + 2 * kv_heads, head_dim], and cos and sin [max_positions, "
-            f"head_dim / 2] alike, not {list(qkv.shape)} and {list(cos.shape)} beside keys {list(keys.shape)}"
+            "rope_write_kv takes qkv [tokens, heads + 2 * kv_heads, head_dim] with an even head_dim, not "
+            f"{list(qkv.shape)} beside keys {list(keys.shape)}"
         )
-    if head_norm is not None and len(head_norm) != rows - kv_heads:
+    tokens, rows, head_dim = qkv.shape
+    kv_heads, half = keys.shape[2], head_dim // 2
+    check_pool(qkv[:, rows - kv_heads :], keys, values, slots, scales)
+    if cos.dim() != 2 or cos.shape[1] != half or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(f"cos and sin [max_positions, {half}] are alike, not {list(cos.shape)} and {list(sin.shape)}")
+    if cos.stride(1) != 1 or positions.shape != (tokens,) or positions.dtype != torch.int64:
+        raise ValueError(f"positions are int64 [{tokens}] and angles contiguous, not {positions.dtype}")
+    if head_norm is not None and (head_norm.shape != (rows - kv_heads, head_dim) or not head_norm.is_contiguous()):
         raise ValueError(f"head_norm is [{rows - kv_heads}, {head_dim}], not {list(head_norm.shape)}")
     norm = qkv if head_norm is None else head_norm
     k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import check_logits, check_tensors, power_of_two
+from pagewise_kernels.shapes import check_logits, check_rows, power_of_two
 
 _PARAMETERS = {
     "temperature": torch.float32,
@@ -284,9 +284,11 @@ def sample(
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
     number, vocab_size = check_logits(logits)
-    held = {name: (getattr(parameters, name), ("held",), (dtype,)) for name, dtype in _PARAMETERS.items()}
-    given = {"rows": (rows, ("n",), (torch.int32,)), "positions": (positions, ("n",), (torch.int64,))}
-    check_tensors("sample", {"n": number}, **held, **given)
+    check_rows("rows", rows, number, torch.int32)
+    check_rows("positions", positions, number, torch.int64)
+    held = len(parameters.temperature)
+    for name, dtype in _PARAMETERS.items():
+        check_rows(name, getattr(parameters, name), held, dtype)
     p = parameters
     check_device(logits, rows, positions, p.temperature, p.top_k, p.top_p, p.min_p, p.seeds)
     device = logits.device

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales, check_pool
+from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.shapes import INTEGERS, check_contiguous, power_of_two
+from pagewise_kernels.shapes import power_of_two
 
 
 @triton.jit
@@ -107,15 +107,29 @@ def move_tokens(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    slots, angles = ("tokens",), ("tokens", "pairs")
-    check_pool(
-        "move_tokens", keys, values, scales, keys.dtype, sources=(sources, slots, INTEGERS),
-        targets=(targets, slots, INTEGERS), cos=(cos, angles, (torch.float32,)), sin=(sin, angles, (torch.float32,)),
-    )  # fmt: skip
-    check_contiguous("move_tokens", cos=cos, sin=sin)
-    (_, block_size, heads, head_dim), (tokens, pairs) = keys.shape, cos.shape
+    tokens = len(sources)
+    if keys.dim() != 4 or keys.shape != values.shape:
+        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} are no layer of a pool")
+    if sources.shape != (tokens,) or targets.shape != (tokens,) or cos.shape != sin.shape or len(cos) != tokens:
+        raise ValueError(
+            f"sources {list(sources.shape)}, targets {list(targets.shape)}, cos {list(cos.shape)} and sin "
+            f"{list(sin.shape)} are not of the same tokens"
+        )
+    _, block_size, heads, head_dim = keys.shape
+    pairs = cos.shape[1]
     if 2 * pairs > head_dim:
         raise ValueError(f"{pairs} pairs of elements are not in a head of {head_dim}")
+    if any(slots.dtype not in (torch.int32, torch.int64) for slots in (sources, targets)):
+        raise TypeError(f"slots are int32 or int64, not {sources.dtype} and {targets.dtype}")
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or keys.dtype != values.dtype:
+        raise TypeError(f"cos and sin are float32, keys and values of one type, not {cos.dtype}, {keys.dtype}")
+    fp8 = keys.dtype == FP8
+    if fp8:
+        check_fp8(keys.device)
+    if fp8 != (scales is not None):
+        raise TypeError("float8 KV comes with scales, and no other KV does")
+    if any(tensor.stride(-1) != 1 for tensor in (keys, values)) or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("the elements of a head lie next to each other, and cos and sin are contiguous")
     if not tokens:
         return
     k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (sources, sources)
@@ -127,6 +141,6 @@ def move_tokens(
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         *(k_scales.stride() if scales is not None else (0, 0, 0)),
         BLOCK_SIZE=block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, IS_FP8=keys.dtype == FP8, MOST=FP8_MOST,
+        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, IS_FP8=fp8, MOST=FP8_MOST,
         ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip

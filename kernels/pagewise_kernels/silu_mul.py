@@ -6,7 +6,6 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, launch
-from pagewise_kernels.shapes import check_tensors
 
 _PIECE = 2048
 
@@ -39,11 +38,12 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     Raises:
         ValueError: shapes, strides or devices do not fit.
     """
-    rows, size = gate_up.shape[0], gate_up.shape[-1] // 2
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"silu_mul takes contiguous rows [rows, 2 * size], not {list(gate_up.shape)}")
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size) if out is None else out
-    types = (gate_up.dtype,)
-    sizes = {"size": size, "2 * size": 2 * size}
-    check_tensors("silu_mul", sizes, gate_up=(gate_up, ("rows", "2 * size"), types), out=(out, ("rows", "size"), types))
+    if out.shape != (rows, size) or out.dtype != gate_up.dtype or out.stride(1) != 1:
+        raise ValueError(f"out is {gate_up.dtype} {[rows, size]}, not {out.dtype} {list(out.shape)}")
     check_device(gate_up, out)
     grid = (rows, triton.cdiv(size, _PIECE))
     launch(silu_mul_kernel, grid, gate_up, out, gate_up.stride(0), out.stride(0), SIZE=size, PIECE=_PIECE, num_warps=4)

@@ -20,9 +20,10 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
-from pagewise_kernels.launch import check_device, compute_type, interpreted, is_hopper, launch, num_sms
-from pagewise_kernels.quantised import FP8, SCALES, scale_of
-from pagewise_kernels.shapes import FLOATS, check_tensors, power_of_two
+from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch, num_sms
+from pagewise_kernels.matmul import COMPUTE_TYPES
+from pagewise_kernels.quantised import FP8, scale_of
+from pagewise_kernels.shapes import power_of_two
 
 MOST_ROWS = 256
 """With more rows products take as long as the tensor cores do, for which libraries are better. Up to there theirs have
@@ -208,23 +209,22 @@ def skinny_linear(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    dtype = x.dtype if dtype is None else dtype
-    if dtype not in FLOATS:
-        raise TypeError(f"the result is float16, bfloat16 or float32, not {dtype}")
-    if x_scales is not None and weight_scales is None:
-        raise TypeError("x_scales come with weight_scales")
-    scaled, rounded = weight_scales is not None, weight_scales is not None and x_scales is None
-    x_types = FLOATS if x_scales is None else (FP8,)
-    check_tensors(
-        "skinny_linear", x=(x, ("rows", "in"), x_types), weight=(weight, ("out", "in"), (FP8 if scaled else x.dtype,)),
-        bias=(bias, ("out",), FLOATS), x_scales=(x_scales, ("rows",), SCALES),
-        weight_scales=(weight_scales, ("out",), SCALES),
-    )  # fmt: skip
-    (rows, size_in), outs, most = x.shape, len(weight), MOST_ROUNDED_ROWS if rounded else MOST_ROWS
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError(
+            f"skinny_linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and {list(weight.shape)}"
+        )
+    (rows, size_in), outs = x.shape, len(weight)
     size_out = outs // 2 if gated else outs
-    if rows > most or size_out * (1 + gated) != outs:
-        raise ValueError(f"{rows} rows, {outs} outputs: at most {most} rows, and two outputs for a gate")
-    check_device(x, weight, bias, x_scales, weight_scales)
+    dtype = x.dtype if dtype is None else dtype
+    rounded = _check_types(x, weight, bias, x_scales, weight_scales, dtype)
+    if rows > MOST_ROWS or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
+        raise ValueError(
+            f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, a bias of each output, two for a gate"
+        )
+    given = [tensor for tensor in (bias, x_scales, weight_scales) if tensor is not None]
+    if any(not tensor.is_contiguous() for tensor in given):
+        raise ValueError("bias and scales are contiguous")
+    check_device(x, weight, *given)
     sms = num_sms(x.device)
     tile = _tile(rows, size_out, weight.dtype, gated, sms, is_hopper(x.device))
     tiles = triton.cdiv(size_out, tile.columns) * triton.cdiv(rows, tile.rows)
@@ -240,13 +240,43 @@ def skinny_linear(
         weight if bias is None else bias, out, parts, _arrivals(x.device, sms), rows, size_in, size_out, part_size,
         x.stride(0), weight.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, GATED=gated, HAS_BIAS=bias is not None,
-        HAS_SCALES=scaled, ROUNDED_SIZE=power_of_two(size_in) if rounded else 0,
+        HAS_SCALES=weight_scales is not None, ROUNDED_SIZE=power_of_two(size_in) if rounded else 0,
         WHOLE=size_in % part_size == 0,
-        COMPUTE=tl.float8e4nv if scaled and not interpreted() else compute_type(x.dtype),
+        COMPUTE=tl.float32 if interpreted() else tl.float8e4nv if weight.dtype == FP8 else COMPUTE_TYPES[weight.dtype],
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32", MOST=FP8_MOST,
         PREFETCHED=_PREFETCHED_BYTES // weight.element_size(), num_warps=tile.num_warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def _check_types(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scales: torch.Tensor | None,
+    weight_scales: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> bool:
+    """Return whether the rows of x have to be rounded to float8; raise TypeError or ValueError if types do not fit."""
+    if dtype not in COMPUTE_TYPES or (bias is not None and bias.dtype not in COMPUTE_TYPES):
+        raise TypeError(f"result and bias are float16, bfloat16 or float32, not {dtype}")
+    if weight_scales is None:
+        if x_scales is not None or x.dtype != weight.dtype or x.dtype not in COMPUTE_TYPES:
+            raise TypeError(
+                f"without scales x and weight are of one floating-point type, not {x.dtype}, {weight.dtype}"
+            )
+        return False
+    rounded = x_scales is None
+    if weight.dtype != FP8 or (x.dtype not in COMPUTE_TYPES if rounded else x.dtype != FP8):
+        raise TypeError(
+            f"weights with scales are float8_e4m3fn, and so is x with scales, not {weight.dtype}, {x.dtype}"
+        )
+    if rounded and len(x) > MOST_ROUNDED_ROWS:
+        raise ValueError(f"{len(x)} rows cannot be rounded by the product, {MOST_ROUNDED_ROWS} can")
+    for scales, size in ((x_scales, len(x)), (weight_scales, len(weight))):
+        if scales is not None and (scales.shape != (size,) or scales.dtype != torch.float32):
+            raise ValueError(f"scales are float32 [{size}], not {scales.dtype} {list(scales.shape)}")
+    return rounded
 
 
 def _tile(rows: int, size_out: int, dtype: torch.dtype, gated: bool, sms: int, hopper: bool) -> _Tile:

@@ -271,11 +271,11 @@ def test_what_does_not_fit_is_refused() -> None:
         )  # fmt: skip
     step = CpuStep(ints, tables, ints, ints + 1, none, block_size=4)
     pool, q = torch.zeros(3, 4, 2, 16), torch.zeros(1, 4, 16)
-    with pytest.raises(ValueError, match=r"attention takes keys .*, not \[3, 4, 2, 16\]"):
+    with pytest.raises(ValueError, match="cannot be"):
         step.attend(q, q, q, pool, pool, scale=1.0)
-    with pytest.raises(TypeError, match=r"takes q in torch\.float32 or torch\.bfloat16, not torch\.float16"):
+    with pytest.raises(TypeError, match="one type"):
         step.attend(q.half(), *torch.zeros(2, 1, 2, 16).half(), pool.half(), pool.half(), scale=1.0)
-    with pytest.raises(TypeError, match=r"takes weight in torch\.float32, not torch\.bfloat16"):
+    with pytest.raises(TypeError, match="one type"):
         rms_norm(q[0], torch.zeros(16).bfloat16(), 1e-5)
     with pytest.raises(ValueError, match="rows"):
         silu_mul(torch.zeros(2, 3))

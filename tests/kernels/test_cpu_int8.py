@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError, match="float32"):
         Int8Weight(torch.zeros(2, 2).half())
     layer = Int8Weight(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"takes x \[rows = 1, ins = 3\], not \[1, 4\]"):
+    with pytest.raises(ValueError, match="rows of 3"):
         layer.linear(torch.zeros(1, 4))
     with pytest.raises(TypeError, match="float32"):
         layer.linear(torch.zeros(1, 3).double())

@@ -73,13 +73,13 @@ def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.de
 def test_kv_that_does_not_fit_is_refused() -> None:
     new, pool = torch.zeros(3, 2, 8), torch.zeros(4, 2, 2, 8)
     slots = torch.arange(3)
-    with pytest.raises(ValueError, match=r"slots \[tokens = 3\], not \[4\]; given are new_keys \[3, 2, 8\]"):
+    with pytest.raises(ValueError, match="do not go into a pool"):
         write_kv(new, new, pool, pool, torch.arange(4))
-    with pytest.raises(TypeError, match=r"takes slots in torch\.int32 or torch\.int64, not torch\.float32"):
+    with pytest.raises(TypeError, match="slots are int32 or int64"):
         write_kv(new, new, pool, pool, slots.float())
-    with pytest.raises(TypeError, match=r"takes keys in torch\.float16 or torch\.float8_e4m3fn, not torch\.float32"):
+    with pytest.raises(TypeError, match=r"does not take torch\.float16"):
         write_kv(new.half(), new.half(), pool, pool, slots)
-    with pytest.raises(ValueError, match="write_kv takes a contiguous last dimension, new_keys has"):
+    with pytest.raises(ValueError, match="next to each other"):
         write_kv(new.transpose(1, 2).contiguous().transpose(1, 2), new, pool, pool, slots)
 
 
@@ -280,26 +280,26 @@ def test_wrong_shapes_are_refused() -> None:
     x = torch.zeros(4, 8)
     with pytest.raises(ValueError, match="rms_norm takes"):
         rms_norm(x, torch.zeros(7), 1e-6)
-    with pytest.raises(TypeError, match=r"rms_norm takes residual in torch\.float32, not torch\.float16"):
+    with pytest.raises(ValueError, match="are alike"):
         rms_norm(x, torch.zeros(8), 1e-6, residual=torch.zeros(4, 8, dtype=torch.float16))
     qkv, pool, ids = torch.zeros(4, 5, 8), torch.zeros(3, 2, 2, 8), torch.arange(4)
     angles = torch.zeros(4, 4)
     with pytest.raises(ValueError, match="rope_write_kv takes"):
         rope_write_kv(qkv[:, :4], ids, angles, angles, pool, pool, ids)
-    with pytest.raises(ValueError, match=r"cos and sin \[max_positions, head_dim / 2\] alike, not .* and \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"cos and sin \[max_positions, 4\]"):
         rope_write_kv(qkv, ids, angles[:, :3], angles[:, :3], pool, pool, ids)
-    with pytest.raises(TypeError, match=r"takes positions in torch\.int64"):
+    with pytest.raises(ValueError, match="positions are int64"):
         rope_write_kv(qkv, ids.int(), angles, angles, pool, pool, ids)
-    with pytest.raises(ValueError, match=r"head_norm \[heads \+ kv_heads, head_dim = 8\], not \[8\]"):
+    with pytest.raises(ValueError, match=r"head_norm is \[3, 8\]"):
         rope_write_kv(qkv, ids, angles, angles, pool, pool, ids, head_norm=torch.zeros(8))
-    with pytest.raises(TypeError, match=r"takes keys in torch\.float32 or torch\.float8_e4m3fn, not torch\.float16"):
+    with pytest.raises(TypeError, match=r"does not take torch\.float32"):
         rope_write_kv(qkv, ids, angles, angles, pool.half(), pool.half(), ids)
     with pytest.raises(ValueError, match="linear takes"):
         linear(x, torch.zeros(3, 7))
-    with pytest.raises(TypeError, match=r"linear takes weight in torch\.float32, not torch\.float16"):
+    with pytest.raises(TypeError, match="of one floating-point type"):
         linear(x, torch.zeros(3, 8, dtype=torch.float16))
     ids = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"takes ids in torch\.int64, not torch\.int32"):
+    with pytest.raises(TypeError, match=r"ids is torch\.int64"):
         decode_inputs(ids, ids, x, ids, block_size=4, ids=ids, positions=ids, slots=ids)
     with pytest.raises(ValueError, match="silu_mul takes"):
         silu_mul(torch.zeros(4, 7))

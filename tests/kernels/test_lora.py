@@ -63,11 +63,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     x, y = torch.zeros(4, 32, device=device), torch.zeros(4, 48, device=device)
     a, b = torch.zeros(2, 16, 32, device=device), torch.zeros(2, 48, 16, device=device)
     tiles = tiles_of([0, 0, 1, 1], 16, device)
-    with pytest.raises(
-        ValueError, match=r"add_lora takes a \[slots = 2, parts \* rank = 16, ins = 16\], not \[2, 16, 32\]"
-    ):
+    with pytest.raises(ValueError, match="do not fit"):
         add_lora(x[:, :16], y, a, b, (48,), tiles)
     with pytest.raises(ValueError, match="parts of rank"):
         add_lora(x, y, a, b, (24, 48), tiles)
-    with pytest.raises(TypeError, match=r"takes y in torch\.float32, not torch\.float16"):
+    with pytest.raises(TypeError, match="one floating-point type"):
         add_lora(x, y.half(), a, b, (48,), tiles)

@@ -145,30 +145,27 @@ def test_what_does_not_fit_is_refused() -> None:
     scaled_linear(x, None, weight, scales, (1, 64))
     with pytest.raises(TypeError, match="the result is"):
         scaled_linear(x.to(torch.int8), torch.ones(3, 1), weight, scales, (1, 64))
-    with pytest.raises(
-        ValueError,
-        match=r"takes weight_scales \[blocks of out = 4, blocks of in = 1\], not \[8, 1\]; given are weight \[8, 64\]",
-    ):
+    with pytest.raises(ValueError, match=r"weights \[8, 64\] in blocks \[2, 64\] have scales in float32 \[4, 1\]"):
         scaled_linear(x, None, weight, scales, (2, 64))
-    with pytest.raises(ValueError, match=r"contiguous last dimension, weight_scales has strides \(1, 8\)"):
+    with pytest.raises(ValueError, match=r"contiguous rows, not torch\.float32 \[8, 4\] with strides \[1, 8\]"):
         scaled_linear(x, None, weight, torch.ones(4, 8).t(), (1, 16))
-    with pytest.raises(TypeError, match=r"takes weight_scales in torch\.float32, not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"not torch\.bfloat16 \[8, 1\]"):
         scaled_linear(x, None, weight, scales.bfloat16(), (1, 64))
-    with pytest.raises(ValueError, match=r"takes x_scales \[rows = 3, groups = 1\], not \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"3 rows in groups of 64 have scales in float32 \[3, 1\]"):
         scaled_linear(x.to(torch.int8), torch.ones(2, 1), weight, scales, (1, 64), dtype=torch.float32)
     with pytest.raises(ValueError, match="multiples of 16"):
         scaled_linear(x, None, weight, torch.ones(8, 8), (1, 8))
     with pytest.raises(ValueError, match="multiples of 32"):
         scaled_linear(x.to(torch.int8), torch.ones(3, 1), weight, torch.ones(8, 4), (1, 16), dtype=torch.float32)
-    with pytest.raises(ValueError, match="contiguous last dimension, bias"):
+    with pytest.raises(ValueError, match="bias is"):
         scaled_linear(x, None, weight, scales, (1, 64), torch.zeros(16)[::2])
-    with pytest.raises(TypeError, match=r"takes x in torch\.float32 .*, not torch\.float64"):
+    with pytest.raises(TypeError, match="of the weight's type with scales"):
         scaled_linear(x.double(), None, weight, scales, (1, 64))
-    with pytest.raises(TypeError, match=r"takes weight in torch\.float8_e4m3fn or torch\.int8, not torch\.float32"):
+    with pytest.raises(TypeError, match=r"not torch\.float32 and torch\.float32"):
         scaled_linear(x, None, weight.float(), scales, (1, 64))
-    with pytest.raises(ValueError, match=r"takes bias \[out = 8\], not \[7\]"):
+    with pytest.raises(ValueError, match="bias is"):
         scaled_linear(x, None, weight, scales, (1, 64), torch.zeros(7))
-    with pytest.raises(TypeError, match=r"takes x in torch\.float32"):
+    with pytest.raises(TypeError, match="of floats"):
         quantise_rows(weight, torch.int8)
     with pytest.raises(ValueError, match="without groups"):
         quantise_rows(x, torch.int8, group=32, static_scale=torch.ones(1))

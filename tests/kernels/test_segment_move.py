@@ -66,11 +66,11 @@ def test_fp8_keys_are_scaled_anew(device: torch.device) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     pool = torch.zeros(4, 2, 2, 16)
     slots, angles = torch.arange(3), torch.zeros(3, 8)
-    with pytest.raises(ValueError, match=r"takes targets \[tokens = 3\], not \[2\]"):
+    with pytest.raises(ValueError, match="not of the same tokens"):
         move_tokens(pool, pool, slots, slots[:2], angles, angles)
     with pytest.raises(ValueError, match="9 pairs of elements are not in a head of 16"):
         move_tokens(pool, pool, slots, slots, torch.zeros(3, 9), torch.zeros(3, 9))
-    with pytest.raises(TypeError, match=r"takes sources in torch\.int32 or torch\.int64"):
+    with pytest.raises(TypeError, match="int32 or int64"):
         move_tokens(pool, pool, slots.float(), slots, angles, angles)
     with pytest.raises(TypeError, match="float8 KV comes with scales"):
         move_tokens(pool, pool, slots, slots, angles, angles, scales=Scales(pool, pool))

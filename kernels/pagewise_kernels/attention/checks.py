@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from pagewise_kernels.launch import check_device
-from pagewise_kernels.shapes import FLOATS, Wanted, check_tensors, power_of_two
+from pagewise_kernels.shapes import power_of_two
 
+_TYPES = {torch.float32, torch.float16, torch.bfloat16}
 FP8 = torch.float8_e4m3fn
 
 
@@ -38,47 +39,41 @@ def check_attention(
         ValueError: shapes, strides or devices do not fit.
         TypeError: types do not.
     """
-    check_pool(
-        "attention", keys, values, scales, q.dtype, q=(q, ("queries", "heads", "head_dim"), FLOATS),
-        tables=(tables, ("rows", "blocks"), (torch.int32,)),
-    )  # fmt: skip
-    (_, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, keys.shape
+    if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
+        raise ValueError(
+            "attention takes q [queries, heads, head_dim] and keys and values [num_blocks, block_size, kv_heads, "
+            f"head_dim], not {list(q.shape)}, {list(keys.shape)} and {list(values.shape)}"
+        )
+    heads, head_dim = q.shape[1], q.shape[2]
+    block_size, kv_heads = keys.shape[1], keys.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
     if not 1 <= head_dim <= 256:
         raise ValueError(f"a head size of {head_dim} is not supported, 1 to 256 are")
+    if q.stride(2) != 1 or keys.stride(3) != 1 or values.stride(3) != 1:
+        raise ValueError("the elements of a head lie next to each other in q, keys and values")
     if keys.stride() != values.stride():
         raise ValueError(f"keys and values have equal strides, not {keys.stride()} and {values.stride()}")
-    check_device(q, keys, values, tables, *((scales.keys, scales.values) if scales is not None else ()))
-    return Shape(kv_heads, heads // kv_heads, block_size, head_dim, max(16, power_of_two(head_dim)))
-
-
-def check_pool(
-    function: str,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: Scales | None,
-    dtype: torch.dtype,
-    **others: Wanted,
-) -> None:
-    """Check a layer of the KV pool, keys and values [num_blocks, block_size, kv_heads, head_dim] in ``dtype`` or
-    float8_e4m3fn, together with the ``others`` among the arguments of ``function``: see ``check_tensors``.
-
-    Raises:
-        ValueError: shapes, strides or the device do not fit. TypeError: types do not.
-    """
-    pool = ("num_blocks", "block_size", "kv_heads", "head_dim")
-    check_tensors(function, **others, keys=(keys, pool, (dtype, FP8)), values=(values, pool, (keys.dtype,)))
+    if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
+        raise TypeError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
+    if q.dtype not in _TYPES:
+        raise TypeError(f"q is float32, float16 or bfloat16, not {q.dtype}")
+    if keys.dtype != values.dtype or keys.dtype not in (q.dtype, FP8):
+        raise TypeError(f"keys and values are {q.dtype} like q or float8_e4m3fn, not {keys.dtype} and {values.dtype}")
     if (keys.dtype == FP8) != (scales is not None):
         raise TypeError("float8 KV comes with scales, and no other KV does")
-    if scales is None:
-        return
-    check_fp8(keys.device)
-    for scale in (scales.keys, scales.values):
-        if scale.shape != keys.shape[:3] or scale.dtype != torch.float32 or scale.stride() != scales.keys.stride():
-            raise ValueError(
-                f"scales are float32 {list(keys.shape[:3])} of equal strides, not {scale.dtype} {list(scale.shape)}"
-            )
+    if keys.dtype == FP8:
+        check_fp8(keys.device)
+    given = [q, keys, values, tables]
+    if scales is not None:
+        for scale in (scales.keys, scales.values):
+            if scale.shape != keys.shape[:3] or scale.dtype != torch.float32 or scale.stride() != scales.keys.stride():
+                raise ValueError(
+                    f"scales are float32 {list(keys.shape[:3])} of equal strides, not {scale.dtype} {list(scale.shape)}"
+                )
+            given.append(scale)
+    check_device(*given)
+    return Shape(kv_heads, heads // kv_heads, block_size, head_dim, max(16, power_of_two(head_dim)))
 
 
 def check_fp8(device: torch.device) -> None:

@@ -9,8 +9,10 @@ from pagewise_kernels.attention.checks import Scales, Shape
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.decode_kernel import decode_attention_kernel
 from pagewise_kernels.attention.kernel import attention_kernel
-from pagewise_kernels.launch import check_device, compute_type, launch
+from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
+
+_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Parts(NamedTuple):
@@ -151,7 +153,7 @@ def _options(
     if scales is not None and q.dtype != torch.float32:
         compute = tl.float16
     else:  # the interpreter computes with numpy, which has no bfloat16
-        compute = compute_type(q.dtype)
+        compute = tl.float32 if interpreted() else _COMPUTE[q.dtype]
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,

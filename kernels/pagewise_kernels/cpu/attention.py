@@ -9,8 +9,7 @@ import torch
 
 from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import TYPES, check_cpu
-from pagewise_kernels.shapes import check_contiguous, check_tensors
+from pagewise_kernels.cpu.operations import TYPES
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 60
@@ -180,23 +179,32 @@ def _check_tensors(
     values: torch.Tensor,
     rotation: Rotation | None,
 ) -> None:
-    new, types = ("tokens", "kv_heads", "head_dim"), (q.dtype,)
-    pool = ("num_blocks", "block_size", "kv_heads", "head_dim")
-    sizes = {"tokens": step.tokens, "block_size": step.block_size, "heads + kv_heads": q.shape[1] + k.shape[1]}
-    cos, sin, norm = (None, None, None) if rotation is None else rotation[:3]
-    check_tensors(
-        "attention", sizes, q=(q, ("tokens", "heads", "head_dim"), TYPES), k=(k, new, types), v=(v, new, types),
-        keys=(keys, pool, types), values=(values, pool, types), cos=(cos, ("tokens", "head_dim"), types),
-        sin=(sin, ("tokens", "head_dim"), types), head_norm=(norm, ("heads + kv_heads", "head_dim"), types),
-    )  # fmt: skip
-    check_contiguous("attention", cos=cos, sin=sin, head_norm=norm)
-    check_cpu(q, k, v, keys, values)
-    _, heads, dim = q.shape
+    tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     if (
-        heads % kv_heads
-        or heads // kv_heads > MAX_GROUP
-        or not 1 <= dim <= MAX_HEAD_DIM
-        or (cos is not None and dim % 2)
+        tokens != step.tokens
+        or k.shape != (tokens, kv_heads, dim)
+        or v.shape != k.shape
+        or keys.shape != (len(keys), step.block_size, kv_heads, dim)
+        or values.shape != keys.shape
     ):
+        raise ValueError(
+            f"{step.tokens} tokens in blocks of {step.block_size}: q, k, v, keys and values cannot be {list(q.shape)}, "
+            f"{list(k.shape)}, {list(v.shape)}, {list(keys.shape)} and {list(values.shape)}"
+        )
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP or not 1 <= dim <= MAX_HEAD_DIM:
         raise ValueError(f"{heads} heads of {dim} with {kv_heads} KV heads are not supported")
+    for tensor in (q, k, v, keys, values):
+        if tensor.dtype != q.dtype or tensor.dtype not in TYPES or tensor.device.type != "cpu":
+            raise TypeError(f"attention takes tensors of one type, float32 or bfloat16, on the CPU, not {tensor.dtype}")
+        if tensor.stride(-1) != 1:
+            raise ValueError("the elements of a head lie next to each other in q, k, v, keys and values")
+    if rotation is not None:
+        for tensor in rotation.cos, rotation.sin:
+            if tensor.shape != (tokens, dim) or dim % 2 or tensor.dtype != q.dtype or not tensor.is_contiguous():
+                raise ValueError(f"cos and sin are contiguous {q.dtype} [tokens, head_dim], not {list(tensor.shape)}")
+        norm = rotation.head_norm
+        if norm is not None and (
+            norm.shape != (heads + kv_heads, dim) or norm.dtype != q.dtype or not norm.is_contiguous()
+        ):
+            raise ValueError(f"head_norm is {q.dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")

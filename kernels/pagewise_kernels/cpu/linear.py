@@ -4,8 +4,6 @@ import torch
 
 from pagewise_kernels.cpu import huge_pages
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import check_cpu
-from pagewise_kernels.shapes import check_tensors
 
 
 class PackedWeight:
@@ -36,8 +34,10 @@ class PackedWeight:
         Raises:
             ValueError: x does not fit. TypeError: it is not float32 on the CPU.
         """
-        check_tensors("the product", {"ins": self.ins}, x=(x, ("rows", "ins"), (torch.float32,)))
-        check_cpu(x)
+        if x.dim() != 2 or x.shape[1] != self.ins or x.stride(1) != 1:
+            raise ValueError(f"the product takes contiguous rows of {self.ins}, not {list(x.shape)}")
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
         rows = x.shape[0]
         out = empty((rows, self.outs), x.dtype)
         packed, bias = self._pointers

@@ -3,7 +3,6 @@
 import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.shapes import check_contiguous, check_tensors
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -16,12 +15,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     Raises:
         ValueError: shapes or strides do not fit. TypeError: types do not.
     """
-    rows_of_x, types = ("rows", "size"), (x.dtype,)
-    check_tensors(
-        "rms_norm", x=(x, rows_of_x, TYPES), weight=(weight, ("size",), types), residual=(residual, rows_of_x, types)
-    )  # fmt: skip
-    check_contiguous("rms_norm", residual=residual)
-    check_cpu(x, weight, residual)
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
+    _check_types(x, weight)
+    if residual is not None:
+        if residual.shape != x.shape or not residual.is_contiguous():
+            raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
+        _check_types(x, residual)
     rows, size = x.shape
     out = empty((rows, size), x.dtype)
     load_library().pagewise_rms_norm(
@@ -37,9 +37,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: shapes or strides do not fit. TypeError: types do not.
     """
-    rows, size = gate_up.shape[0], gate_up.shape[-1] // 2
-    check_tensors("silu_mul", {"2 * size": 2 * size}, gate_up=(gate_up, ("rows", "2 * size"), TYPES))
-    check_cpu(gate_up)
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"silu_mul takes contiguous rows [rows, 2 * size], not {list(gate_up.shape)}")
+    _check_types(gate_up)
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty((rows, size), gate_up.dtype)
     load_library().pagewise_silu_mul(
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.bfloat16,
@@ -48,8 +49,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def check_cpu(*tensors: torch.Tensor | None) -> None:
-    """Raise ValueError if a tensor does not lie on the CPU; None is left out."""
-    for tensor in tensors:
-        if tensor is not None and tensor.device.type != "cpu":
-            raise ValueError(f"the CPU operations take tensors on the CPU, not on {tensor.device}")
+def _check_types(x: torch.Tensor, *others: torch.Tensor) -> None:
+    if x.dtype not in TYPES or any(other.dtype != x.dtype for other in others) or x.device.type != "cpu":
+        given = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (x, *others))
+        raise TypeError(f"the CPU operations take tensors of one type, float32 or bfloat16, on the CPU, not {given}")
