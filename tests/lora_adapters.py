@@ -1,7 +1,6 @@
 """LoRA adapters for tests: made and computed by PEFT."""
 
 import warnings
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import Adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from tests.core_requests import make_request
 from tests.sampling import sampling_params
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -53,7 +53,7 @@ def with_adapter(adapter: Adapter | None, tokens: list[int], max_tokens: int, na
     """A request as the scheduler makes it."""
     params = sampling_params(**({"temperature": 0.0} | sampling))
     salt = None if adapter is None else adapter_salt(adapter.content, None)
-    return Request(name, array("i", tokens), max_tokens, params, adapter=adapter, cache_salt=salt)
+    return make_request(name, tokens, max_tokens, params, adapter=adapter, cache_salt=salt)
 
 
 def peft_model(model: Path, adapter: Path | None) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_shared.protocol import (
+    RequestParams,
     StepResult,
     decode_from_executor,
     decode_from_scheduler,
@@ -47,11 +48,11 @@ def start(num_seqs: int, max_tokens: int, sink: Sink) -> Scheduler:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=max(8192, num_seqs),
     )
-    sampling = SamplingParams(temperature=0, stop_token_ids=(2, 7))
+    params = RequestParams(SamplingParams(temperature=0, stop_token_ids=(2, 7)))
     for number in range(num_seqs):
         # Lengths differ by up to a block, so that block boundaries spread over the steps. Nothing is shared.
         prompt = array("i", [number + 10, *[5] * (PROMPT_TOKENS - 1 + number % BLOCK_SIZE)])
-        scheduler.add(request := Request(f"r{number}", prompt, max_tokens, sampling, arrival_time=float(number)))
+        scheduler.add(request := Request(f"r{number}", prompt, max_tokens, params, arrival_time=float(number)))
         request.sequences[0].sink, request.sequences[0].stream = sink, number
     answered = 0
     while scheduler.num_waiting or answered < num_seqs:
@@ -127,8 +128,8 @@ def measure_long(num_tokens: int) -> dict[str, float]:
         num_blocks=num_tokens // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=chunk
     )
     prompt = array("i", range(num_tokens))
-    sampling = SamplingParams(temperature=0)
-    scheduler.add(Request("first", prompt, 400, sampling))
+    params = RequestParams(SamplingParams(temperature=0))
+    scheduler.add(Request("first", prompt, 400, params))
     times = []
     for _ in range(num_tokens // chunk + 300):
         began = time.perf_counter()
@@ -139,7 +140,7 @@ def measure_long(num_tokens: int) -> dict[str, float]:
         scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * sampled), elapsed_us=1000))
         times.append((time.perf_counter() - began) * 1e6)
     scheduler.abort("first")
-    scheduler.add(Request("second", prompt, 4, sampling))
+    scheduler.add(Request("second", prompt, 4, params))
     began = time.perf_counter()
     plan = scheduler.schedule(0.0)
     assert plan is not None

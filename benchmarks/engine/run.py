@@ -40,7 +40,7 @@ from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import Device, ExecutorConfig
-from pagewise_shared.protocol import Welcome
+from pagewise_shared.protocol import RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.traces import read_trace
 
@@ -148,10 +148,10 @@ def drive(runner: ModelRunner, work: Work, budget: int) -> tuple[float, float, l
         max_num_batched_tokens=budget,
     )  # fmt: skip
     runner.reset(Welcome(1, 256, budget))
-    sampling = SamplingParams(temperature=0.0)
+    params = RequestParams(SamplingParams(temperature=0.0))
     asked = zip(prompts(work, runner.info.vocab_size, 0), work.lengths, strict=True)
     for number, (prompt, (_, output)) in enumerate(asked):
-        scheduler.add(Request(str(number), array("i", prompt), output, sampling))
+        scheduler.add(Request(str(number), array("i", prompt), output, params))
     in_flight: deque[tuple[PendingStep, bool]] = deque()
     decodes: list[float] = []
     began = last = time.perf_counter()

@@ -27,7 +27,7 @@ from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.progress import followed
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, Welcome
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
@@ -102,7 +102,7 @@ class Bench:
         """Seconds from the request to its token."""
         scheduler, results = self.scheduler, deque[PendingStep]()
         began = perf_counter()
-        request = Request(name, prompt, 1, SamplingParams(temperature=0.0), arrival_time=began)
+        request = Request(name, prompt, 1, RequestParams(SamplingParams(temperature=0.0)), arrival_time=began)
         self._look_up(request)
         scheduler.add(request)
         while not request.sequences[0].finished:

@@ -17,13 +17,13 @@ from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placemen
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, RoutingName, make_routing, place
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
-from pagewise_shared.protocol import StepResult, pack_int32s
+from pagewise_shared.protocol import RequestParams, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
 
 PROMPT_TOKENS, SYSTEM_TOKENS, BLOCK_SIZE = 8192, 2048, 16
-SAMPLING = SamplingParams(temperature=0)
+PARAMS = RequestParams(SamplingParams(temperature=0))
 
 
 def tokens(rng: random.Random, count: int) -> "array[int]":
@@ -39,12 +39,12 @@ def executor(prompt: "array[int]", waiting: "array[int]") -> ExecutorView:
         max_num_batched_tokens=PROMPT_TOKENS,
         eviction="cost",
     )
-    scheduler.add(Request("first", prompt, 1, SAMPLING))
+    scheduler.add(Request("first", prompt, 1, PARAMS))
     plan = scheduler.schedule(0.0)
     assert plan is not None
     scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5])))
     view = ExecutorView(scheduler)
-    place(make_routing("ttft"), Request("waits", waiting, 1, SAMPLING), [view], 0.0)
+    place(make_routing("ttft"), Request("waits", waiting, 1, PARAMS), [view], 0.0)
     return view
 
 
@@ -62,7 +62,7 @@ def measure(policy: RoutingName, executors: int, shared: bool, repeats: int) -> 
     placement: Placement | None = None
     for number in range(repeats):
         prompt = prompts[number % executors][:] if shared else tokens(rng, PROMPT_TOKENS)
-        request = Request(str(number), prompt, 64, SAMPLING)
+        request = Request(str(number), prompt, 64, PARAMS)
         began = time.thread_time()
         placement = place(routing, request, views, 0.01 * number)
         taken.append(time.thread_time() - began)

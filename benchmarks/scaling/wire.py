@@ -21,6 +21,7 @@ from pagewise_shared.protocol import (
     QueryAnswer,
     Refused,
     Rejoin,
+    RequestParams,
     Submit,
     decode_to_gateway,
     encode,
@@ -31,7 +32,7 @@ from pagewise_shared.sampling import SamplingParams
 from benchmarks.scaling.load import OUTPUT_TOKENS, random_prompt
 from benchmarks.scrape import Sample, parse_metrics
 
-_SAMPLING = SamplingParams(temperature=0)
+_PARAMS = RequestParams(SamplingParams(temperature=0))
 _TOKEN_BYTES = 4
 
 
@@ -87,7 +88,7 @@ class WireLoad:
     async def _submit(self) -> None:
         number = next(self._numbers)
         prompt = Prompt(pack_int32s(random_prompt(self._rng)), OUTPUT_TOKENS)
-        await self._send(Submit(self._epoch, number, f"wire-{number}", (prompt,), _SAMPLING))
+        await self._send(Submit(self._epoch, number, f"wire-{number}", (prompt,), _PARAMS))
 
     async def _receive(self) -> None:
         while True:

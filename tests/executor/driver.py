@@ -1,7 +1,6 @@
 """Plays the scheduler for a runner: the real scheduler core in front of the runner, no sockets between."""
 
 import queue
-from array import array
 from collections import deque
 from time import monotonic
 
@@ -25,6 +24,7 @@ from pagewise_shared.protocol import (
     encode,
 )
 
+from tests.core_requests import make_request
 from tests.sampling import sampling_params
 
 
@@ -118,4 +118,4 @@ def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> No
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:
     params = sampling_params(**({"temperature": 0.0} | sampling))
-    return Request(name, array("i", tokens), max_tokens, params, n=n)
+    return make_request(name, tokens, max_tokens, params, n=n)

@@ -14,6 +14,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.executor.driver import request, run_requests
 from tests.executor.references import beam_reference, reference
 from tests.executor.runners import build_runner
@@ -145,8 +146,9 @@ def check_mixture(model_path: Path, seed: int, **options: object) -> None:
         length, n = rng.randrange(1, 18), rng.choice([1, 1, 2, 4])
         made = request(prompt, length, name=f"r{number}", n=n)
         if rng.random() < 0.3:
-            made.beam = BeamParams(max(2, n))
-            expected.append(beam_reference(model, prompt, length, made.beam, n, []))
+            beam = BeamParams(max(2, n))
+            change(made, beam=beam)
+            expected.append(beam_reference(model, prompt, length, beam, n, []))
         else:
             expected.append(reference(model, [prompt], [length], "cpu") * n)
         requests.append(made)
@@ -169,7 +171,7 @@ def check_mixture(model_path: Path, seed: int, **options: object) -> None:
 
 def beam_request(prompt: list[int], max_tokens: int, beam: BeamParams, n: int, ends: list[int], name: str) -> Request:
     made = request(prompt, max_tokens, name=name, n=n, stop_token_ids=tuple(ends))
-    made.beam = beam
+    change(made, beam=beam)
     return made
 
 

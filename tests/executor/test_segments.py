@@ -13,6 +13,7 @@ from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
+from tests.core_requests import make_request
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference, segments_reference
 from tests.executor.runners import build_runner
@@ -140,12 +141,12 @@ def test_what_is_found_gives_the_same_tokens_as_what_is_computed(model_path: Pat
 
 
 def again(asked: Request) -> Request:
-    return Request(
+    return make_request(
         f"{asked.request_id}-again",
         asked.prompt_token_ids,
         asked.max_tokens,
-        asked.sampling,
-        n=asked.n,
+        asked.params.sampling,
+        n=asked.params.n,
         segments=asked.segments,
     )
 

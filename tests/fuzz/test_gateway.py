@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     Outputs,
     Prompt,
     PromptFailed,
+    RequestParams,
     RequestRefused,
     StreamFinished,
     Submit,
@@ -76,7 +77,7 @@ class Gateway:
         prompt = Prompt(pack_int32s([70, 71, 72]), LENGTH)
         sampling = SamplingParams(stop_token_ids=(0,))
         options = {name: fields.pop(name) for name in AnswerOptions.__slots__ if name in fields}
-        request = Submit(0, 0, "r", (prompt,) * prompts, sampling, **fields)
+        request = Submit(0, 0, "r", (prompt,) * prompts, RequestParams(sampling, **fields))
         return self.link.submit(request, AnswerOptions(**options))
 
     def finish(self, epoch: int) -> None:
@@ -87,8 +88,8 @@ class Gateway:
             assert isinstance(message, Submit)
             pairs, finished = [], []
             for index, prompt in enumerate(message.prompts):
-                for output in range(message.n):
-                    stream = message.stream + index * message.n + output
+                for output in range(message.params.n):
+                    stream = message.stream + index * message.params.n + output
                     progress = prompt.progress[output] if prompt.progress else None
                     if progress is None or not progress.finished:
                         known = len(unpack_int32s(progress.tokens)) if progress else 0

@@ -25,6 +25,7 @@ from pagewise_shared.protocol import (
     MetricsSnapshot,
     Prompt,
     Query,
+    RequestParams,
     StepPlan,
     StepResult,
     StreamProgress,
@@ -200,13 +201,20 @@ GOOD_SUBMIT: dict[str, Any] = {
     "stream": 0,
     "request_id": "hostile",
     "prompts": (Prompt(pack_int32s([1, 2, 3]), 9),),
-    "sampling": SamplingParams(temperature=0),
+    "params": RequestParams(SamplingParams(temperature=0)),
 }
 SUBMITS = st.one_of(
-    messages.of(Submit, stream=st.integers(0, 40), prompts=PROMPTS, n=SMALL),
+    messages.of(Submit, stream=st.integers(0, 40), prompts=PROMPTS, params=messages.of(RequestParams, n=SMALL)),
     # One field is wrong: the others would let it in.
     st.sampled_from(Submit.__struct_fields__).flatmap(
         lambda name: messages.of(Submit).map(lambda any_: Submit(**(GOOD_SUBMIT | {name: getattr(any_, name)})))
+    ),
+    st.sampled_from(RequestParams.__struct_fields__).flatmap(
+        lambda name: messages.of(RequestParams).map(
+            lambda any_: Submit(
+                **(GOOD_SUBMIT | {"params": structs.replace(GOOD_SUBMIT["params"], **{name: getattr(any_, name)})})
+            )
+        )
     ),
     st.builds(lambda prompts, stream: Submit(**(GOOD_SUBMIT | {"prompts": prompts, "stream": stream})), PROMPTS, SMALL),
 )

@@ -343,9 +343,9 @@ def streams_of(submit: Submit) -> list[Stream]:
     for index, prompt in enumerate(submit.prompts):
         tokens = unpack_int32s(prompt.tokens).tolist()
         assert tokens
-        assert len(prompt.progress) in (0, submit.n)
-        for output in range(submit.n):
-            stream = Stream(submit.stream + index * submit.n + output, tokens, output, 0, False)
+        assert len(prompt.progress) in (0, submit.params.n)
+        for output in range(submit.params.n):
+            stream = Stream(submit.stream + index * submit.params.n + output, tokens, output, 0, False)
             if prompt.progress:
                 known = unpack_int32s(prompt.progress[output].tokens).tolist()
                 for token in known:  # a gateway goes on with what it was sent, nothing else
@@ -374,11 +374,11 @@ class Frame:
         submit, scheduler = run.submit, self.scheduler
         first, run.told = not run.told, True
         for index, prompt in enumerate(submit.prompts):
-            streams = run.streams[index * submit.n : (index + 1) * submit.n]
+            streams = run.streams[index * submit.params.n : (index + 1) * submit.params.n]
             if first and any(not stream.finished for stream in streams):
                 self._start(submit, streams[0].number, streams[0].prompt)
             for stream in streams:
-                for _ in range(prompt.max_tokens if submit.beam is not None else scheduler.tokens_per_round):
+                for _ in range(prompt.max_tokens if submit.params.beam is not None else scheduler.tokens_per_round):
                     if stream.position == scheduler.fail_after:
                         if stream is streams[0]:
                             self.failed.append(
@@ -390,14 +390,14 @@ class Frame:
 
     def _start(self, submit: Submit, number: int, prompt: list[int]) -> None:
         self.started.append(Started(number, cached_tokens=1, queue_us=1000, prefill_us=2000))
-        if (wanted := submit.sampling.prompt_logprobs) is not None:
+        if (wanted := submit.params.sampling.prompt_logprobs) is not None:
             entries = [logprobs_of(token, i, wanted) for i, token in enumerate(prompt) if i]
             half = len(entries) // 2  # in two chunks, of which the second begins before the end of the first
             for part in (entries[: half + 1], entries[half:]):
                 self.prompt_logprobs.append(StreamPromptLogprobs(number, tuple(part)))
 
     def _step(self, submit: Submit, stream: Stream, max_tokens: int) -> None:
-        sampling = submit.sampling
+        sampling = submit.params.sampling
         if not max_tokens:
             self._finish(stream, StreamFinished(stream.number, "length"))
             return

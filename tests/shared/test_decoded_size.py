@@ -31,6 +31,7 @@ def frame(tag: str, fields: int, content: bytes) -> bytes:
 
 RESULT = b"\x01\x01\xc4\x00"
 HELLO = b"\x03\x00\xa0\xa0" + b"\x01" * 4
+PARAMS = b"\x91\x90"
 METRICS = b"\x01\x91\x94\xa0\xa0\xa0"
 WORST: list[tuple[str, Callable[[bytes], Any], bytes]] = [
     ("stepresult", decode_from_executor, frame("stepresult", 4, RESULT + MANY + b"\x94\x00\x00\x00\x00" * COUNT)),
@@ -47,13 +48,13 @@ WORST: list[tuple[str, Callable[[bytes], Any], bytes]] = [
     ),
     ("goodbye", decode_from_executor, frame("goodbye", 2, b"\x01" + text(COUNT))),
     ("hello", decode_from_executor, frame("hello", 8, b"\x03\x00" + text(COUNT) + b"\xa0" + b"\x01" * 4)),
-    ("submit", decode_from_gateway, frame("submit", 5, b"\x01\x01\xa0" + MANY + b"\x92\xc4\x00\x00" * COUNT + b"\x90")),
+    ("submit", decode_from_gateway, frame("submit", 5, b"\x01\x01\xa0" + MANY + b"\x92\xc4\x00\x00" * COUNT + PARAMS)),
     (
         "submit",
         decode_from_gateway,
-        frame("submit", 5, b"\x01\x01\xa0\x91\x93\xc4\x00\x00" + MANY + b"\x91\xc4\x00" * COUNT + b"\x90"),
+        frame("submit", 5, b"\x01\x01\xa0\x91\x93\xc4\x00\x00" + MANY + b"\x91\xc4\x00" * COUNT + PARAMS),
     ),
-    ("submit", decode_from_gateway, frame("submit", 5, b"\x01\x01" + text(COUNT) + b"\x90\x90")),
+    ("submit", decode_from_gateway, frame("submit", 5, b"\x01\x01" + text(COUNT) + b"\x90" + PARAMS)),
     (
         "metricssnapshot",
         decode_from_gateway,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_scheduler.actors.submissions import ImpossibleError, check
 from pagewise_shared.block_hash import adapter_salt, is_own_salt, rope_salt, without_rope
-from pagewise_shared.protocol import Prompt, Submit, pack_int32s
+from pagewise_shared.protocol import Prompt, RequestParams, Submit, pack_int32s
 
 from tests.sampling import sampling_params
 
@@ -27,6 +27,8 @@ def test_salts_differ_if_clients_or_factors_do(
 def test_no_client_may_name_the_long_factors() -> None:
     salt = rope_salt(None, 2, 1)
     prompts = (Prompt(pack_int32s([1]), 1),)
-    submit = Submit(epoch=1, stream=0, request_id="r", prompts=prompts, sampling=sampling_params(), cache_salt=salt)
+    submit = Submit(
+        epoch=1, stream=0, request_id="r", prompts=prompts, params=RequestParams(sampling_params(), cache_salt=salt)
+    )
     with pytest.raises(ImpossibleError, match="LongRoPE"):
         check(submit, 100)

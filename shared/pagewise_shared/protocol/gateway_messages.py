@@ -4,7 +4,7 @@ They follow the rules of ``base.py``: one tagged, frozen, array-like struct per 
 
 A gateway numbers its *streams*: every output of every prompt is one, identified by an int32 that the gateway gives out
 in ascending order under one epoch. The outputs of a prompt have consecutive numbers, the prompts of a ``Submit`` follow
-each other, so output ``j`` of prompt ``i`` is stream ``submit.stream + i * n + j``.
+each other, so output ``j`` of prompt ``i`` is stream ``submit.stream + i * params.n + j``.
 """
 
 from typing import Annotated, Literal
@@ -127,6 +127,37 @@ class Prompt(Piece, frozen=True):
         return memoryview(self.tokens).cast("i")
 
 
+class RequestParams(Piece, frozen=True):
+    """How all prompts of a request are computed, and for whom. The scheduler keeps it with each of them.
+
+    Fields:
+        sampling: of output 0; the seed of output i is derived from its seed and i.
+        n: outputs of each prompt.
+        beam: search for the n likeliest outputs instead of sampling.
+        priority: lower runs earlier.
+        cache_salt: only requests with the same one share cached KV.
+        key: name of the API key it came with, "" without one.
+        client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
+        reuse: of its prefix, as far as anything is known.
+        adapter: with which it is computed; None: with the model alone.
+    """
+
+    sampling: SamplingParams
+    n: int = 1
+    beam: BeamParams | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    key: str = ""
+    client_request_id: str = ""
+    reuse: ReuseHints = ReuseHints()
+    adapter: Adapter | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """The most sequences of a prompt that may run at a time."""
+        return max(self.n, self.beam.width if self.beam is not None else 0)
+
+
 class Submit(Message, frozen=True):
     """One request of a client: taken as a whole, or refused as a whole (``RequestRefused``).
 
@@ -141,19 +172,12 @@ class Submit(Message, frozen=True):
         epoch: of the scheduler's welcome, as in every message from here on.
         stream: the first stream number; also names the request in ``Abort``.
         request_id: for people, logs and ``/debug``; unique among live requests.
-        sampling: of output 0; the seed of output i is derived from its seed and i.
-        n: outputs of each prompt.
-        beam: search for the n likeliest outputs instead of sampling.
-        priority: lower runs earlier. cache_salt: only requests with the same one share cached KV.
-        key, limits: name of the API key it came with, "" without one, and what that key may do.
+        params: of all its prompts. limits: what its API key may do.
         age_us: microseconds since the client's request arrived at the gateway.
         resumed: another scheduler has accepted it before. It is accepted again, whatever waits and whatever its key has
             used, and goes on behind the progress of its prompts.
         counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
             over its place, and is not counted again; -1: it was not counted yet.
-        client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
-        reuse: of its prefix, as far as anything is known.
-        adapter: with which it is computed; None: with the model alone.
         traceparent: the gateway's span, as W3C writes it, whose children the scheduler makes; "": it is not traced.
     """
 
@@ -161,19 +185,11 @@ class Submit(Message, frozen=True):
     stream: int
     request_id: str
     prompts: Annotated[tuple[Prompt, ...], Meta(max_length=MAX_PROMPTS)]
-    sampling: SamplingParams
-    n: int = 1
-    beam: BeamParams | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    key: str = ""
+    params: RequestParams
     limits: KeyLimits = KeyLimits()
     age_us: int = 0
     resumed: bool = False
     counted_as: int = -1
-    client_request_id: str = ""
-    reuse: ReuseHints = ReuseHints()
-    adapter: Adapter | None = None
     traceparent: str = ""
 
 

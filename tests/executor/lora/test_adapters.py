@@ -16,6 +16,7 @@ from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import make_segments, mark_segments
 from safetensors.torch import load_file, save_file
 
+from tests.core_requests import change
 from tests.executor.driver import drive, run_requests
 from tests.executor.references import segments_reference
 from tests.executor.runners import build_runner
@@ -97,9 +98,9 @@ def test_adapters_that_take_turns_in_one_slot_and_lose_their_blocks_go_on_as_if_
 def test_all_outputs_of_a_request_have_its_adapter(llama: Path, folders: dict[str, Path]) -> None:
     runner = build_runner(llama, enable_lora=True)
     request = with_adapter(read(folders["plain"]), [3, 4, 5, 6, 7], 6, "r")
-    request.n = 3
+    change(request, n=3)
     beams = with_adapter(read(folders["plain"]), [3, 4, 5, 6, 7], 6, "beams")
-    beams.beam, beams.n = BeamParams(1, 1.0, early_stopping=False), 1
+    change(beams, beam=BeamParams(1, 1.0, early_stopping=False), n=1)
     run_requests(runner, [request, beams])
     expected, _ = greedy(peft_model(llama, folders["plain"]), [3, 4, 5, 6, 7], 6)
     outputs = [*request.sequences, *beams.sequences]

@@ -18,6 +18,7 @@ from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.executor.driver import request, run_requests
 from tests.model_builders import build_model
 from tests.sampling import sampling_params
@@ -139,7 +140,7 @@ def test_several_outputs_cross_the_border_in_their_own_time(phi3_path: Path) -> 
 
 def test_beams_cross_the_border(phi3_path: Path) -> None:
     searched = request(prompt_of(29), 10, "beam")
-    searched.beam = BeamParams(2)
+    change(searched, beam=BeamParams(2))
     run_requests(runner_of(phi3_path), [searched])
     ids = torch.tensor([prompt_of(29)])
     out = reference(phi3_path).generate(

@@ -16,12 +16,12 @@ from pagewise_executor.profile import GPU_SIZES, measure_costs, measure_tier
 from pagewise_executor.tiers import host as host_tier
 from pagewise_executor.tiers import host_copies, host_loads
 from pagewise_scheduler.actors.offers import copy_costs
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST, Copied, StepResult, Welcome, unpack_int32s
 
+from tests.core_requests import make_request
 from tests.executor.streams.device import Device, Speeds
 from tests.executor.streams.executor import StepTimes, StreamedRunner
 from tests.executor.streams.machine import Machine, Process, Queue
@@ -107,7 +107,7 @@ class StreamedBench:
         """Seconds from a request with the prompt to its token."""
         scheduler, machine, began = self.scheduler, self.machine, self.machine.now
         self._number += 1
-        request = Request(f"r{self._number}", self.prompt, 1, sampling_params(temperature=0.0), arrival_time=began)
+        request = make_request(f"r{self._number}", self.prompt, 1, sampling_params(temperature=0.0), arrival_time=began)
         scheduler.add(request)
         machine.spend(PER_BLOCK * (len(self.prompt) // BLOCK_SIZE))
         while not request.sequences[0].finished:

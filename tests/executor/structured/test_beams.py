@@ -1,7 +1,6 @@
 """Beam search within a grammar finds what transformers finds with ``prefix_allowed_tokens_fn``."""
 
 import random
-from array import array
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from pagewise_gateway.structured.grammars import choice_grammar, json_schema_gra
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
+from tests.core_requests import make_request
 from tests.executor.driver import run_requests
 from tests.executor.references import beam_reference
 from tests.executor.runners import build_runner
@@ -47,7 +47,7 @@ def runner(model_path: Path) -> ModelRunner:
 
 def beams(grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n: int, name: str = "r") -> Request:
     params = SamplingParams(temperature=0, grammar=grammar, stop_token_ids=(EOS,))
-    return Request(name, array("i", prompt), max_tokens, params, n=n, beam=beam)
+    return make_request(name, prompt, max_tokens, params, n=n, beam=beam)
 
 
 def expected(path: Path, grammar: str, prompt: list[int], max_tokens: int, beam: BeamParams, n: int) -> list[list[int]]:

@@ -95,7 +95,7 @@ def test_outputs_match_and_every_token_was_allowed(runner: ModelRunner, model_pa
     run_requests(runner, requests)
     assert check_texts(model_path, requests, checks) > len(checks) / 2
     for one in requests:
-        reference = Reference(model_path, one.sampling.grammar)
+        reference = Reference(model_path, one.params.sampling.grammar)
         for sequence in one.sequences:
             assert reference.holds(sequence.output_token_ids.tolist())
 
@@ -200,7 +200,7 @@ def test_log_probabilities_are_those_of_the_model(runner: ModelRunner, model_pat
         np.frombuffer(found[0].top_logprobs, np.float32), np.frombuffer(found[1].top_logprobs, np.float32)
     )
     assert found[1].rank > 1
-    assert found[1].token_id in Reference(model_path, bound.sampling.grammar).allowed([])
+    assert found[1].token_id in Reference(model_path, bound.params.sampling.grammar).allowed([])
     assert found[1].token_id not in unpack_int32s(found[1].top_ids)[:1]
 
 

@@ -38,11 +38,11 @@ async def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
         answer = await server.openai.completions.create(model="one", prompt="the fox", max_tokens=3)
         assert answer.model == "one"
         submitted = server.scheduler.last
-        assert submitted.adapter is not None
-        assert submitted.adapter.content == read_adapter("one", str(folder), 16).content
-        assert submitted.cache_salt is None
+        assert submitted.params.adapter is not None
+        assert submitted.params.adapter.content == read_adapter("one", str(folder), 16).content
+        assert submitted.params.cache_salt is None
         await server.openai.completions.create(model=MODEL, prompt="the fox", max_tokens=3)
-        assert server.scheduler.last.adapter is None
+        assert server.scheduler.last.params.adapter is None
         status, text = await post(server, "/v1/unload_lora_adapter", lora_name="one", lora_int_id=3)
         assert (status, text) == (200, "Success: LoRA adapter 'one' removed successfully.")
         for path in ("/v1/completions", "/tokenize"):
@@ -68,7 +68,9 @@ async def test_answers_of_every_api_name_the_adapter(tmp_path: Path) -> None:
         assert response.model == "one"
         async with server.openai.responses.stream(model="one", input="the fox", max_output_tokens=16) as events:
             assert (await events.get_final_response()).model == "one"
-        assert {submit.adapter.name for submit in server.scheduler.submits if submit.adapter is not None} == {"one"}
+        assert {
+            submit.params.adapter.name for submit in server.scheduler.submits if submit.params.adapter is not None
+        } == {"one"}
         assert len(server.scheduler.submits) == 5
 
 
@@ -124,7 +126,7 @@ async def test_only_operators_load_adapters(tmp_path: Path) -> None:
         assert (await load(server, folder, key="sk-ops"))[0] == 200
         status, _ = await post(server, "/v1/completions", "sk-alice", model="one", prompt="the fox", max_tokens=2)
         assert status == 200
-        assert server.scheduler.last.cache_salt == "key:alice"
+        assert server.scheduler.last.params.cache_salt == "key:alice"
 
 
 @pytest.mark.parametrize(

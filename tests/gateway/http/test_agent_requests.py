@@ -99,7 +99,7 @@ async def test_the_output_configuration_of_messages() -> None:
     async with serving(FakeScheduler(replies=[reply('{"a": 1}')]), tokenizer=TOKENIZER, **HERMES) as server:
         status, answer = await server.post("/v1/messages", body)
         assert (status, answer["content"]) == (200, [{"type": "text", "text": '{"a": 1}'}])
-        assert '"integer"' in server.scheduler.last.sampling.grammar
+        assert '"integer"' in server.scheduler.last.params.sampling.grammar
         body["output_config"] = {"format": {"type": "json_schema", "schema": {"not": {}}}}
         status, answer = await server.post("/v1/messages", body)
         error: Any = answer["error"]

@@ -221,7 +221,7 @@ async def test_the_scheduler_is_told_a_client_s_own_id() -> None:
         for sent, told in (("job 1", ""), ("job-1", "job-1"), ("x" * 129, ""), (None, "")):
             headers = {} if sent is None else {"X-Request-Id": sent}
             assert (await server.post(COMPLETION, BODY, **headers))[0] == 200
-            assert server.scheduler.last.client_request_id == told
+            assert server.scheduler.last.params.client_request_id == told
             assert server.scheduler.last.request_id not in ("", told)
 
 
@@ -240,7 +240,7 @@ async def test_priorities_have_a_bound_for_each_key(path: str, key_file: Path) -
             status, answer = await server.post(path, body | {"priority": priority}, **bearer(key))
             assert status == (200 if allowed else 400)
             if allowed:
-                assert server.scheduler.last.priority == priority
+                assert server.scheduler.last.params.priority == priority
             else:
                 error: Any = answer["error"]
                 bound = {"sk-bob": "'bob' may ask for is 0", "sk-ops": "'ops' may ask for is -10"}[key]
@@ -260,7 +260,7 @@ async def test_keys_have_caches_of_their_own_unless_they_share(tmp_path: Path) -
                 for given in (None, "x"):
                     body = BODY if given is None else BODY | {"cache_salt": given}
                     assert (await server.post(COMPLETION, body, **bearer(key)))[0] == 200
-                    found.append(server.scheduler.last.cache_salt)
+                    found.append(server.scheduler.last.params.cache_salt)
             return found
 
     own = await salts(api_keys=keys)
@@ -318,7 +318,7 @@ async def test_without_keys_everybody_comes_in() -> None:
     async with serving() as server:
         status, _ = await server.post(COMPLETION, BODY, Authorization="Bearer whatever")
         assert status == 200
-        assert server.scheduler.last.key == ""
+        assert server.scheduler.last.params.key == ""
 
 
 async def test_the_openai_client_and_what_is_told(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +326,7 @@ async def test_the_openai_client_and_what_is_told(key_file: Path, caplog: pytest
         for key, name in (("sk-alice-2", "alice"), ("sk-carol", "carol")):
             async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
                 await client.completions.create(model=MODEL, prompt="the fox", max_tokens=4)
-            assert server.scheduler.last.key == name
+            assert server.scheduler.last.params.key == name
         with pytest.raises(openai.AuthenticationError):
             await server.openai.completions.create(model=MODEL, prompt="the fox")
         shown = server.shown()
@@ -367,7 +367,7 @@ async def test_the_scheduler_is_told_the_limits_of_a_key(key_file: Path) -> None
             ("sk-bob", "bob", KeyLimits(1, 20, None)),
         ):
             assert await status_of(server, key) == 200
-            assert (server.scheduler.last.key, server.scheduler.last.limits) == (name, limits)
+            assert (server.scheduler.last.params.key, server.scheduler.last.limits) == (name, limits)
 
 
 async def refusal(server: Server, key: str) -> tuple[int, str, int]:
@@ -391,7 +391,7 @@ async def test_tokenizing_counts_against_limits(key_file: Path, path: str, body:
         status, _ = await server.post(path, body, **bearer("sk-alice-1"))
         assert (status, server.scheduler.submits) == (200, []), "alice has no limits"
         status, _ = await server.post(path, body, **bearer("sk-bob"))
-        assert (status, server.scheduler.last.prompts, server.scheduler.last.key) == (200, (), "bob")
+        assert (status, server.scheduler.last.prompts, server.scheduler.last.params.key) == (200, (), "bob")
         await server.scheduler.until(lambda: server.scheduler.aborts)
         assert server.scheduler.aborts == [server.scheduler.last.stream]
         server.scheduler.refuse = ("overloaded", "too much", 3)

@@ -49,7 +49,7 @@ async def test_a_request_takes_the_place_of_what_it_was_counted_as(keys: str) ->
             status, _ = await server.post(path, body, **LIMITED)
             counted, real = server.scheduler.submits
             assert (status, counted.prompts, counted.counted_as) == (200, (), -1)
-            assert (len(real.prompts), real.counted_as, real.key) == (1, counted.stream, "bob")
+            assert (len(real.prompts), real.counted_as, real.params.key) == (1, counted.stream, "bob")
             assert real.stream > counted.stream
         assert server.scheduler.aborts == [], "the scheduler has put the requests there, nothing is left to end"
         assert server.link.num_live == 0
@@ -407,9 +407,9 @@ async def test_integral_floats_are_integers() -> None:
         content = b'{"prompt": [5.0, 6, 7e0], "logprobs": 1.0, ' + fields + b"}"
         status, _ = await server.post_bytes(COMPLETION, content, "application/json")
         last = server.scheduler.last
-        assert (status, last.prompts[0].max_tokens, last.n, last.priority) == (200, 10, 2, -1)
-        assert (last.sampling.seed, last.sampling.top_k, last.sampling.logprobs) == (100, 5, 1)
-        assert {7, 8} <= set(last.sampling.stop_token_ids)
+        assert (status, last.prompts[0].max_tokens, last.params.n, last.params.priority) == (200, 10, 2, -1)
+        assert (last.params.sampling.seed, last.params.sampling.top_k, last.params.sampling.logprobs) == (100, 5, 1)
+        assert {7, 8} <= set(last.params.sampling.stop_token_ids)
         assert server.scheduler.last_prompt == [5, 6, 7]
         status, answer = await server.post_bytes("/detokenize", b'{"tokens": [5.0, 6.0]}', "application/json")
         assert status == 200, answer

@@ -134,7 +134,7 @@ async def test_thinking_and_choices() -> None:
         choice: Any = {"type": "any", "disable_parallel_tool_use": True}
         answer = await whole(client, messages=ASKED, tools=TOOLS, tool_choice=choice)
         assert [block.name for block in answer.content] == ["get_weather"]
-        assert server.scheduler.last.sampling.grammar
+        assert server.scheduler.last.params.sampling.grammar
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "a"}

@@ -98,7 +98,7 @@ async def test_chat_ends_at_the_end_of_sequence() -> None:
         assert answer.choices[0].finish_reason == "stop"
         assert answer.choices[0].message.content == "user: Grüße, 世界"
         assert server.scheduler.last.prompts[0].max_tokens == 512 - len(CHAT_IDS)
-        assert server.scheduler.last.sampling.stop_token_ids == (0,)
+        assert server.scheduler.last.params.sampling.stop_token_ids == (0,)
 
 
 async def test_stream_helper_of_the_client() -> None:

@@ -32,18 +32,18 @@ async def complete(server: Server, **fields: Any) -> dict[str, Any]:
 async def test_beam_search_arrives() -> None:
     async with serving() as server:
         await complete(server, use_beam_search=True, n=4, length_penalty=0.5, early_stopping="never")
-        assert server.scheduler.last.beam == BeamParams(4, 0.5, "never")
+        assert server.scheduler.last.params.beam == BeamParams(4, 0.5, "never")
         await complete(server, use_beam_search=True, n=3, temperature=0)
-        assert server.scheduler.last.beam == BeamParams(3)
+        assert server.scheduler.last.params.beam == BeamParams(3)
         await complete(server, best_of=2, n=2, stop="x")
-        assert (server.scheduler.last.beam, server.scheduler.last.n) == (None, 2)
+        assert (server.scheduler.last.params.beam, server.scheduler.last.params.n) == (None, 2)
 
 
 async def test_the_wish_to_keep_a_prefix_arrives() -> None:
     async with serving() as server:
         for given, seconds in (("24h", 86400), ("30m", 1800), ("90s", 90), ("in_memory", 0), (None, 0)):
             await complete(server, prompt_cache_retention=given)
-            assert server.scheduler.last.reuse.retention == seconds
+            assert server.scheduler.last.params.reuse.retention == seconds
 
 
 async def test_sampling_parameters_arrive() -> None:
@@ -72,7 +72,7 @@ async def test_sampling_parameters_arrive() -> None:
             logprobs=4,
         )
         request = server.scheduler.last
-        sampling = request.sampling
+        sampling = request.params.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
         assert sampling.seed == 2**64 - 1
         assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
@@ -84,7 +84,7 @@ async def test_sampling_parameters_arrive() -> None:
         assert array("f", constraints.biases).tolist() == [-100.0, 1.5]
         assert pack_int32s(TOKENIZER.encode("fox")) in constraints.bad_words
         assert (sampling.logprobs, sampling.prompt_logprobs) == (4, None)
-        assert (request.prompts[0].max_tokens, request.n, request.priority) == (9, 3, -3)
+        assert (request.prompts[0].max_tokens, request.params.n, request.params.priority) == (9, 3, -3)
 
 
 @pytest.mark.parametrize("skip", [None, False])
@@ -99,7 +99,7 @@ async def test_defaults() -> None:
         seeds = set()
         for _ in range(2):
             await complete(server)
-            sampling = server.scheduler.last.sampling
+            sampling = server.scheduler.last.params.sampling
             seeds.add(sampling.seed)
             assert 0 <= sampling.seed < 2**63
         assert len(seeds) == 2
@@ -108,7 +108,7 @@ async def test_defaults() -> None:
         assert sampling.stop_token_ids == (0,)
         for fields in ({"temperature": 0}, {"temperature": 1e-9}, {"top_p": 0}):
             await complete(server, top_k=-1, ignore_eos=True, **fields)
-            sampling = server.scheduler.last.sampling
+            sampling = server.scheduler.last.params.sampling
             assert (sampling.temperature, sampling.top_k, sampling.stop_token_ids) == (0.0, 0, ())
 
 

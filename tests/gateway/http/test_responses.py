@@ -97,7 +97,7 @@ async def test_text_may_have_a_format(ask: Any) -> None:
     async with serving(FakeScheduler(replies=[reply('{"a": 1}')]), tokenizer=TOKENIZER, **HERMES) as server:
         answer = await ask(server, input="Wetter?", text=form)
         assert json.loads(answer.output_text) == {"a": 1}
-        assert '"integer"' in server.scheduler.last.sampling.grammar
+        assert '"integer"' in server.scheduler.last.params.sampling.grammar
 
 
 async def test_without_parsers_an_answer_is_one_message() -> None:

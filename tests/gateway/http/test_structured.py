@@ -61,7 +61,7 @@ async def test_grammars_arrive(path: str) -> None:
         for fields, kind, part in wanted:
             status, answer = await ask(server, path, **fields)
             assert status == 200, answer
-            grammar = server.scheduler.last.sampling.grammar
+            grammar = server.scheduler.last.params.sampling.grammar
             assert part in grammar if part else grammar == ""
             if kind is not None:
                 counts[kind] = counts.get(kind, 0) + 1
@@ -127,15 +127,15 @@ async def test_the_end_of_the_sequence_is_where_the_grammar_ends() -> None:
     async with serving() as server:
         for ignored in (False, True):
             await ask(server, **regex, ignore_eos=ignored, stop_token_ids=[7])
-            sampling = server.scheduler.last.sampling
+            sampling = server.scheduler.last.params.sampling
             assert sampling.stop_token_ids == (EOS, 7)
             assert sampling.constraints == (token_constraints(bad_words=[[EOS]]) if ignored else None)
         await ask(server, ignore_eos=True, stop_token_ids=[7])
-        assert server.scheduler.last.sampling.stop_token_ids == (7,)
-        assert server.scheduler.last.sampling.constraints is None
+        assert server.scheduler.last.params.sampling.stop_token_ids == (7,)
+        assert server.scheduler.last.params.sampling.constraints is None
         await ask(server, **regex, use_beam_search=True, n=2)
-        assert server.scheduler.last.beam is not None
-        assert server.scheduler.last.sampling.grammar
+        assert server.scheduler.last.params.beam is not None
+        assert server.scheduler.last.params.sampling.grammar
 
 
 async def test_a_large_schema_is_taken_and_a_larger_one_is_not() -> None:
@@ -146,7 +146,7 @@ async def test_a_large_schema_is_taken_and_a_larger_one_is_not() -> None:
             status, answer = await ask(server, structured_outputs={"json": schema})
             assert status == expected, answer
         assert "the limit is 262144" in answer["error"]["message"]
-        assert len(server.scheduler.last.sampling.grammar) > 100_000
+        assert len(server.scheduler.last.params.sampling.grammar) > 100_000
 
 
 async def test_a_fleet_that_follows_no_grammars_gets_none() -> None:

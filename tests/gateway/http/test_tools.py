@@ -334,7 +334,7 @@ async def test_the_streaming_helper_of_the_client() -> None:
         async with server.openai.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=strict) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_completion()
-        grammar = server.scheduler.last.sampling.grammar
+        grammar = server.scheduler.last.params.sampling.grammar
     written = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert "".join(event.arguments_delta for event in written if event.index == 0) == ARGUMENTS
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
@@ -368,7 +368,7 @@ async def test_calls_that_have_to_be_made_are_grammars() -> None:
         async def grammar(**options: Any) -> str:
             answer = await whole(server, messages=MESSAGES, tools=TOOLS, **options)
             assert answer.choices[0].finish_reason == "tool_calls"
-            return server.scheduler.last.sampling.grammar
+            return server.scheduler.last.params.sampling.grammar
 
         assert await grammar() == ""
         required = await grammar(tool_choice="required")
@@ -390,8 +390,8 @@ async def test_a_format_of_the_answer_leaves_reasoning_free() -> None:
     async with serving(FakeScheduler(replies=[reply(text)] * 2), tokenizer=TOKENIZER, **HERMES) as server:
         answer = await whole(server, messages=MESSAGES, response_format={"type": "json_object"})
         assert answer.choices[0].message.content == '{"a": 1}'
-        assert allows(server.scheduler.last.sampling.grammar, text)
-        assert not allows(server.scheduler.last.sampling.grammar, "<think>hm</think>Ja.")
+        assert allows(server.scheduler.last.params.sampling.grammar, text)
+        assert not allows(server.scheduler.last.params.sampling.grammar, "<think>hm</think>Ja.")
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

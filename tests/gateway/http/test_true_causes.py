@@ -108,7 +108,7 @@ async def test_banned_words_that_the_model_cannot_say() -> None:
     async with serving(FakeScheduler(vocab_size=image), tokenizer=tokenizer) as server:
         status, _ = await server.post(COMPLETION, {"prompt": "a", "bad_words": ["<|image|>", "a<|image|>b", "fox"]})
         assert status == 200
-        constraints = server.scheduler.last.sampling.constraints
+        constraints = server.scheduler.last.params.sampling.constraints
         assert constraints is not None
         assert constraints.flaw(image) is None
 

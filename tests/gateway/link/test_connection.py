@@ -97,7 +97,7 @@ async def test_one_message_for_all_prompts_of_a_request() -> None:
         first, second = server.scheduler.submits
         assert [list(unpack_int32s(prompt.tokens)) for prompt in first.prompts] == [[70, 71], [72]]
         assert [prompt.max_tokens for prompt in first.prompts] == [3, 3]
-        assert (first.n, first.sampling.seed, first.stream, second.stream) == (2, 5, 0, 4)
+        assert (first.params.n, first.params.sampling.seed, first.stream, second.stream) == (2, 5, 0, 4)
         assert 0 <= first.age_us < 5_000_000
 
 

@@ -7,7 +7,7 @@ from pagewise_gateway.generation import AnswerOptions
 from pagewise_gateway.link.live_request import LiveRequest
 from pagewise_gateway.link.stream_table import StreamTable
 from pagewise_gateway.metrics import Metrics
-from pagewise_shared.protocol import Prompt, Submit, encode, pack_int32s
+from pagewise_shared.protocol import Prompt, RequestParams, Submit, encode, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from tests.gateway.server import TOKENIZER
@@ -20,7 +20,7 @@ def test_outputs_that_wait_to_be_admitted_take_little_time_and_memory() -> None:
     metrics = Metrics("demo")
     table = StreamTable(metrics)
     prompts = tuple(Prompt(pack_int32s([5] * 64), 16) for _ in range(PROMPTS))
-    request = Submit(0, 0, "r", prompts, SamplingParams(), n=N)
+    request = Submit(0, 0, "r", prompts, RequestParams(SamplingParams(), n=N))
     tracemalloc.start()
     began = time.process_time()
     live = LiveRequest(request, AnswerOptions(stop=STOPS), TOKENIZER, metrics, table.has_news, lambda live: None)

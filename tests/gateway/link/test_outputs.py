@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     Outputs,
     Prompt,
     PromptFailed,
+    RequestParams,
     Started,
     StreamFinished,
     StreamPromptLogprobs,
@@ -56,7 +57,7 @@ class Table:
         prompt = Prompt(pack_int32s([1, 2, 3]), max_tokens)
         sampling = fields.pop("sampling", SamplingParams(stop_token_ids=(END,)))
         options = {name: fields.pop(name) for name in AnswerOptions.__slots__ if name in fields}
-        request = Submit(0, 0, "r", (prompt,) * prompts, sampling, **fields)
+        request = Submit(0, 0, "r", (prompt,) * prompts, RequestParams(sampling, **fields))
         live = LiveRequest(
             request,
             AnswerOptions(wants_token_ids=True, **options),

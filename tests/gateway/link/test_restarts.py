@@ -72,7 +72,7 @@ async def test_a_stream_goes_on_at_the_next_scheduler() -> None:
         for index in range(3):
             assert text_of(chunks, index) == repeated(index, 60)
         first = server.scheduler.last
-        assert (again.request_id, again.sampling, again.n) == (first.request_id, first.sampling, 3)
+        assert (again.request_id, again.params.sampling, again.params.n) == (first.request_id, first.params.sampling, 3)
         assert [len(one.tokens) >= 4 * 15 for one in again.prompts[0].progress] == [True] * 3
         assert again.age_us > first.age_us
         assert chunks[-1]["usage"]["completion_tokens"] == 180

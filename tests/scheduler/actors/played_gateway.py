@@ -33,6 +33,7 @@ from pagewise_shared.protocol import (
     Query,
     QueryAnswer,
     Refused,
+    RequestParams,
     RequestRefused,
     Started,
     StreamFinished,
@@ -273,24 +274,21 @@ class PlayedGateway:
                 self._next,
                 request_id or uuid.uuid4().hex,
                 prompts_of(prompts, max_tokens),
-                sampling,
-                n=n,
-                beam=beam,
-                priority=priority,
-                key=key,
-                limits=limits or KeyLimits(),
-                client_request_id=client_request_id,
+                RequestParams(
+                    sampling, n=n, beam=beam, priority=priority, key=key, client_request_id=client_request_id
+                ),
+                limits or KeyLimits(),
             )
         )
 
     async def submit_as(self, submit: Submit) -> PlayedRequest:
         """Submit this request; its epoch and streams are filled in."""
         submit = Submit(self.epoch, self._next, *list(tuple_of(submit))[2:])
-        outputs = len(submit.prompts) * submit.n
+        outputs = len(submit.prompts) * submit.params.n
         known = [
             unpack_int32s(progress.tokens[: len(progress.tokens) // 4 * 4]).tolist()
             for prompt in submit.prompts
-            for progress in (prompt.progress or [StreamProgress(b"")] * submit.n)
+            for progress in (prompt.progress or [StreamProgress(b"")] * submit.params.n)
         ]
         request = PlayedRequest(submit.stream, submit, known if outputs else [[]])
         for index, progress in enumerate(one for prompt in submit.prompts for one in prompt.progress):
@@ -304,7 +302,7 @@ class PlayedGateway:
 
     async def resubmit(self, request: PlayedRequest) -> PlayedRequest:
         """Submit again what was submitted to another scheduler, with the tokens that have come."""
-        n, old = request.submit.n, request.submit
+        n, old = request.submit.params.n, request.submit
         progress = request.progress()
         prompts = tuple(
             Prompt(prompt.tokens, prompt.max_tokens, progress[number * n : number * n + n])

@@ -23,6 +23,7 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     Message,
     RegisterAdapter,
+    RequestParams,
     StepPlan,
     StepResult,
     Submit,
@@ -132,7 +133,9 @@ async def submit(
 ) -> PlayedRequest:
     stream = played._next
     prompts = prompts_of([[5, 6, 7, 8, 9]], max_tokens)
-    request = Submit(played.epoch, stream, f"r{stream}", prompts, GREEDY, cache_salt=salt, adapter=adapter)
+    request = Submit(
+        played.epoch, stream, f"r{stream}", prompts, RequestParams(GREEDY, cache_salt=salt, adapter=adapter)
+    )
     return await played.submit_as(request)
 
 

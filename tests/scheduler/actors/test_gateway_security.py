@@ -29,6 +29,7 @@ from pagewise_shared.protocol import (
     Query,
     Refused,
     Rejoin,
+    RequestParams,
     ReuseHints,
     StreamProgress,
     Submit,
@@ -41,12 +42,16 @@ from tests.scheduler.actors.played_gateway import GREEDY, PlayedGateway, Refused
 from tests.scheduler.actors.stack import RawExecutor, executor, gateway, gateways_of, hello, int32s, running, until
 from tests.shared.key_pairs import make_key_pairs
 
-GOOD = Submit(0, 0, "r", prompts_of([[1, 2, 3]], 4), GREEDY)
+GOOD = Submit(0, 0, "r", prompts_of([[1, 2, 3]], 4), RequestParams(GREEDY))
 ONE = Prompt(int32s(1), 4)
 
 
 def changed(**fields: object) -> Submit:
     return msgspec.structs.replace(GOOD, **fields)
+
+
+def with_params(**fields: object) -> Submit:
+    return changed(params=RequestParams(GREEDY, **fields))  # type: ignore[arg-type]
 
 
 IMPOSSIBLE = [
@@ -73,19 +78,19 @@ IMPOSSIBLE = [
             PromptSegments(int32s(1, 2), boundary=-1),
         )
     ),
-    changed(beam=BeamParams(0)),
-    changed(beam=BeamParams(2**40)),
-    changed(beam=BeamParams(2, float("nan"))),
-    changed(beam=BeamParams(2, 1e300)),
-    changed(n=2, beam=BeamParams(1)),
+    with_params(beam=BeamParams(0)),
+    with_params(beam=BeamParams(2**40)),
+    with_params(beam=BeamParams(2, float("nan"))),
+    with_params(beam=BeamParams(2, 1e300)),
+    with_params(n=2, beam=BeamParams(1)),
     changed(request_id="x" * 10_000),
-    changed(key="x" * 10_000),
-    changed(priority=2**60),
+    with_params(key="x" * 10_000),
+    with_params(priority=2**60),
     changed(limits=KeyLimits(concurrent=0)),
     changed(limits=KeyLimits(tokens_per_minute=-5)),
-    changed(reuse=ReuseHints(retention=-1)),
-    changed(reuse=ReuseHints(retention=2**40)),
-    changed(reuse=ReuseHints(tool_call_ids=(1,) * 1000)),
+    with_params(reuse=ReuseHints(retention=-1)),
+    with_params(reuse=ReuseHints(retention=2**40)),
+    with_params(reuse=ReuseHints(tool_call_ids=(1,) * 1000)),
 ]
 
 
@@ -113,7 +118,7 @@ async def test_streams_that_cannot_be_are_not_answered(tmp_path: Path, stream: i
     async with running(tmp_path) as stack, executor(tmp_path, step_seconds=0.01):
         await stack.ready(1)
         mine = await stack.gateway.submit([1, 2, 3], n=2, max_tokens=30)  # streams 0 and 1
-        await stack.gateway.send(changed(epoch=stack.gateway.epoch, stream=stream, n=n))
+        await stack.gateway.send(changed(epoch=stack.gateway.epoch, stream=stream, params=RequestParams(GREEDY, n=n)))
         await until(lambda: stack.dropped("impossible") == 1)
         assert [len(tokens) for tokens in await mine.result()] == [30, 30]
 

@@ -13,6 +13,7 @@ from pagewise_shared.protocol import (
     KeyLimits,
     Prompt,
     Rejoin,
+    RequestParams,
     StreamFinished,
     StreamProgress,
     Submit,
@@ -30,6 +31,7 @@ from tests.scheduler.actors.played_gateway import (
 from tests.scheduler.actors.stack import executor, gateway, gateways_of, int32s, running, until
 
 SEEDED = SamplingParams(temperature=1.0, seed=7)
+OF_K = RequestParams(GREEDY, key="k")
 
 
 def a_runner(step_seconds: float = 0.0, **options: int) -> SimulatedRunner:
@@ -378,7 +380,9 @@ async def test_an_output_that_had_ended_is_not_generated_again(tmp_path: Path) -
     async with running(tmp_path) as stack, executor(tmp_path, runner=a_runner()):
         await stack.ready(1)
         prompts = (Prompt(int32s(1, 2, 3), 20, progress), Prompt(int32s(4), 20, progress[:1] * 2))
-        request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, SEEDED, n=2, resumed=True))
+        request = await stack.gateway.submit_as(
+            Submit(0, 0, "again", prompts, RequestParams(SEEDED, n=2), resumed=True)
+        )
         outputs = await request.result()
         assert outputs[0] == whole.tokens[0][:5]
         assert outputs[1] == whole.tokens[1]
@@ -396,7 +400,7 @@ async def test_an_output_that_ended_with_the_scheduler_is_told_so(tmp_path: Path
     tokens = (5, 6, 77) if ending == "stop" else (5, 6, 7)
     async with running(tmp_path) as stack:
         prompts = (Prompt(int32s(1, 2, 3), 9 if ending == "stop" else 3, (StreamProgress(int32s(*tokens)),)),)
-        request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, sampling))
+        request = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, RequestParams(sampling)))
         assert await request.result() == [list(tokens)]
         assert request.finished[0].reason == ending
         assert request.finished[0].stop_token == (77 if ending == "stop" else -1)
@@ -408,7 +412,7 @@ async def test_beam_searches_start_over(tmp_path: Path) -> None:
         first = await stack.gateway.submit([1, 2, 3], beam=BeamParams(3))
         await first.result()
         prompts = (Prompt(int32s(1, 2, 3), 8, (StreamProgress(b""),)),)
-        again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, GREEDY, beam=BeamParams(3)))
+        again = await stack.gateway.submit_as(Submit(0, 0, "again", prompts, RequestParams(GREEDY, beam=BeamParams(3))))
         assert await again.result() == first.tokens
 
 
@@ -420,11 +424,9 @@ async def test_who_goes_on_is_not_refused_whatever_waits_and_whatever_its_key_ma
         with pytest.raises(RefusedRequestError):
             await (await stack.gateway.submit([9], key="k", limits=limits)).result()
         prompts = tuple(Prompt(int32s(1, 2, number), 12, (StreamProgress(int32s(5)),)) for number in range(6))
-        submit = Submit(0, 0, "again", prompts, GREEDY, key="k", limits=limits, resumed=True)
+        submit = Submit(0, 0, "again", prompts, OF_K, limits, resumed=True)
         again = await stack.gateway.submit_as(submit)
-        tokenizing = await stack.gateway.submit_as(
-            Submit(0, 0, "text", (), GREEDY, key="k", limits=limits, resumed=True)
-        )
+        tokenizing = await stack.gateway.submit_as(Submit(0, 0, "text", (), OF_K, limits, resumed=True))
         await tokenizing.until(lambda: tokenizing.started)
         async with executor(tmp_path, runner=a_runner()):
             assert [len(tokens) for tokens in await again.result()] == [12] * 6
@@ -436,7 +438,7 @@ async def test_a_request_with_too_many_streams_is_refused_and_costs_nobody_else_
         beside = await stack.gateway.submit([1, 2, 3], max_tokens=60)
         for _ in range(10):
             await stack.gateway.send(
-                Submit(stack.gateway.epoch, 1000, "many", prompts_of([[1]] * 2048, 2), GREEDY, n=33)
+                Submit(stack.gateway.epoch, 1000, "many", prompts_of([[1]] * 2048, 2), RequestParams(GREEDY, n=33))
             )
         await until(lambda: len([one for frame in stack.gateway.frames for one in frame.refused]) == 10)
         assert len((await beside.result())[0]) == 60
@@ -513,7 +515,7 @@ async def test_a_request_takes_the_place_of_what_it_was_counted_as(tmp_path: Pat
             counted = await stack.gateway.submit(key="k", limits=limits)
             await counted.until(lambda counted=counted: counted.started)
             request = await stack.gateway.submit_as(
-                Submit(0, 0, "r", prompts_of([[1, 2]], 9), GREEDY, key="k", limits=limits, counted_as=counted.stream)
+                Submit(0, 0, "r", prompts_of([[1, 2]], 9), OF_K, limits, counted_as=counted.stream)
             )
             assert [len(tokens) for tokens in await request.result()] == [9]
             await stack.gateway.abort(counted)  # it is not there any more
@@ -531,7 +533,7 @@ async def test_a_request_that_cannot_take_a_place_is_refused_and_gives_its_own_b
         counted = await stack.gateway.submit(key="k", limits=limits)
         await counted.until(lambda: counted.started)
         for key, stream in (("k", 12345), ("k", running_one.stream), ("thief", counted.stream)):
-            submit = Submit(0, 0, "r", prompts_of([[1]], 9), GREEDY, key=key, limits=limits, counted_as=stream)
+            submit = Submit(0, 0, "r", prompts_of([[1]], 9), RequestParams(GREEDY, key=key), limits, counted_as=stream)
             with pytest.raises(RefusedRequestError, match="counted as stream"):
                 await (await stack.gateway.submit_as(submit)).result()
         await stack.gateway.abort(counted)
@@ -548,7 +550,7 @@ async def test_requests_that_are_counted_together_do_not_take_more_tokens_than_t
         for number, place in enumerate(places):
             await place.until(lambda place=place: place.started)
             prompts = prompts_of([[number] * 20], 2)
-            submits.append(Submit(0, 0, "r", prompts, GREEDY, key="k", limits=limits, counted_as=place.stream))
+            submits.append(Submit(0, 0, "r", prompts, OF_K, limits, counted_as=place.stream))
         first = await stack.gateway.submit_as(submits[0])
         for submit in submits[1:]:
             with pytest.raises(RefusedRequestError, match="tokens per minute"):
@@ -565,7 +567,7 @@ async def test_a_request_that_is_refused_after_its_body_was_read_counts_as_one_o
             counted = await stack.gateway.submit(key="k", limits=limits)
             await counted.until(lambda counted=counted: counted.started)
             prompts = prompts_of([[1] * 300], 9)
-            submit = Submit(0, 0, "r", prompts, GREEDY, key="k", limits=limits, counted_as=counted.stream)
+            submit = Submit(0, 0, "r", prompts, OF_K, limits, counted_as=counted.stream)
             with pytest.raises(RefusedRequestError, match="the most that fit are 256"):
                 await (await stack.gateway.submit_as(submit)).result()
         with pytest.raises(RefusedRequestError, match="requests per minute"):
@@ -579,7 +581,7 @@ async def test_a_refused_request_does_not_keep_its_place(tmp_path: Path, prompt:
         await stack.ready(1)
         counted = await stack.gateway.submit(key="k", limits=limits)
         await counted.until(lambda: counted.started)
-        submit = Submit(0, 0, "r", prompts_of([prompt], 9), GREEDY, key="k", limits=limits, counted_as=counted.stream)
+        submit = Submit(0, 0, "r", prompts_of([prompt], 9), OF_K, limits, counted_as=counted.stream)
         with pytest.raises(RefusedRequestError):
             await (await stack.gateway.submit_as(submit)).result()
         await (await stack.gateway.submit([2], key="k", limits=limits)).result()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from pagewise_scheduler.actors.submissions import MAX_CLIENT_ID
-from pagewise_shared.protocol import Submit
+from pagewise_shared.protocol import RequestParams, Submit
 
 from tests.scheduler.actors.played_gateway import GREEDY, RefusedRequestError, prompts_of
 from tests.scheduler.actors.stack import Stack, executor, running, until
@@ -130,7 +130,7 @@ async def test_a_report_tells_times_and_executors(tmp_path: Path) -> None:
 async def test_a_traceparent_is_one(tmp_path: Path, given: str) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
-        submit = Submit(0, 0, "id", prompts_of([[1, 2]], 4), GREEDY, traceparent=given)
+        submit = Submit(0, 0, "id", prompts_of([[1, 2]], 4), RequestParams(GREEDY), traceparent=given)
         with pytest.raises(RefusedRequestError, match="traceparent"):
             await (await stack.gateway.submit_as(submit)).result()
 
@@ -139,6 +139,6 @@ async def test_a_traceparent_is_one(tmp_path: Path, given: str) -> None:
 async def test_ids_of_clients_are_bounded_and_printable(tmp_path: Path, given: str) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
-        submit = Submit(0, 0, "id", prompts_of([[1, 2]], 4), GREEDY, client_request_id=given)
+        submit = Submit(0, 0, "id", prompts_of([[1, 2]], 4), RequestParams(GREEDY, client_request_id=given))
         with pytest.raises(RefusedRequestError, match="client's id"):
             await (await stack.gateway.submit_as(submit)).result()

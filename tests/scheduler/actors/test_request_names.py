@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.actors.recent_requests import is_called
 from pagewise_scheduler.actors.request_names import RequestNames
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d"])
@@ -30,7 +29,7 @@ def test_the_newest_is_found_among_all(changes: list[Request | int]) -> None:
     known: dict[str, Request] = {}
     for change in changes:
         if isinstance(change, Request):
-            index.add(change, change.arrived)
+            index.add(change, change.client_request_id, change.key, change.arrived)
             added.append(change)
             known[change.request_id] = change
         elif change < len(added):
@@ -41,7 +40,11 @@ def test_the_newest_is_found_among_all(changes: list[Request | int]) -> None:
     for name in ("a", "b", "c", "d"):
         assert (name in index) == (name in known)
         for key in ("", "alice", "bob"):
-            found = [one for one in known.values() if is_called(one, name, key)]
+            found = [
+                one
+                for one in known.values()
+                if name in (one.request_id, one.client_request_id) and key in ("", one.key)
+            ]
             newest = index.newest(name, key)
             assert (newest is None) == (not found)
             if newest is not None:
@@ -53,7 +56,8 @@ def test_a_lookup_does_not_take_longer_among_many() -> None:
     def seconds(count: int) -> float:
         index: RequestNames[Request] = RequestNames()
         for number in range(count):
-            index.add(Request(f"r-{number}", "the same", f"key-{number % 3}", float(number)), float(number))
+            request = Request(f"r-{number}", "the same", f"key-{number % 3}", float(number))
+            index.add(request, request.client_request_id, request.key, request.arrived)
         began = time.thread_time()
         for number in range(2000):
             assert index.newest(f"r-{number % count}", "") is not None

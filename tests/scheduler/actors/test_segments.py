@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Prompt, PromptSegments, Submit, pack_int32s
+from pagewise_shared.protocol import Prompt, PromptSegments, RequestParams, Submit, pack_int32s
 
 from tests.scheduler.actors.played_gateway import GREEDY, RefusedRequestError
 from tests.scheduler.actors.stack import executor, int32s, running
@@ -16,7 +16,7 @@ SEGMENTS = PromptSegments(int32s(1, 21, 22, 42))
 
 
 def submit(prompt: list[int], segments: PromptSegments | None, n: int = 1) -> Submit:
-    return Submit(0, 0, "r", (Prompt(pack_int32s(prompt), 8, segments=segments),), GREEDY, n=n)
+    return Submit(0, 0, "r", (Prompt(pack_int32s(prompt), 8, segments=segments),), RequestParams(GREEDY, n=n))
 
 
 def simulated(num_blocks: int, no_segments: str = "") -> SimulatedRunner:

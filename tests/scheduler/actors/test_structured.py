@@ -14,6 +14,7 @@ from pagewise_shared.protocol import (
     GrammarCompiled,
     Heartbeat,
     Prompt,
+    RequestParams,
     RowFailure,
     StepPlan,
     StepResult,
@@ -32,7 +33,7 @@ PROMPT = [7, *range(10, 20)]
 def submit(grammar: str, max_tokens: int = 8, n: int = 1, prompts: int = 1) -> Submit:
     params = SamplingParams(temperature=0, grammar=grammar)
     asked = tuple(Prompt(pack_int32s([*PROMPT, number]), max_tokens) for number in range(prompts))
-    return Submit(0, 0, "r", asked, params, n=n)
+    return Submit(0, 0, "r", asked, RequestParams(params, n=n))
 
 
 class FailingRunner(SimulatedRunner):

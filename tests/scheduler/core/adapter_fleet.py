@@ -13,6 +13,7 @@ from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, StepPl
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import make_segments, mark_segments
 
+from tests.core_requests import make_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for
 
@@ -29,9 +30,9 @@ def request(number: int, which: int | None, max_tokens: int = 4, arrival: float 
     """A request with an adapter, or with None. Many of them share prefixes, and those of others must not share KV."""
     chosen = None if which is None else adapter(which)
     salt = None if chosen is None else adapter_salt(chosen.content, None)
-    prompt = array("i", [7, 8, 9, *range(number % 5)])
+    prompt = [7, 8, 9, *range(number % 5)]
     fields = {"adapter": chosen, "cache_salt": salt, "arrival_time": arrival} | more
-    return Request(f"r{number}", prompt, max_tokens, GREEDY, **fields)  # type: ignore[arg-type]
+    return make_request(f"r{number}", prompt, max_tokens, GREEDY, **fields)
 
 
 def segmented(number: int, which: int | None, size: int, max_tokens: int = 4, arrival: float = 0.0) -> Request:
@@ -84,7 +85,9 @@ class Fleet:
             self._answer(self._loads.popleft()[1])
         for load in scheduler.features.messages(self.now):
             assert isinstance(load, LoadAdapter)
-            in_flight = [one for step in scheduler.steps_in_flight for one in step.requests if one.adapter is not None]
+            in_flight = [
+                one for step in scheduler.steps_in_flight for one in step.requests if one.params.adapter is not None
+            ]
             assert load.slot < 0 or not any(one.adapter_slot == load.slot for one in in_flight), "a step uses that slot"
             self.asked.append(load)
             self._loads.append((self.now + self._load_steps, load))
@@ -116,7 +119,7 @@ class Fleet:
         for slot, content in self.rows.values():
             assert self.slots[slot] == content, "an adapter was taken from rows that run"
         wanted = {
-            sequence.row: None if sequence.request.adapter is None else sequence.request.adapter.content
+            sequence.row: None if sequence.request.params.adapter is None else sequence.request.params.adapter.content
             for sequence in self.scheduler.running
         }
         for row, content in wanted.items():

@@ -1,6 +1,5 @@
 """Builders for core tests: schedulers and requests with only what a test cares about spelled out."""
 
-from array import array
 from collections.abc import Mapping
 from itertools import count
 
@@ -17,6 +16,8 @@ from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import HOST, TIER_NAMES
 from pagewise_shared.sampling import SamplingParams
+
+from tests.core_requests import make_request
 
 FURTHER = len(TIER_NAMES)
 """A tier below all that there are: the core takes any number of them."""
@@ -83,11 +84,11 @@ def create_request(
 ) -> Request:
     number = next(_ids)
     tokens = prompt if isinstance(prompt, list) else [number * 7 + i for i in range(prompt)]
-    return Request(
-        request_id=f"r{number}",
-        prompt_token_ids=array("i", tokens),
-        max_tokens=max_tokens,
-        sampling=SamplingParams(temperature=0, stop_token_ids=stop_token_ids, min_tokens=min_tokens),
+    return make_request(
+        f"r{number}",
+        tokens,
+        max_tokens,
+        SamplingParams(temperature=0, stop_token_ids=stop_token_ids, min_tokens=min_tokens),
         n=n,
         priority=priority,
         arrival_time=float(number) if arrival_time is None else arrival_time,

@@ -19,22 +19,22 @@ def expected_tokens(request: Request) -> list[int]:
     for _ in range(request.max_tokens):
         tokens.append(next_token(tuple(tokens)))
         produced = len(tokens) - len(request.prompt_token_ids)
-        if tokens[-1] in request.sampling.stop_token_ids and produced > request.sampling.min_tokens:
+        if tokens[-1] in request.params.sampling.stop_token_ids and produced > request.params.sampling.min_tokens:
             break
     return tokens[len(request.prompt_token_ids) :]
 
 
 def expected_beams(request: Request) -> list[list[int]]:
     """What the request's search finds when nothing comes between."""
-    assert request.beam is not None
-    search = BeamSearch(request.beam, frozenset(request.sampling.stop_token_ids), request.max_tokens)
-    wanted = request.beam.num_candidates(len(request.sampling.stop_token_ids))
+    assert request.params.beam is not None
+    search = BeamSearch(request.params.beam, frozenset(request.params.sampling.stop_token_ids), request.max_tokens)
+    wanted = request.params.beam.num_candidates(len(request.params.sampling.stop_token_ids))
     prompt = tuple(request.prompt_token_ids)
     living: list[list[int]] = [[]]
     while True:
         going_on = search.advance(living, [next_candidates((*prompt, *tokens), wanted) for tokens in living])
         if going_on is None:
-            return [ended.tokens for ended in search.results(request.n)]
+            return [ended.tokens for ended in search.results(request.params.n)]
         living = [[*living[one.parent], one.token] for one in going_on]
 
 
@@ -49,7 +49,7 @@ def executor_for(scheduler: Scheduler) -> CheckingExecutor:
 def num_stored(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> int:
     """How many blocks of the request lie in the storage of the executor, from the beginning on."""
     tokens = request.sequences[0].token_bytes() if request.sequences else request.prompt_token_ids.tobytes()
-    root = scheduler.kv.pool.tree.root_hash(request.cache_salt)
+    root = scheduler.kv.pool.tree.root_hash(request.params.cache_salt)
     names = hash_chain(root, tokens, 4 * scheduler.kv.block_size)
     return len(list(takewhile(lambda name: name in executor.storage, names)))
 

@@ -7,6 +7,7 @@ from pagewise_scheduler.core.requests.request import SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
+from tests.core_requests import change
 from tests.scheduler.core.adapter_fleet import Fleet, adapter, request, segmented
 from tests.scheduler.core.builders import create_scheduler
 from tests.scheduler.core.driving import expected_tokens
@@ -243,7 +244,7 @@ def test_what_computes_an_original_is_not_sent_back_behind_a_claim(monkeypatch: 
 def test_equal_files_under_a_path_that_cannot_be_read_fail_who_named_that_path_only() -> None:
     fleet = Fleet(1, broken=[1])
     gone, there = request(0, 1), request(1, 1, arrival=1.0)
-    there.adapter = adapter(1, path="/elsewhere")
+    change(there, adapter=adapter(1, path="/elsewhere"))
     for one in (gone, there):
         fleet.scheduler.add(one)
     fleet.run()

@@ -14,6 +14,7 @@ from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import HOST
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.adapter_fleet import Fleet, adapter, request, segmented
 from tests.scheduler.core.driving import check_states, expected_beams, expected_tokens
 
@@ -79,10 +80,10 @@ class Pair:
         else:
             made = request(number, asked.which, asked.max_tokens, now)
             made.prompt_token_ids.extend(range(30, 42))
-            made.n = 3 if asked.kind == "many" else 1
-            made.beam = BeamParams(2, 1.0, early_stopping=False) if asked.kind == "beams" else None
-        if made.adapter is not None and number % 2:  # equal files under another name
-            made.adapter = adapter(asked.which or 0, path=f"/copies/{asked.which}")
+            change(made, n=3 if asked.kind == "many" else 1)
+            change(made, beam=BeamParams(2, 1.0, early_stopping=False) if asked.kind == "beams" else None)
+        if made.params.adapter is not None and number % 2:  # equal files under another name
+            change(made, adapter=adapter(asked.which or 0, path=f"/copies/{asked.which}"))
         self.requests.append(made)
         self.nodes[asked.where].scheduler.add(made)
 
@@ -133,7 +134,9 @@ def test_no_adapter_reads_what_another_one_has_computed(script: list[tuple[Asked
         if any(sequence.finish_reason == "abort" for sequence in one.sequences):
             continue
         outputs = [sequence.output_token_ids.tolist() for sequence in one.sequences]
-        assert outputs == (expected_beams(one) if one.beam is not None else [expected_tokens(one)] * one.n)
+        assert outputs == (
+            expected_beams(one) if one.params.beam is not None else [expected_tokens(one)] * one.params.n
+        )
     for node in pair.nodes:
         check_states(node.scheduler.kv.pool)
         assert node.scheduler.kv.pool.num_in_use == 0

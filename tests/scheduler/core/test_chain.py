@@ -14,6 +14,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import Offer, RecoveryMode, com
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, DISK, HOST, REDIS, StepPlan
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler, evict, host_of
 from tests.scheduler.core.checking_executor import Content
 from tests.scheduler.core.driving import assert_all_free, check_states, expected_tokens, num_stored, run
@@ -124,7 +125,7 @@ def test_nothing_is_demoted_where_recovering_it_would_not_pay() -> None:
 def test_kv_of_requests_with_a_salt_is_not_demoted_where_it_must_not_be(salt: str | None) -> None:
     one = node({}, num_blocks=24, salted=False)
     request = create_request(prompt=PROMPT, max_tokens=2)
-    request.cache_salt = salt
+    change(request, cache_salt=salt)
     one.executor.full = True
     one.scheduler.add(request)
     run(one.scheduler, one.executor)

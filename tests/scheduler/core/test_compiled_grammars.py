@@ -1,7 +1,6 @@
 """Sequences start when the executor has compiled their grammars, and nobody else waits for that."""
 
 import random
-from array import array
 from collections import OrderedDict, deque
 
 import pytest
@@ -14,13 +13,14 @@ from pagewise_shared.protocol import CompileGrammar, GrammarCompiled, StepPlan, 
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 from pagewise_shared.sampling import SamplingParams
 
+from tests.core_requests import make_request
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens
 
 
 def request(number: int, grammar: str = "", max_tokens: int = 4, prompt: int = 5, **more: object) -> Request:
     params = SamplingParams(temperature=0.0, grammar=grammar)
-    tokens = array("i", range(number * 7, number * 7 + prompt))
-    return Request(f"r{number}", tokens, max_tokens, params, **({"arrival_time": float(number)} | more))  # type: ignore[arg-type]
+    tokens = range(number * 7, number * 7 + prompt)
+    return make_request(f"r{number}", tokens, max_tokens, params, **({"arrival_time": float(number)} | more))
 
 
 class Fleet:

@@ -1,8 +1,8 @@
 """Explanations name the true cause of a wait and of a lost prefix, one test for each cause."""
 
-from array import array
 from collections import deque
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
@@ -29,6 +29,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
+from tests.core_requests import make_request
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.driving import executor_for, run
 from tests.scheduler.core.fleets import fleet
@@ -60,9 +61,9 @@ class Player:
 
     def send(self, prompt: list[int] | int, max_tokens: int = 2, **fields: object) -> Request:
         number = next(self.numbers)
-        tokens = array("i", prompt if isinstance(prompt, list) else [1000 * number + i for i in range(prompt)])
-        given = {"sampling": GREEDY, "arrival_time": self.now, "key": "k"} | fields
-        request = Request(f"r{number}", tokens, max_tokens, **given)  # type: ignore[arg-type]
+        tokens = prompt if isinstance(prompt, list) else [1000 * number + i for i in range(prompt)]
+        given: dict[str, Any] = {"sampling": GREEDY, "arrival_time": self.now, "key": "k"} | fields
+        request = make_request(f"r{number}", tokens, max_tokens, **given)
         request.placed("e", self.now)
         self.scheduler.add(request)
         return request

@@ -13,6 +13,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepPlan, StepResult, encode
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens
 
@@ -33,9 +34,9 @@ class Driver:
 
     def send(self, key: str, prompt: int, max_tokens: int, *, n: int = 1, beams: int = 0, priority: int = 0) -> Request:
         request = create_request(prompt, max_tokens, n=n, priority=priority, arrival_time=float(len(self.all)))
-        request.key = key
+        change(request, key=key)
         if beams:
-            request.beam = BeamParams(width=beams)
+            change(request, beam=BeamParams(width=beams))
         self.scheduler.add(request)
         self.all.append(request)
         return request

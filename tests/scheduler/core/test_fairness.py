@@ -9,6 +9,7 @@ from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMP
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
 
@@ -26,7 +27,7 @@ class Service:
         self, key: str, prompt: int, max_tokens: int, priority: int = 0, arrival_time: float | None = None
     ) -> Request:
         request = create_request(prompt, max_tokens, priority=priority, arrival_time=arrival_time)
-        request.key = key
+        change(request, key=key)
         self.scheduler.add(request)
         self.known[request] = 0
         return request
@@ -38,15 +39,15 @@ class Service:
         for request, told in list(self.known.items()):
             tokens = len(request.sequences[0].output_token_ids)
             if not told and request.scheduled_time == request.scheduled_time:
-                self.served[request.key] += PROMPT_WEIGHT * len(request.prompt_token_ids)
+                self.served[request.params.key] += PROMPT_WEIGHT * len(request.prompt_token_ids)
                 told = 1
-            self.served[request.key] += OUTPUT_WEIGHT * (tokens + 1 - told if told else 0)
+            self.served[request.params.key] += OUTPUT_WEIGHT * (tokens + 1 - told if told else 0)
             self.known[request] = tokens + 1 if told else 0
             if request.finished:
                 del self.known[request]
 
     def waiting(self, key: str) -> int:
-        return sum(sequence.request.key == key for sequence in self.scheduler.waiting)
+        return sum(sequence.request.params.key == key for sequence in self.scheduler.waiting)
 
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 20))
@@ -131,7 +132,7 @@ def test_a_key_whose_prompt_somebody_computes_lets_the_next_key_start() -> None:
     prompt = list(range(700, 724))
     sharing = [create_request([*prompt, number], 3, arrival_time=float(number)) for number in range(2)]
     other = create_request(8, 3, arrival_time=5.0)
-    other.key = "other"
+    change(other, key="other")
     scheduler.add(sharing[0])
     executor = executor_for(scheduler)
     for request in (sharing[1], other):
@@ -151,15 +152,15 @@ def test_schedulers_of_one_fleet_share_the_accounts() -> None:
     elsewhere, here = WaitingQueue(shared), WaitingQueue(shared)
     requests = {key: create_request(arrival_time=0.0 if key == "served" else 1.0) for key in ("served", "new")}
     for key, request in requests.items():
-        request.key = key
+        change(request, key=key)
         request.create_sequences()
         here.arrive(request)
         here.push(request.sequences[0])
     first = here.peek()
     assert first is not None
-    assert first.request.key == "served"
+    assert first.request.params.key == "served"
     shared.account("served").served += 10
-    assert [head.request.key for head in here.heads(5)] == ["new", "served"]
+    assert [head.request.params.key for head in here.heads(5)] == ["new", "served"]
     assert len(elsewhere) == 0
     here.clear()
     assert all(shared.account(key).num_waiting == 0 for key in requests)
@@ -196,7 +197,7 @@ def test_one_key_waits_in_the_order_of_priority_and_arrival(arrivals: list[tuple
         head = queue.peek()
         assert head is order[0]
         assert queue.heads(16) == [head]
-        same = [sequence for sequence in order[:16] if sequence.request.priority == head.request.priority]
+        same = [sequence for sequence in order[:16] if sequence.request.params.priority == head.request.params.priority]
         assert queue.window(head, 16) == same
         queue.take(order.pop(0), SequenceStatus.FINISHED)
     assert queue.peek() is None

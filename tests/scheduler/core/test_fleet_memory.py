@@ -16,6 +16,7 @@ from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.driving import (
     assert_all_free,
@@ -239,7 +240,7 @@ class FleetRules(RuleBasedStateMachine):
     )
     def admit(self, where: int, head: int, tail: list[int], max_tokens: int, n: int, salt: str | None) -> None:
         request = create_request(prompt=[*range(head), *tail], max_tokens=max_tokens, n=n)
-        request.cache_salt = salt
+        change(request, cache_salt=salt)
         scheduler = self.nodes[where].scheduler
         if scheduler.fits(len(request.prompt_token_ids), max_tokens):
             scheduler.add(request)

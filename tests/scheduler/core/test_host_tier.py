@@ -12,6 +12,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import Method, Recovery, Recove
 from pagewise_shared.protocol import HOST
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler, host_of
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
@@ -272,7 +273,7 @@ def test_usage_of_a_search_does_not_count_what_its_hypotheses_have_computed(num_
     executor = executor_for(scheduler)
     searches = [create_request(prompt=14, max_tokens=9, n=2) for _ in range(3)]
     for request in searches:
-        request.beam = BeamParams(3)
+        change(request, beam=BeamParams(3))
         scheduler.add(request)
     run(scheduler, executor)
     assert executor.num_loaded > 0, "no hypothesis came back from the host: that was not tried"

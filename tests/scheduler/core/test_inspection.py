@@ -7,6 +7,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
 
@@ -21,7 +22,8 @@ def two_that_decode() -> tuple[Scheduler, list[Request]]:
     scheduler = create_scheduler(num_blocks=12, block_size=4)
     requests = [create_request(16, 24), create_request(16, 24)]
     for request, key in zip(requests, "ab", strict=True):
-        request.key = request.ref.key = key
+        request.ref.key = key
+        change(request, key=key)
         scheduler.add(request)
     return scheduler, requests
 

@@ -26,6 +26,7 @@ from pagewise_shared.protocol import DEVICE, StepResult
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
+from tests.core_requests import change
 from tests.scheduler.core import checking_executor
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
@@ -135,11 +136,11 @@ class MemoryRules(RuleBasedStateMachine):
         root = min(root, ranges[0][0] if ranges else 0)
         request.segments = make_segments(len(request.prompt_token_ids), ranges, root=root, boundary=boundary)
         mark_segments(request.prompt_token_ids, request.segments)
-        request.cache_salt = salt
+        change(request, cache_salt=salt)
         if kind == "beam" and max_tokens:
-            request.beam = BeamParams(n + wider, float(wider % 2))
+            change(request, beam=BeamParams(n + wider, float(wider % 2)))
             stops = [token for token, _ in next_candidates(tuple(request.prompt_token_ids), 2)] if ends else []
-            request.sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(stops))
+            change(request, sampling=msgspec.structs.replace(request.params.sampling, stop_token_ids=tuple(stops)))
         if self.scheduler.fits(len(request.prompt_token_ids), max_tokens, request.segments):
             self.scheduler.add(request)
             self.requests.append(request)
@@ -243,14 +244,14 @@ class MemoryRules(RuleBasedStateMachine):
         for request in self.requests:
             aborted = request.request_id in self.aborted
             assert all(sequence.finished for sequence in request.sequences)
-            if request.beam is not None:
+            if request.params.beam is not None:
                 if not aborted:
                     assert [sequence.output_token_ids.tolist() for sequence in request.sequences] == expected_beams(
                         request
                     )
                 continue
             expected = expected_tokens(request)
-            assert len(request.sequences) == request.n or aborted
+            assert len(request.sequences) == request.params.n or aborted
             for sequence in request.sequences:
                 produced = sequence.output_token_ids.tolist()
                 assert produced == (expected[: len(produced)] if aborted else expected)

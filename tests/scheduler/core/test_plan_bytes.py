@@ -4,7 +4,6 @@ from array import array
 
 import msgspec
 import pytest
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling import prefill_set
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import StepPlan, StepResult, encode, pack_int32s
@@ -30,6 +29,7 @@ from pagewise_shared.sampling import (
     token_constraints,
 )
 
+from tests.core_requests import change, make_request
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, expected_beams, expected_tokens, run
 
@@ -61,7 +61,7 @@ def test_what_the_sequences_of_a_request_share_is_in_a_plan_once() -> None:
         sampling = SamplingParams(temperature=0, constraints=constraints)
         for number in range(count):
             name = f"{count}-{number}" if constraints else "plain"
-            scheduler.add(Request(name, array("i", [number, count, 4]), 4, sampling, n=2))
+            scheduler.add(make_request(name, array("i", [number, count, 4]), 4, sampling, n=2))
     joined = 0
     while joined < 44:
         plan = step(scheduler)
@@ -78,7 +78,7 @@ def test_sequences_join_over_several_plans_if_they_are_too_large_for_one() -> No
     scheduler = Scheduler(
         num_blocks=length // 16 + 1000, block_size=16, max_num_seqs=n, max_num_batched_tokens=length + n
     )
-    scheduler.add(Request("r", array("i", range(length)), 8, SamplingParams(), n=n))
+    scheduler.add(make_request("r", array("i", range(length)), 8, SamplingParams(), n=n))
     joined, plans = 0, 0
     while joined < n:
         plan = step(scheduler)
@@ -96,7 +96,7 @@ def test_whatever_fits_into_a_plan_the_tokens_are_the_same(monkeypatch: pytest.M
     executor = executor_for(scheduler)
     requests = [create_request(prompt=6 + 5 * number, max_tokens=20, n=1 + number % 3) for number in range(6)]
     beam = create_request(prompt=9, max_tokens=6)
-    beam.beam, beam.n = BeamParams(width=4), 2
+    change(beam, beam=BeamParams(width=4), n=2)
     for request in (*requests, beam):
         scheduler.add(request)
     run(scheduler, executor)
@@ -111,7 +111,7 @@ def test_whatever_fits_into_a_plan_the_tokens_are_the_same(monkeypatch: pytest.M
 def test_what_leaves_before_anybody_was_told_leaves_room_in_the_plan() -> None:
     scheduler = create_scheduler()
     scheduler.add(request := create_request(prompt=5))
-    request.sampling = msgspec.structs.replace(request.sampling, grammar="é" * 1000)
+    change(request, sampling=msgspec.structs.replace(request.params.sampling, grammar="é" * 1000))
     plan = scheduler.plan
     scheduler.prefilling.chunks(32, 0, scheduler.steps_in_flight, 0.0)
     assert plan.joined_bytes > 2000, "a grammar of 1,000 characters takes up to 4 bytes for each"
@@ -147,10 +147,10 @@ def test_the_greatest_sequence_fits_into_a_frame_beside_others(block_size: int) 
     assert scheduler.max_model_len == length
     assert not scheduler.fits(length, 1)
     tokens = array("i", [2**31 - 1]) * length
-    scheduler.add(Request("first", tokens[:-1], 1, sampling))
+    scheduler.add(make_request("first", tokens[:-1], 1, sampling))
     step(scheduler)
     assert scheduler.num_running == 0
-    scheduler.add(Request("second", tokens[:-1], 1, sampling))
+    scheduler.add(make_request("second", tokens[:-1], 1, sampling))
     plan = step(scheduler)
     (new,) = plan.joined
     assert len(new.blocks) > 4 * (length // block_size - 2)

@@ -13,6 +13,7 @@ from pagewise_shared.block_hash import block_hash, root_hash
 from pagewise_shared.protocol import DEVICE, StepPlan
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
@@ -77,7 +78,7 @@ def test_salts_keep_caches_apart() -> None:
     cached = []
     for salt in (None, "a", "b", "a"):
         request = create_request(prompt=list(range(12)), max_tokens=2)
-        request.cache_salt = salt
+        change(request, cache_salt=salt)
         scheduler.add(request)
         run(scheduler, executor)
         cached.append(request.num_cached_tokens)
@@ -223,7 +224,7 @@ def test_the_outputs_of_one_request_are_one_use_of_its_prompt(kind: str) -> None
     for number in range(5):
         request = create_request([1000 * number + token for token in range(64)], 6, n=4 if kind == "several" else 1)
         if kind == "beams":
-            request.beam = BeamParams(4)
+            change(request, beam=BeamParams(4))
         scheduler.add(request)
         run(scheduler, executor)
     node = cached_prefix(scheduler.kv, ints(*range(64)), 64).blocks[3]

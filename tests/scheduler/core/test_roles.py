@@ -13,6 +13,7 @@ from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Role
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, evict
 from tests.scheduler.core.driving import assert_all_free, check_states, expected_beams, expected_tokens
 from tests.scheduler.core.role_fleet import Fleet
@@ -67,7 +68,7 @@ def test_with_a_grammar_a_request_stays_if_some_executors_follow_none() -> None:
     served = Fleet(["prefill", "decode"])
     served.views[1].grammars = False
     requests = [create_request(prompt=40, max_tokens=20) for _ in range(2)]
-    requests[0].sampling = msgspec.structs.replace(requests[0].sampling, grammar="start: /.*/")
+    change(requests[0], sampling=msgspec.structs.replace(requests[0].params.sampling, grammar="start: /.*/"))
     for request in requests:
         served.add(request)
     served.run()
@@ -76,8 +77,8 @@ def test_with_a_grammar_a_request_stays_if_some_executors_follow_none() -> None:
 
 def with_adapter(rank: int, max_tokens: int) -> Request:
     request = create_request(prompt=40, max_tokens=max_tokens)
-    request.adapter = Adapter("one", "/adapters/one", b"1" * 32, 1000, rank)
-    request.cache_salt = adapter_salt(request.adapter.content, None)
+    adapter = Adapter("one", "/adapters/one", b"1" * 32, 1000, rank)
+    change(request, adapter=adapter, cache_salt=adapter_salt(adapter.content, None))
     return request
 
 
@@ -115,7 +116,7 @@ def test_a_move_costs_the_load_of_an_adapter() -> None:
     """The one that holds it is chosen, though the other one is otherwise as good and comes first."""
     served = Fleet(["prefill", "decode", "decode"])
     request = with_adapter(8, 20)
-    assert request.adapter is not None
+    assert request.params.adapter is not None
     serve_adapters(served, (1, 8), (1, 8), (1, 8))
     held = served.views[2].scheduler.features.adapters
     other = with_adapter(8, 20)
@@ -214,9 +215,9 @@ def test_beam_searches_and_logprobs_of_prompts_stay(kind: str) -> None:
     served = Fleet(["prefill", "decode"])
     request = create_request(prompt=list(range(30)), max_tokens=6)
     if kind == "beam":
-        request.beam = BeamParams(width=2)
+        change(request, beam=BeamParams(width=2))
     else:
-        request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+        change(request, sampling=msgspec.structs.replace(request.params.sampling, prompt_logprobs=0))
     served.add(request)
     served.run()
     assert not served.moved
@@ -269,7 +270,7 @@ class RoleRules(RuleBasedStateMachine):
     )
     def admit(self, head: int, tail: list[int], max_tokens: int, n: int, salt: str | None) -> None:
         request = create_request(prompt=[*range(head), *tail], max_tokens=max_tokens, n=n)
-        request.cache_salt = salt
+        change(request, cache_salt=salt)
         if all(view.scheduler.fits(len(request.prompt_token_ids), max_tokens) for view in self.served.views):
             self.served.add(request)
             self.requests.append(request)

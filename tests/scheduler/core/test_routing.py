@@ -24,6 +24,7 @@ from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter
 from pagewise_shared.segments import make_segments, mark_segments
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
 
@@ -47,7 +48,7 @@ def executor_view(
     executor = executor_for(scheduler)
     for prompt in cached:
         request = create_request(prompt=prompt, max_tokens=1)
-        request.cache_salt = salt
+        change(request, cache_salt=salt)
         scheduler.add(request)
         run(scheduler, executor)
     return ExecutorView(scheduler)
@@ -59,7 +60,7 @@ def placed(name: RoutingName, prompt: list[int], *executors: ExecutorView, now: 
 
 def find(view: ExecutorView, prompt: list[int], salt: str | None = None) -> Match:
     request = create_request(prompt=prompt)
-    request.cache_salt = salt
+    change(request, cache_salt=salt)
     return view.find(PrefixQuery(request))
 
 
@@ -101,7 +102,7 @@ def test_what_lies_on_the_host_is_told_apart() -> None:
 def test_prompt_logprobs_use_no_cache() -> None:
     holder = executor_view(LONG)
     request = create_request(prompt=LONG)
-    request.sampling = request.sampling.__class__(temperature=0, prompt_logprobs=1)
+    change(request, sampling=request.params.sampling.__class__(temperature=0, prompt_logprobs=1))
     assert holder.find(PrefixQuery(request)) == Match(0, 0, 0)
 
 
@@ -344,7 +345,7 @@ def test_whatever_ends_leaves_nothing_behind(name: RoutingName, steps: list[tupl
         assert placement.executor in executors
         assert placement.predicted >= 0.0
         live.append(placement)
-        assert sum(one.load for one in executors) == sum(one.request.num_sequences for one in live)
+        assert sum(one.load for one in executors) == sum(one.request.params.num_sequences for one in live)
     for placement in live:
         placement.end(now)
         placement.end(now)
@@ -403,7 +404,7 @@ def test_an_adapter_is_a_reason_to_go_where_it_is() -> None:
         slots.append(scheduler.features.adapters)
         views.append(ExecutorView(scheduler))
     wanting = create_request(prompt=LONG)
-    wanting.adapter = adapter
+    change(wanting, adapter=adapter)
     slots[1].enter(wanting)
     (load,) = slots[1].messages(0.0)
     assert isinstance(load, LoadAdapter)
@@ -411,7 +412,7 @@ def test_an_adapter_is_a_reason_to_go_where_it_is() -> None:
 
     def chosen(executors: list[ExecutorView], adapter: Adapter | None) -> Placement:
         request = create_request(prompt=LONG)
-        request.adapter = adapter
+        change(request, adapter=adapter)
         return place(make_routing("ttft"), request, executors, 0.0)
 
     there = chosen(views, adapter)

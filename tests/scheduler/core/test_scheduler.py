@@ -7,6 +7,7 @@ from pagewise_scheduler.core.scheduling.step import StepMismatchError
 from pagewise_shared.protocol import StepPlan, StepResult, encode
 from pagewise_shared.sampling import BeamParams
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import assert_all_free, executor_for, expected_beams, expected_tokens, run
 
@@ -142,7 +143,7 @@ def test_the_first_output_stays_the_first_when_it_loses_its_blocks_in_mid_prompt
     scheduler = create_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
     executor = executor_for(scheduler)
     request = create_request(prompt=20, max_tokens=4, n=3)
-    request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+    change(request, sampling=msgspec.structs.replace(request.params.sampling, prompt_logprobs=0))
     scheduler.add(request)
     plan = scheduler.schedule(0.0)
     assert plan is not None
@@ -274,7 +275,7 @@ def test_beams_keep_to_the_limits_that_failed_steps_have_left() -> None:
     scheduler = create_scheduler(max_num_seqs=8)
     executor = executor_for(scheduler)
     request = create_request(prompt=6, max_tokens=6, n=2)
-    request.beam = BeamParams(4)
+    change(request, beam=BeamParams(4))
     scheduler.add(request)
     sizes: list[int] = []
     while True:

@@ -19,6 +19,7 @@ from pagewise_shared.sampling import BeamParams, token_constraints
 from pagewise_shared.segments import make_segments, mark_segments
 from pagewise_shared.speculation import num_accepted
 
+from tests.core_requests import change
 from tests.scheduler.core import checking_executor
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -128,7 +129,7 @@ def test_tokens_are_those_without_drafts_in_fewer_steps(depth: int, block_size: 
         scheduler = create_scheduler(num_blocks=320 // block_size, block_size=block_size, speculative=speculative)
         executor = executor_for(scheduler)
         requests = [create_request([1, 2, number], 40, n=2, stop_token_ids=(0,) * number) for number in (0, 1)]
-        requests[1].sampling = msgspec.structs.replace(requests[1].sampling, min_tokens=15)
+        change(requests[1], sampling=msgspec.structs.replace(requests[1].params.sampling, min_tokens=15))
         for request in requests:
             scheduler.add(request)
         steps[speculative] = run(scheduler, executor, depth=depth)
@@ -259,7 +260,7 @@ def drafted(request: Request) -> int:
 )
 def test_nothing_is_drafted_where_the_draw_depends_on_more_than_the_model(sampling: dict[str, object]) -> None:
     request = create_request(prompt=6, max_tokens=40)
-    request.sampling = msgspec.structs.replace(request.sampling, **sampling)
+    change(request, sampling=msgspec.structs.replace(request.params.sampling, **sampling))
     assert drafted(request) == 0
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
 
@@ -267,7 +268,7 @@ def test_nothing_is_drafted_where_the_draw_depends_on_more_than_the_model(sampli
 @pytest.mark.usefixtures("repeats")
 def test_nothing_is_drafted_for_beam_searches() -> None:
     beams, plain = (create_request(prompt=6, max_tokens=20) for _ in range(2))
-    beams.beam = BeamParams(2)
+    change(beams, beam=BeamParams(2))
     assert drafted(beams) == 0
     assert drafted(plain) > 0
 

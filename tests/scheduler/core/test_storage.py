@@ -18,6 +18,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DISK, StepResult
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import Content
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, num_stored, run
@@ -191,7 +192,7 @@ def test_nothing_is_loaded_if_all_is_to_be_recomputed() -> None:
 def test_kv_of_requests_with_a_salt_may_be_kept_away(salt: str | None, blocks: int) -> None:
     node = Node({}, salted=False)
     request = create_request(prompt=PROMPT)
-    request.cache_salt = salt
+    change(request, cache_salt=salt)
     node.add(request)
     run(node.scheduler, node.executor)
     assert node.executor.num_written == blocks
@@ -202,7 +203,7 @@ def test_log_probabilities_of_the_prompt_come_from_computing_it() -> None:
     Node(storage).serve(PROMPT)
     node = Node(storage)
     request = create_request(prompt=PROMPT)
-    request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    change(request, sampling=msgspec.structs.replace(request.params.sampling, prompt_logprobs=1))
     node.add(request)
     plan = node.scheduler.schedule(0.0)
     assert plan is not None

@@ -123,7 +123,7 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         self._choices: list[_Choice] = []
         for number, text in enumerate(texts):
             repeated = _Repeated(service, body, text, live, number)
-            self._choices += [_Choice(service, body, repeated) for _ in range(live.request.n)]
+            self._choices += [_Choice(service, body, repeated) for _ in range(live.request.params.n)]
         self._unopened = len(self._choices)
 
     def _answer(self) -> CompletionResponse:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
-from pagewise_shared.protocol import Prompt, Submit
+from pagewise_shared.protocol import Prompt, RequestParams, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
@@ -278,7 +278,7 @@ class Intake:
         if not client.limited:
             return
         self.counted = link.submit(
-            Submit(0, 0, self._request_id, (), SamplingParams(), key=client.name, limits=client.limits)
+            Submit(0, 0, self._request_id, (), RequestParams(SamplingParams(), key=client.name), client.limits)
         )
         await self.counted.next()
         await self._answering.begin(client)

@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Generic, TypeVar
 
 from aiohttp import web
-from pagewise_shared.protocol import Prompt, ReuseHints, Submit
+from pagewise_shared.protocol import Prompt, RequestParams, ReuseHints, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import AnswerOptions, SequenceDelta
@@ -51,16 +51,18 @@ def generate(
         stream=0,
         request_id=request[REQUEST_ID],
         prompts=prompts,
-        sampling=sampling,
-        n=n,
-        beam=beam_params(body, n),
-        priority=body.priority or 0,
-        cache_salt=client.cache_salt(body.cache_salt),
-        key=client.name,
+        params=RequestParams(
+            sampling=sampling,
+            n=n,
+            beam=beam_params(body, n),
+            priority=body.priority or 0,
+            cache_salt=client.cache_salt(body.cache_salt),
+            key=client.name,
+            client_request_id=client_request_id(request),
+            reuse=ReuseHints(retention_seconds(body), service.tokenizer.tool_call_ids),
+            adapter=check_model(body.model, service.limits),
+        ),
         limits=client.limits,
-        client_request_id=client_request_id(request),
-        reuse=ReuseHints(retention_seconds(body), service.tokenizer.tool_call_ids),
-        adapter=check_model(body.model, service.limits),
         traceparent=trace.traceparent if trace is not None else "",
     )
     options = AnswerOptions(

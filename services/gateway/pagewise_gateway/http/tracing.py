@@ -46,11 +46,11 @@ class RequestTrace:
 
     def generated(self, live: LiveRequest) -> None:
         """Take over what is known of the generation: it has ended, or nobody wants it any more."""
-        request, sampling = live.request, live.request.sampling
+        request, sampling = live.request, live.request.params.sampling
         queues = [prompt.queue_seconds for prompt in live.prompts if prompt.queue_seconds is not None]
         firsts = [prompt.first_token_time for prompt in live.prompts if prompt.first_token_time is not None]
         self._first_token = min(firsts, default=None)
-        model = request.adapter.name if request.adapter is not None else self._model_name
+        model = request.params.adapter.name if request.params.adapter is not None else self._model_name
         self._span.set_attributes(
             {
                 "gen_ai.request.model": model,
@@ -58,7 +58,7 @@ class RequestTrace:
                 "gen_ai.request.max_tokens": max((prompt.max_tokens for prompt in request.prompts), default=0),
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.choice.count": request.n,
+                "gen_ai.request.choice.count": request.params.n,
                 "gen_ai.request.stream": not live.options.whole,
                 "gen_ai.response.finish_reasons": live.finish_reasons(),
                 "gen_ai.usage.input_tokens": sum(len(prompt.token_ids) for prompt in request.prompts),

@@ -79,7 +79,7 @@ class LiveRequest:
         self.ended = False
         self.num_taken = self.num_cached_tokens = 0
         self.prompts = [LivePrompt(self, number, metrics) for number in range(len(request.prompts))]
-        self.num_outputs = len(self.prompts) * request.n
+        self.num_outputs = len(self.prompts) * request.params.n
         self.outputs: dict[int, Output] = {}
         self._tokenizer = tokenizer
         self._unfinished_prompts = len(self.prompts)
@@ -88,10 +88,10 @@ class LiveRequest:
         self._changed: list[Output] = []
         self._unread = 0
         self._held = held
-        self.token_bytes = token_bytes(request.sampling.logprobs)
+        self.token_bytes = token_bytes(request.params.sampling.logprobs)
         reserved = held.size - options.prompt_bytes if held is not None else 0
         self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self.token_bytes  # tokens, before more memory is taken
-        self._bounded = request.beam is None and not options.whole
+        self._bounded = request.params.beam is None and not options.whole
         self._admitted = False
         self._error: Exception | None = None
         self._follower: Callable[[], bool] | None = None
@@ -192,7 +192,7 @@ class LiveRequest:
         ``now``: seconds of the monotonic clock.
         """
         assert self.stream is not None
-        again, prompts, counted, n = self.resumed, self.request.prompts, self.counted_as, self.request.n
+        again, prompts, counted, n = self.resumed, self.request.prompts, self.counted_as, self.request.params.n
         if again:  # outputs without tokens have an entry too: it was accepted once
             prompts = tuple(
                 replace(one, progress=tuple(map(self._progress, range(number * n, number * n + n))))
@@ -216,7 +216,7 @@ class LiveRequest:
         """Return an output. It is made when it is first asked for: there may be thousands, of which few run at a time,
         and the request may not be admitted."""
         if (output := self.outputs.get(index)) is None:
-            prompt = self.prompts[index // self.request.n]
+            prompt = self.prompts[index // self.request.params.n]
             output = self.outputs[index] = Output(prompt, index, self._tokenizer)
         return output
 
@@ -228,7 +228,7 @@ class LiveRequest:
     def prompt_computed(self, prompt: LivePrompt) -> None:
         """The first output token of a prompt has been computed."""
         self.num_cached_tokens += prompt.cached_tokens
-        adapter, salt = self.request.adapter, self.request.cache_salt
+        adapter, salt = self.request.params.adapter, self.request.params.cache_salt
         self._on_prompt(
             self.request.prompts[prompt.number].token_ids,
             salt if adapter is None else adapter_salt(adapter.content, salt),
@@ -314,8 +314,8 @@ class LiveRequest:
                 )
             size = min(size + _GROWTH_BYTES, MOST_UNREAD) if self._bounded else size + _GROWTH_BYTES
             if self._held is not None:
-                most = self.request.n * sum(prompt.max_tokens for prompt in self.request.prompts) * self.token_bytes
-                self._held.grow_to(self.options.prompt_bytes + min(size, most))
+                tokens = self.request.params.n * sum(prompt.max_tokens for prompt in self.request.prompts)
+                self._held.grow_to(self.options.prompt_bytes + min(size, tokens * self.token_bytes))
             self._may_wait = size // self.token_bytes
         except Exception as error:
             request_id = self.request.request_id

@@ -160,7 +160,7 @@ class Output:
                 self._live.request.prompts[self.prompt.number].token_ids,
                 skip_special_tokens=options.skip_special_tokens,
                 stop=self._live.stop_strings,
-                min_tokens=self._live.request.sampling.min_tokens,
+                min_tokens=self._live.request.params.sampling.min_tokens,
                 shown=options.shown_tokens,
             )
             self._push = self._text.push_one
@@ -169,7 +169,7 @@ class Output:
     def _first(self, now: float) -> None:
         self._detokenizer()
         self.prompt.first_token(now)
-        if self._live.request.beam is None:  # their tokens all arrive at the end, without a latency between them
+        if self._live.request.params.beam is None:  # their tokens all arrive at the end, without a latency between them
             self._last_time = now
 
 
@@ -201,12 +201,12 @@ class LivePrompt:
 
     def __init__(self, live: "LiveRequest", number: int, metrics: Metrics) -> None:
         self.live, self.number = live, number
-        self.index = number * live.request.n
+        self.index = number * live.request.params.n
         self.logprobs = PackedLogprobs()
         self._known = 0
         self.cached_tokens = 0
         self.queue_seconds: float | None = None
-        self.unfinished = live.request.n
+        self.unfinished = live.request.params.n
         self._metrics = metrics
         self._started = False
         self.first_token_time: float | None = None

@@ -26,7 +26,7 @@ class Load(NamedTuple):
     @staticmethod
     def of(live: ClientRequest) -> "Load":
         """Of one request."""
-        return Load(live.num_sequences, len(live.prompt_token_ids))
+        return Load(live.params.num_sequences, len(live.prompt_token_ids))
 
     def plus(self, other: "Load") -> "Load":
         """Both together."""
@@ -54,7 +54,7 @@ class Unplaced:
     def add(self, live: ClientRequest, now: float, cause: WaitCause = "no executor") -> None:
         """Let a request wait from ``now`` (seconds) on."""
         live.timeline.begin(cause, now)
-        key, load = live.key, Load.of(live)
+        key, load = live.params.key, Load.of(live)
         self._since[live] = now
         self.load = self.load.plus(load)
         self._of_key[key] = self.of_key(key).plus(load)
@@ -67,9 +67,9 @@ class Unplaced:
         live.unplaced_seconds += now - since
         live.timeline.end(now)
         self.load = self.load.minus(Load.of(live))
-        left = self._of_key.pop(live.key).minus(Load.of(live))
+        left = self._of_key.pop(live.params.key).minus(Load.of(live))
         if left != Load():
-            self._of_key[live.key] = left
+            self._of_key[live.params.key] = left
         return True
 
     def of_key(self, key: str) -> Load:

@@ -167,9 +167,9 @@ class ClientRequest(Request):
     def tell_abort(self, now: float) -> None:
         """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
         self.started(now)
-        ended = set[int]() if self.beam is not None else {one.index for one in self.sequences if one.finished}
+        ended = set[int]() if self.params.beam is not None else {one.index for one in self.sequences if one.finished}
         self.outputs.finished += [
-            StreamFinished(self.stream + index, "abort") for index in range(self.n) if index not in ended
+            StreamFinished(self.stream + index, "abort") for index in range(self.params.n) if index not in ended
         ]
 
     def end(self, now: float) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from pagewise_shared.block_hash import is_adapter_salt, rope_salt, without_rope
+from pagewise_shared.protocol import RequestParams
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
@@ -130,9 +131,9 @@ class Draining:
             target = max(room, key=lambda other: room[other])
             live = _copy_request(prefix)
             num_tokens = len(live.prompt_token_ids)
-            if is_adapter_salt(live.cache_salt):
+            if is_adapter_salt(live.params.cache_salt):
                 continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
-            if rope_salt(live.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
+            if rope_salt(live.params.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
                 continue  # a prompt of this length has other KV
             fits = target.scheduler.fits(num_tokens, 0, live.segments)
             if room[target] < prefix.num_blocks + 1 or not fits:
@@ -155,9 +156,9 @@ def _copy_request(prefix: HotPrefix) -> ClientRequest:
         request_id=f"copy-{uuid4().hex}",
         prompt_token_ids=tokens,
         max_tokens=0,
-        sampling=SamplingParams(temperature=0.0),
-        priority=_LEAST_PRIORITY,
-        cache_salt=without_rope(prefix.cache_salt),
+        params=RequestParams(
+            SamplingParams(temperature=0.0), priority=_LEAST_PRIORITY, cache_salt=without_rope(prefix.cache_salt)
+        ),
         arrival_time=now,
         segments=segments,
         outputs=OutputBuilder(),

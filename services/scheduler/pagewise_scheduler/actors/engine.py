@@ -125,7 +125,7 @@ class Engine:
 
     def finish(self, live: ClientRequest, index: int) -> None:
         """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
-        if not self.serves(live) or live.beam is not None or index >= len(live.sequences):
+        if not self.serves(live) or live.params.beam is not None or index >= len(live.sequences):
             return
         sequence = live.sequences[index]
         if not sequence.finished:
@@ -184,12 +184,12 @@ class Engine:
                 live.take_prompt_logprobs(entries)
         for sequence in output.begun:
             sequence.request.timeline.goes_on(now)
-            if sequence.request.beam is None:
+            if sequence.request.params.beam is None:
                 self._answered(self._live[sequence.request.request_id], now)
         if output.logprobs:
             self._tell_logprobs(output.logprobs)
         for sequence in output.finished:
-            if sequence.request.beam is not None:
+            if sequence.request.params.beam is not None:
                 self._tell_chosen(sequence, now)
             self._finish(sequence, now)
         return output

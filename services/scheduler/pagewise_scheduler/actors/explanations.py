@@ -33,8 +33,6 @@ class _Ended(NamedTuple):
     """``packed``: as msgpack, which takes a fraction of the memory."""
 
     request_id: str
-    client_request_id: str
-    key: str
     packed: bytes
 
 
@@ -75,12 +73,12 @@ class Explanations:
     def _keep(self, request: ClientRequest) -> None:
         now = clock()
         told = explain(request, now, time.time() - now, ended=True)
-        kept = self._of_keys.setdefault(request.key, OrderedDict())
-        if kept.pop(request.request_id, None) is None:
-            self._sizes[request.key] += 1
-        name, theirs = request.request_id, request.client_request_id
-        kept[name] = _Ended(name, theirs, request.key, _encode(told))
-        self._names.add(kept[name], told.arrived)
+        name, key = request.request_id, request.params.key
+        kept = self._of_keys.setdefault(key, OrderedDict())
+        if kept.pop(name, None) is None:
+            self._sizes[key] += 1
+        kept[name] = ended = _Ended(name, _encode(told))
+        self._names.add(ended, request.params.client_request_id, key, told.arrived)
         if len(self) > self._most:
             self._drop_one()
 

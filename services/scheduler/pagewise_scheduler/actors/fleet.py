@@ -186,7 +186,7 @@ class Fleet(Sessions[Executor]):
             return
         log.warning("%s: adapters are not loaded within %g s: %d requests fail", engine.executor_id, most, len(failed))
         for request in failed:
-            name = request.adapter.name if request.adapter is not None else ""
+            name = request.params.adapter.name if request.params.adapter is not None else ""
             why = f"the executor has not told of any load for more than {most:g} s"
             engine.fail(request, f"the adapter {printable(name)!r} cannot be loaded: {why}")
 

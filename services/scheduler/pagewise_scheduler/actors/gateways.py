@@ -250,7 +250,8 @@ class Gateways(Sessions[Gateway]):
             return
         try:
             check(submit, self._router.capacity.vocab_size)
-            if submit.adapter is not None and (refusal := self._registry.refusal(submit.adapter)) is not None:
+            adapter = submit.params.adapter
+            if adapter is not None and (refusal := self._registry.refusal(adapter)) is not None:
                 raise ImpossibleError(f"an adapter that it may not use: {refusal}")
             submission = self._admitted(gateway, submit)
         except ImpossibleError as error:
@@ -268,7 +269,7 @@ class Gateways(Sessions[Gateway]):
     def _refuse(self, gateway: Gateway, submit: Submit, refused: RequestRefused) -> None:
         gateway.outputs.refused.append(refused)
         counted = gateway.submissions.get(submit.counted_as)
-        if counted is not None and not counted.prompts and counted.usage.name == submit.key:
+        if counted is not None and not counted.prompts and counted.usage.name == submit.params.key:
             self._end(gateway, counted)
 
     def _admitted(self, gateway: Gateway, submit: Submit) -> Submission:
@@ -279,7 +280,7 @@ class Gateways(Sessions[Gateway]):
             ImpossibleError: something in its prompts cannot be, or it was counted as something that is not there.
         """
         now, resumed = clock(), submit.resumed
-        usage = self._usages.of(submit.key, submit.limits, now)
+        usage = self._usages.of(submit.params.key, submit.limits, now)
         stream = submit.stream
         prompts = requests_of(
             submit,
@@ -329,8 +330,8 @@ class Gateways(Sessions[Gateway]):
         submission.running = len(submission.prompts)
         for live in submission.prompts:
             live.timeline.resumed = now if submit.resumed else None
-            self.names.add(live, live.arrival_time)
-            gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + live.n), live))
+            self.names.add(live, submit.params.client_request_id, submit.params.key, live.arrival_time)
+            gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + submit.params.n), live))
         for live in list(submission.prompts):
             self._settle(live, now)
         self._router.place([live for live in submission.prompts if not live.done])
@@ -353,7 +354,7 @@ class Gateways(Sessions[Gateway]):
         """
         gateways = list(self) if self._end_any else [asker]
         lives = [live for each in gateways for one in each.peer.submissions.values() for live in one.prompts]
-        found = newest_called((live for live in lives if not live.done), name, "") if name else None
+        found = newest_called((live for live in lives if not live.done), name) if name else None
         for live in lives:
             if live is found:
                 live.tell_abort(clock())
@@ -372,7 +373,7 @@ class Gateways(Sessions[Gateway]):
             self._on_traced(live, clock())
         self.names.remove(live)
         self.on_ended(live)
-        for each in range(live.stream, live.stream + live.n):
+        for each in range(live.stream, live.stream + live.params.n):
             gateway.streams.pop(each, None)
         submission.running -= 1
         if not submission.running:

@@ -65,7 +65,7 @@ class LookUps:
             for tier in engine.scheduler.kv.hashed.values():
                 if tier.link.rests:  # it has failed, and is left alone for some requests
                     tier.link.rests -= 1
-                elif engine.life is Life.SERVING and tier.may_have(request.cache_salt):
+                elif engine.life is Life.SERVING and tier.may_have(request.params.cache_salt):
                     asked.setdefault(tier.identity, (engine, tier))
         if not asked:
             return False

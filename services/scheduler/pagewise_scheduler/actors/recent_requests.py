@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagewise_scheduler.actors.request_names import Named, RequestNames
+from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.core.memory_reports import RequestReport, later
 from pagewise_scheduler.core.requests.request import Request
 
@@ -16,14 +16,13 @@ _decode = msgspec.msgpack.Decoder(RequestReport).decode
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended: its names, its key, and what it held when its report was made.
+    """A request that has ended: its id, its key, and what it held when its report was made.
 
     ``time``: when that was, in seconds of ``clock``. ``packed``: the report as msgpack, which takes a fraction of the
     memory. ``num_sequences``: in the report; one without any counts as one, because it takes memory as well.
     """
 
     request_id: str
-    client_request_id: str
     key: str
     num_sequences: int
     time: float
@@ -53,9 +52,9 @@ class RecentRequests:
         name, key, size = report.request_id, report.key, max(1, len(report.sequences))
         if name in self._of_keys.get(key, ()):
             self._drop(key, name)
-        ended = EndedRequest(name, report.client_request_id, key, size, now, _encode(report))
+        ended = EndedRequest(name, key, size, now, _encode(report))
         self._of_keys.setdefault(key, OrderedDict())[name] = ended
-        self._names.add(ended, now - report.arrived_seconds_ago)
+        self._names.add(ended, report.client_request_id, key, now - report.arrived_seconds_ago)
         self._sequences[key] += size
         while self._sequences.total() > self._most:
             widest, _ = self._sequences.most_common(1)[0]
@@ -82,17 +81,12 @@ class RecentRequests:
             yield from islice(reversed(own.values()), most)
 
     def newest_called(self, name: str, key: str, now: float) -> RequestReport | None:
-        """The report of the newest request that ``is_called`` so, as of ``now``; None: there is none."""
+        """The report of the newest request that is called so, as of ``now``; None: there is none."""
         ended = self._names.newest(name, key)
         return None if ended is None else later(ended.report, now - ended.time)
 
 
-def is_called(request: Named, name: str, key: str) -> bool:
-    """Whether a request has this id, our own or its client's, and belongs to this API key ("": any)."""
-    return name in (request.request_id, request.client_request_id) and key in ("", request.key)
-
-
-def newest_called(requests: Iterable[Request], name: str, key: str) -> Request | None:
-    """The newest of the requests that are called so, one of our own id first; None: there is none."""
-    found = [request for request in requests if is_called(request, name, key)]
+def newest_called(requests: Iterable[Request], name: str) -> Request | None:
+    """The newest of the requests that have this id, one of our own before its client's; None: there is none."""
+    found = [one for one in requests if name in (one.request_id, one.params.client_request_id)]
     return min(found, key=lambda one: (one.request_id != name, -one.arrival_time), default=None)

@@ -125,8 +125,8 @@ def could_serve(engine: Engine, request: Request) -> bool:
     return (
         scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
         and not (request.segments and hello.no_segments)
-        and not (request.sampling.grammar and hello.no_grammars)
-        and (request.adapter is None or scheduler.features.adapters.serves(request.adapter))
+        and not (request.params.sampling.grammar and hello.no_grammars)
+        and (request.params.adapter is None or scheduler.features.adapters.serves(request.params.adapter))
     )
 
 
@@ -223,7 +223,7 @@ class Router:
         Raises:
             AdmissionError: no executor could ever hold one of them, or too much waits.
         """
-        loads = [Load(request.num_sequences, len(request.prompt_token_ids)) for request in requests]
+        loads = [Load(request.params.num_sequences, len(request.prompt_token_ids)) for request in requests]
         new = Load(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
         if resumed:
             self._backlog.count(new)
@@ -237,7 +237,7 @@ class Router:
                 raise AdmissionError(
                     "never_fits", f"the request may reach {length} tokens, the most that fit are {most}"
                 )
-        key = requests[0].key
+        key = requests[0].params.key
         try:
             self._backlog.admit(new, self.waiting, clock(), key=key, of_key=self._waiting_of(key))
         except AdmissionError as error:
@@ -319,7 +319,7 @@ class Router:
         Raises:
             AdmissionError: they cannot, and why.
         """
-        if request.sampling.grammar and (reason := self.capacity.no_grammars):
+        if request.params.sampling.grammar and (reason := self.capacity.no_grammars):
             raise AdmissionError("invalid", f"outputs cannot be structured here: {reason}")
 
     def _check_segments(self, request: Request) -> None:
@@ -346,7 +346,7 @@ class Router:
         Raises:
             AdmissionError: they serve none, or none of that rank.
         """
-        if (adapter := request.adapter) is None or not self._engines:
+        if (adapter := request.params.adapter) is None or not self._engines:
             return
         if not any(engine.scheduler.features.adapters.serves(adapter) for engine in self._engines):
             raise AdmissionError("invalid", f"no executor serves adapters of rank {adapter.rank}")
@@ -360,7 +360,7 @@ class Router:
             return
         able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
         # Where loads of adapters do not return, a request would only fail: so it goes there last.
-        if (adapter := live.adapter) is not None:
+        if (adapter := live.params.adapter) is not None:
             able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
         live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
         if not able or self._expected_engines:

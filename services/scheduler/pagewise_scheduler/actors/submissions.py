@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
+import msgspec
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import KeyLimits, Prompt, PromptSegments, Submit, unpack_int32s
@@ -194,7 +195,7 @@ class Submission:
 
 def num_streams(submit: Submit) -> int:
     """Stream numbers that a request takes; one without prompts has a number to be named by."""
-    return max(1, len(submit.prompts) * submit.n)
+    return max(1, len(submit.prompts) * submit.params.n)
 
 
 def name_of(request_id: str, number: int) -> str:
@@ -208,32 +209,34 @@ def check(submit: Submit, vocab_size: int) -> None:
     Raises:
         ImpossibleError: something in it cannot be; the text says what.
     """
-    if not (submit.n >= 1 and _width(submit) * len(submit.prompts) <= MAX_STREAMS):
-        raise ImpossibleError(f"{submit.n} outputs of {len(submit.prompts)} prompts, out of {_width(submit)} each")
-    if (beam := submit.beam) is not None and not (
-        1 <= beam.width <= _MAX_BEAMS and submit.n <= beam.width and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
+    params = submit.params
+    if not (params.n >= 1 and params.num_sequences * len(submit.prompts) <= MAX_STREAMS):
+        tried = params.num_sequences
+        raise ImpossibleError(f"{params.n} outputs of {len(submit.prompts)} prompts, out of {tried} each")
+    if (beam := params.beam) is not None and not (
+        1 <= beam.width <= _MAX_BEAMS and params.n <= beam.width and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
     ):
-        raise ImpossibleError(f"a beam search for {submit.n} outputs, {beam.width} wide")
-    if max(len(submit.request_id), len(submit.key)) > _MAX_TEXT:
+        raise ImpossibleError(f"a beam search for {params.n} outputs, {beam.width} wide")
+    if max(len(submit.request_id), len(params.key)) > _MAX_TEXT:
         raise ImpossibleError(f"a name of more than {_MAX_TEXT} characters")
-    if len(submit.client_request_id) > MAX_CLIENT_ID or not submit.client_request_id.isprintable():
+    if len(params.client_request_id) > MAX_CLIENT_ID or not params.client_request_id.isprintable():
         raise ImpossibleError(f"a client's id of more than {MAX_CLIENT_ID} characters, or some that cannot be printed")
-    if abs(submit.priority) > _MAX_PRIORITY:
-        raise ImpossibleError(f"priority {submit.priority}")
-    if not 0 <= submit.reuse.retention <= _MAX_RETENTION or len(submit.reuse.tool_call_ids) > _MAX_TOOL_CALL_IDS:
+    if abs(params.priority) > _MAX_PRIORITY:
+        raise ImpossibleError(f"priority {params.priority}")
+    if not 0 <= params.reuse.retention <= _MAX_RETENTION or len(params.reuse.tool_call_ids) > _MAX_TOOL_CALL_IDS:
         raise ImpossibleError(
-            f"a retention of {submit.reuse.retention} s, or {len(submit.reuse.tool_call_ids)} tokens that call tools"
+            f"a retention of {params.reuse.retention} s, or {len(params.reuse.tool_call_ids)} tokens that call tools"
         )
     if submit.traceparent and not _TRACEPARENT.fullmatch(submit.traceparent):
         raise ImpossibleError("a traceparent that is none")
-    if is_own_salt(submit.cache_salt):
+    if is_own_salt(params.cache_salt):
         raise ImpossibleError("a cache salt of the kind that stands for adapters or for LongRoPE")
-    if submit.adapter is not None and (flaw := flaw_of_adapter(submit.adapter)) is not None:
+    if params.adapter is not None and (flaw := flaw_of_adapter(params.adapter)) is not None:
         raise ImpossibleError(flaw)
     _check_limits(submit.limits)
-    if (constraints := submit.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
+    if (constraints := params.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
         raise ImpossibleError(flaw)
-    if (size := len(submit.sampling.grammar.encode())) > MAX_GRAMMAR_BYTES:
+    if (size := len(params.sampling.grammar.encode())) > MAX_GRAMMAR_BYTES:
         raise ImpossibleError(f"a grammar of {size} bytes")
 
 
@@ -262,10 +265,6 @@ def _segments_of(num_tokens: int, given: PromptSegments) -> tuple[Segment, ...]:
         raise ImpossibleError(f"segments that cannot be: {error}") from error
 
 
-def _width(submit: Submit) -> int:
-    return max(submit.n, submit.beam.width if submit.beam is not None else 0)
-
-
 def requests_of(
     submit: Submit,
     request_id: str,
@@ -284,39 +283,32 @@ def requests_of(
         ImpossibleError: something in a prompt cannot be; the text says what.
     """
     arrival = now - min(max(0, submit.age_us), _MAX_AGE_US) * 1e-6
-    salt, adapter = submit.cache_salt, submit.adapter
-    if adapter is not None:
-        salt = adapter_salt(adapter.content, salt)
+    params = submit.params
+    if params.adapter is not None:
+        salt = adapter_salt(params.adapter.content, params.cache_salt)
+        params = msgspec.structs.replace(params, cache_salt=salt)
     requests = []
     for number, prompt in enumerate(submit.prompts):
         if not prompt.tokens:
             raise ImpossibleError("a prompt of no tokens")
         if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
             raise ImpossibleError(f"{prompt.max_tokens} output tokens")
-        if prompt.progress and len(prompt.progress) != submit.n:
-            raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {submit.n}")
+        if prompt.progress and len(prompt.progress) != params.n:
+            raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {params.n}")
         request = ClientRequest(
             request_id=name_of(request_id, number),
             prompt_token_ids=_tokens_of(prompt.tokens, vocab_size),
             max_tokens=prompt.max_tokens,
-            sampling=submit.sampling,
-            n=submit.n,
-            priority=submit.priority,
-            cache_salt=salt,
-            adapter=submit.adapter,
-            beam=submit.beam,
+            params=params,
             arrival_time=arrival,
-            key=submit.key,
-            client_request_id=submit.client_request_id,
-            reuse=submit.reuse,
-            stream=submit.stream + number * submit.n,
+            stream=submit.stream + number * params.n,
             outputs=outputs,
             on_end=on_end,
             arrived=now,
-            unfinished=submit.n - sum(progress.finished for progress in prompt.progress),
+            unfinished=params.n - sum(progress.finished for progress in prompt.progress),
             traceparent=submit.traceparent,
         )
-        if prompt.max_tokens and request.beam is None:  # the outputs of a beam search are told at its end
+        if prompt.max_tokens and request.params.beam is None:  # the outputs of a beam search are told at its end
             request.sink = outputs
         if prompt.segments is not None:
             request.segments = _segments_of(len(request.prompt_token_ids), prompt.segments)
@@ -331,8 +323,8 @@ def _resume(request: ClientRequest, prompt: Prompt, vocab_size: int) -> None:
     tokens = [_tokens_of(progress.tokens, vocab_size) for progress in prompt.progress]
     if (most := max(map(len, tokens), default=0)) > prompt.max_tokens:
         raise ImpossibleError(f"{most} output tokens of at most {prompt.max_tokens}")
-    if request.beam is not None:  # a beam search starts over: no client has seen any of its tokens
-        request.unfinished = request.n if request.unfinished else 0
+    if request.params.beam is not None:  # a beam search starts over: no client has seen any of its tokens
+        request.unfinished = request.params.n if request.unfinished else 0
     elif tokens:
         request.create_sequences(every=True)
         for sequence, known, progress in zip(request.sequences, tokens, prompt.progress, strict=True):

@@ -80,22 +80,22 @@ class RequestTraces:
 
 
 def _attributes(request: ClientRequest, now: float) -> Attributes:
-    sampling = request.sampling
+    sampling = request.params.sampling
     found: dict[str, str | bool | int | float | tuple[str, ...]] = {
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.n": request.n,
+        "gen_ai.request.n": request.params.n,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "gen_ai.usage.output_tokens": request.num_generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
         # The names that vLLM gives to the same.
         "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
         "gen_ai.usage.completion_tokens": request.num_generated_tokens,
-        "gen_ai.usage.num_sequences": request.num_sequences,
+        "gen_ai.usage.num_sequences": request.params.num_sequences,
         "gen_ai.latency.e2e": now - request.arrival_time,
-        "pagewise.priority": request.priority,
+        "pagewise.priority": request.params.priority,
         "pagewise.preemptions": sum(sequence.num_preemptions for sequence in request.sequences),
         "pagewise.moves": max(0, len(request.executors) - 1),
     }

@@ -115,9 +115,9 @@ def unplaced_report(request: Request, now: float) -> RequestReport:
 def _report(request: Request, now: float, sequences: list[SequenceReport], cut: bool) -> RequestReport:
     return RequestReport(
         request.request_id,
-        request.client_request_id,
-        request.key,
-        request.priority,
+        request.params.client_request_id,
+        request.params.key,
+        request.params.priority,
         round(now - request.arrival_time, 6),
         _seconds(request.arrival_time, request.scheduled_time),
         _seconds(request.arrival_time, request.first_token_time),

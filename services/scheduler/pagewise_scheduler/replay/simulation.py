@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, repeat
 from math import isnan
 
-from pagewise_shared.protocol import DEVICE, Copied, ReuseHints, Role, StepResult, pack_int32s
+from pagewise_shared.protocol import DEVICE, Copied, RequestParams, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.traces import TraceRequest
 
@@ -201,10 +201,8 @@ class Simulation:
             str(index),
             trace.prompt(),
             trace.num_output_tokens,
-            _SAMPLING,
-            cache_salt=self._salt(index),
+            RequestParams(_SAMPLING, cache_salt=self._salt(index), reuse=_HINTS[trace.tool_call]),
             arrival_time=self.now,
-            reuse=_HINTS[trace.tool_call],
         )
         placement = place(self._routing, request, list(able), self.now, self._roles)
         self._moves[placement.executor].placed(placement)
@@ -291,9 +289,8 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
             str(index),
             record.prompt(),
             record.num_output_tokens,
-            _SAMPLING,
+            RequestParams(_SAMPLING, reuse=_HINTS[record.tool_call]),
             arrival_time=float(index),
-            reuse=_HINTS[record.tool_call],
         )
         served = Served(record, record.arrival, request, first_token=record.arrival, finished=record.arrival)
         scheduler.add(request)

@@ -43,8 +43,8 @@ def request_line(executor_id: str, request: Request, pool: BlockPool | None, now
     status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING)
     return RequestLine(
         request.request_id,
-        request.client_request_id,
-        request.key,
+        request.params.client_request_id,
+        request.params.key,
         executor_id,
         status.name.lower() if pool is not None else "unplaced",
         len(request.prompt_token_ids),

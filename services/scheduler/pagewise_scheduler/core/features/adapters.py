@@ -138,17 +138,17 @@ class AdapterSlots(Feature):
         return Load(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
 
     def _park(self, request: Request) -> None:
-        unfinished = request.num_sequences - sum(sequence.finished for sequence in request.sequences)
+        unfinished = request.params.num_sequences - sum(sequence.finished for sequence in request.sequences)
         load = self.waiting[request] = Load(unfinished, len(request.prompt_token_ids))
-        before = self._of_keys.get(request.key, NO_LOAD)
-        self._of_keys[request.key] = Load(before.sequences + load.sequences, before.tokens + load.tokens)
+        before = self._of_keys.get(request.params.key, NO_LOAD)
+        self._of_keys[request.params.key] = Load(before.sequences + load.sequences, before.tokens + load.tokens)
 
     def _unpark(self, request: Request) -> None:
         if (load := self.waiting.pop(request, None)) is None:
             return
-        before = self._of_keys.pop(request.key)
+        before = self._of_keys.pop(request.params.key)
         if before != load:
-            self._of_keys[request.key] = Load(before.sequences - load.sequences, before.tokens - load.tokens)
+            self._of_keys[request.params.key] = Load(before.sequences - load.sequences, before.tokens - load.tokens)
 
     def seconds(self, adapter: Adapter) -> float:
         """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
@@ -166,12 +166,13 @@ class AdapterSlots(Feature):
 
     def enter(self, request: Request) -> bool:
         """See ``Feature``. A request whose adapter is not in a slot waits here."""
-        assert request.adapter is not None
-        if not self.serves(request.adapter):
+        adapter = request.params.adapter
+        assert adapter is not None
+        if not self.serves(adapter):
             raise ValueError(
-                f"{request.request_id} needs an adapter of rank {request.adapter.rank}, and the executor serves none"
+                f"{request.request_id} needs an adapter of rank {adapter.rank}, and the executor serves none"
             )
-        slot = self._slots.get(request.adapter.content)
+        slot = self._slots.get(adapter.content)
         # What computes a segment uses the slot that the request holds for which it does.
         if slot is not None and (request.computes_for is not None or self._may_enter(request, slot)):
             self._pin(request, slot)
@@ -215,8 +216,8 @@ class AdapterSlots(Feature):
             each.claimer = None
         claimed: set[bytes] = set()
         for request in sorted(self.waiting, key=self._rank):
-            assert request.adapter is not None
-            content = request.adapter.content
+            assert request.params.adapter is not None
+            content = request.params.adapter.content
             if (slot := self._slots.get(content)) is not None:
                 if self._may_enter(request, slot):
                     self._pin(request, slot)
@@ -224,7 +225,7 @@ class AdapterSlots(Feature):
                     admitted.append(request)
             elif content not in claimed and not self._late:
                 claimed.add(content)
-                taken_back += self._make_slot(request, request.adapter, now, oldest_step)
+                taken_back += self._make_slot(request, request.params.adapter, now, oldest_step)
         return admitted, taken_back
 
     def _may_enter(self, request: Request, slot: _Slot) -> bool:
@@ -232,7 +233,7 @@ class AdapterSlots(Feature):
 
     def _rank(self, request: Request) -> tuple[float, float]:
         """Who goes first: the key that has been served the least, and of one key the request that is next."""
-        return self.scheduler.waiting.account(request.key).served, queue_time_of(request)
+        return self.scheduler.waiting.account(request.params.key).served, queue_time_of(request)
 
     def _pin(self, request: Request, slot: _Slot) -> None:
         slot.pins[request] = None
@@ -342,7 +343,7 @@ class AdapterSlots(Feature):
 
     def _unpark_all(self, concerned: Callable[[Adapter], bool]) -> list[Request]:
         """Let requests wait no more whose adapters these are."""
-        failed = [one for one in self.waiting if one.adapter is not None and concerned(one.adapter)]
+        failed = [one for one in self.waiting if one.params.adapter is not None and concerned(one.params.adapter)]
         for request in failed:
             self._unpark(request)
         return failed

@@ -41,10 +41,10 @@ class BeamGroups(Feature):
 
     def entered(self, request: Request) -> None:
         """See ``Feature``. If the request was elsewhere before, what its hypotheses waited for is asked for again."""
-        assert request.beam is not None
+        assert request.params.beam is not None
         if request.search is None:
-            ends = frozenset(request.sampling.stop_token_ids)
-            request.search = BeamSearch(request.beam, ends, request.max_tokens)
+            ends = frozenset(request.params.sampling.stop_token_ids)
+            request.search = BeamSearch(request.params.beam, ends, request.max_tokens)
         members = [sequence for sequence in request.sequences if not sequence.finished]
         self._groups[request] = _Group(request.search, members)
 
@@ -64,7 +64,7 @@ class BeamGroups(Feature):
         continuations = group.search.advance(histories, candidates)
         group.candidates.clear()
         if continuations is None:
-            results = group.search.results(sequence.request.n)
+            results = group.search.results(sequence.request.params.n)
             ends = group.search.end_tokens
             self._conclude(sequence.request, [one.tokens for one in results], ends, output)
         else:
@@ -130,7 +130,7 @@ class BeamGroups(Feature):
 
     def _new_sequence(self, request: Request) -> Sequence:
         first = request.sequences[0]
-        return Sequence(request, 0, first.sampling, self._kv.new_table(request.cache_salt, request.ref))
+        return Sequence(request, 0, first.sampling, self._kv.new_table(request.params.cache_salt, request.ref))
 
     def _conclude(
         self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: "StepOutput"
@@ -145,12 +145,12 @@ class BeamGroups(Feature):
         self._groups.pop(request, None)
         request.replace_sequences([])
         for index, tokens in enumerate(outputs):
-            sequence = Sequence(request, index, request.sampling, self._kv.new_table(), array("i", tokens))
+            sequence = Sequence(request, index, request.params.sampling, self._kv.new_table(), array("i", tokens))
             by_stop = tokens[-1:] and tokens[-1] in ends
             reason: FinishReason = "stop" if by_stop else "length"
             sequence.end(reason, tokens[-1] if by_stop else None)
             request.sequences.append(sequence)
             output.finished.append(sequence)
-        for index in range(len(outputs), request.n):  # the grammar allows no more than those
+        for index in range(len(outputs), request.params.n):  # the grammar allows no more than those
             request.sequences.append(request.aborted(index))
             output.finished.append(request.sequences[-1])

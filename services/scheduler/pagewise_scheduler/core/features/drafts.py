@@ -197,7 +197,7 @@ def is_draftable(sequence: Sequence) -> bool:
         or sampling.repetition_penalty != 1.0
         or (sampling.constraints is not None and sampling.constraints.bad_words)
         or len(sequence.output_token_ids) < sampling.min_tokens
-        or request.beam is not None
+        or request.params.beam is not None
         or request.computes_for is not None
     )
 

@@ -115,8 +115,8 @@ class FairShares:
         """
         if not self.contended:
             return choose_victim(running, self._kv.pool, self._costs)
-        lowest = max(sequence.request.priority for sequence in running)
-        held = _blocks_of(sequence for sequence in running if sequence.request.priority == lowest)
+        lowest = max(sequence.request.params.priority for sequence in running)
+        held = _blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
         most = max(held, key=lambda account: held[account])
         over = most if held[most] > self.num_blocks else None
         return choose_victim(running, self._kv.pool, self._costs, over)
@@ -184,9 +184,9 @@ class FairShares:
 
 def _is_preemptible(sequence: Sequence, head: Sequence) -> bool:
     """Whether a running sequence may be preempted for ``head``: it is not more urgent, and has made progress."""
-    decodes = sequence.status is SequenceStatus.DECODE or sequence.request.beam is not None
+    decodes = sequence.status is SequenceStatus.DECODE or sequence.request.params.beam is not None
     progress = len(sequence.output_token_ids) - sequence.num_tokens_preempted
-    return decodes and sequence.request.priority >= head.request.priority and progress >= LEAST_PROGRESS
+    return decodes and sequence.request.params.priority >= head.request.params.priority and progress >= LEAST_PROGRESS
 
 
 def _blocks_of(sequences: Iterable[Sequence]) -> Counter[Account]:
@@ -211,9 +211,9 @@ def choose_victim(
     Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
     share becomes nobody's gain. ``account``: the key whose sequences are preferred, if it has candidates.
     """
-    lowest = max(sequence.request.priority for sequence in running)
+    lowest = max(sequence.request.params.priority for sequence in running)
     first = min(running, key=_arrival_order)
-    others = [s for s in running if s.request.priority == lowest and s is not first]
+    others = [s for s in running if s.request.params.priority == lowest and s is not first]
     if account is not None:
         others = [s for s in others if s.request.account is account] or others
     latest = heapq.nlargest(_CANDIDATES, others, key=_arrival_order)

@@ -49,13 +49,13 @@ class Features:
     def of(self, request: Request) -> tuple[Feature, ...]:
         """The features that a request uses."""
         used: list[Feature] = []
-        if request.adapter is not None:
+        if request.params.adapter is not None:
             used.append(self.adapters)
-        if request.sampling.grammar and self.options.max_grammars:
+        if request.params.sampling.grammar and self.options.max_grammars:
             used.append(self.grammars)
         if request.segments:
             used.append(self.segments)
-        if request.beam is not None:
+        if request.params.beam is not None:
             used.append(self.beams)
         return tuple(used)
 

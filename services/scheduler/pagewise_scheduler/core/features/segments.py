@@ -10,6 +10,7 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from pagewise_shared.protocol import SegmentMove, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, furthest, original_tokens
@@ -189,7 +190,7 @@ class Segments(Feature):
     def _root(self, sequence: Sequence, prepared: _Prepared) -> tuple[CachedBlock | None, list[CachedBlock]]:
         """What originals follow in the tree, None if that is not there; and the blocks up to there."""
         tree = self._kv.pool.tree
-        last = tree.root_of(sequence.request.cache_salt)
+        last = tree.root_of(sequence.request.params.cache_salt)
         path = tree.walk(last, prepared.root)
         if len(path) < len(prepared.root):
             return None, []
@@ -252,15 +253,10 @@ class Segments(Feature):
             request_id=f"{parent.request_id}/segment-{self.num_requests}",
             prompt_token_ids=tokens,
             max_tokens=0,
-            sampling=_GREEDY,
-            priority=parent.priority,
-            cache_salt=parent.cache_salt,
+            params=msgspec.structs.replace(parent.params, sampling=_GREEDY, n=1, beam=None, client_request_id=""),
             arrival_time=parent.arrival_time - _EARLIER,
-            key=parent.key,
-            reuse=parent.reuse,
             stored=dict(stored),
             computes_for=sequence,
-            adapter=parent.adapter,
         )
         request.features = (*self.scheduler.features.of(request), self)
         request.create_sequences()
@@ -270,8 +266,8 @@ class Segments(Feature):
         for feature in request.features:
             feature.enter(request)
         (computing,) = request.sequences
-        self._kv.restore(request.cache_salt, computing.token_bytes)
-        computing.table = self._kv.new_table(request.cache_salt, parent.ref)
+        self._kv.restore(request.params.cache_salt, computing.token_bytes)
+        computing.table = self._kv.new_table(request.params.cache_salt, parent.ref)
         self._waiting.push(computing)
 
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:

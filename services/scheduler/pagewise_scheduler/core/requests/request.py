@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 from pagewise_shared.block_hash import ONE_ROPE, rope_salt
-from pagewise_shared.protocol import Adapter, ReuseHints
-from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.protocol import RequestParams
+from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
@@ -151,7 +151,7 @@ class Sequence:
     @property
     def cache_salt(self) -> str | None:
         """What it shares the cache of now: that of its request, and another one beyond ``short_rope_len``."""
-        return rope_salt(self.request.cache_salt, self.num_tokens, self.request.short_rope_len)
+        return rope_salt(self.request.params.cache_salt, self.num_tokens, self.request.short_rope_len)
 
     @property
     def outgrown(self) -> bool:
@@ -175,7 +175,7 @@ class Sequence:
         that: the outputs of one request are one use of its prompt."""
         request = self.request
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
-        return request.ending(self.output_token_ids) if last and request.beam is None else None
+        return request.ending(self.output_token_ids) if last and request.params.beam is None else None
 
     def num_to_compute(self, size: int) -> int:
         """Of the last ``size`` scheduled tokens, how many are computed and not moved."""
@@ -202,57 +202,46 @@ class Sequence:
 class Request:
     """One prompt from which n sequences are generated.
 
-    Times are seconds of whatever clock the caller passes in; NaN until they are known. ``cache_salt``: only requests
-    with the same one share cached blocks. ``num_cached_tokens``: of the prompt, found in the cache when it first ran;
-    ``loaded_tokens``: those of them that were not on the device, by where they lay (one of ``SOURCES``).
-    ``beam``: search instead of sampling, ``search`` is how far it has come. ``num_sampled_tokens``: of all
-    hypotheses of a beam search. ``key``: name of the API key that it came with, whose ``account`` its scheduler
-    charges. ``queue_number``: by which those that arrived at the same time keep their order.
+    Times are seconds of whatever clock the caller passes in; NaN until they are known. ``params``: those
+    that its gateway gave, with the adapter's content in their ``cache_salt``. ``num_cached_tokens``: of
+    the prompt, found in the cache when it first ran; ``loaded_tokens``: those of them that were not on the device, by
+    where they lay (one of ``SOURCES``). ``search``: how far its beam search has come; ``num_sampled_tokens``: of all
+    its hypotheses. ``account``: of its API key, which its scheduler charges. ``queue_number``: by which those that
+    arrived at the same time keep their order.
     ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
     ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
     ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
     ``segments``: of its prompt, which are marked in ``prompt_token_ids``; ``stored_originals``: what ``stored`` is, of
     what they are moved from, by its tokens (int32 bytes). ``computes_for``: the sequence for which it
     computes a segment; then nobody is told of it, and it has no output.
-    ``client_request_id``: what its client calls it, "" if nothing. ``reuse``: when its prefix may be used again, as far
-    as anything is known. ``first_token_time``: when the first token of its first output was there. ``executors``: on
-    which it was placed, and when, the last few. ``adapter``: with which it is computed; its content is in
-    ``cache_salt`` too. ``adapter_slot``: where that is at the executor that runs it. ``timeline``: what explains its
-    times; ``features``: those that it uses at its scheduler; ``ref``: what is remembered of it where it leaves traces.
-    ``short_rope_len``: see ``rope_salt``; of the model
-    that serves it.
+    ``first_token_time``: when the first token of its first output was there. ``executors``: on which it was placed, and
+    when, the last few. ``adapter_slot``: where its adapter is at the executor that runs it. ``timeline``: what explains
+    its times; ``features``: those that it uses at its scheduler; ``ref``: what is remembered of it where it leaves
+    traces. ``short_rope_len``: see ``rope_salt``; of the model that serves it.
     """
 
     request_id: str
     prompt_token_ids: "array[int]"
     max_tokens: int
-    sampling: SamplingParams
-    n: int = 1
-    priority: int = 0
-    cache_salt: str | None = None
+    params: RequestParams
     arrival_time: float = 0.0
     sequences: list[Sequence] = field(default_factory=list)
     num_pending: int = 0
     sink: TokenSink | None = None
     stream: int = 0
-    beam: BeamParams | None = None
     search: BeamSearch | None = None
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_sampled_tokens: int = 0
-    key: str = ""
     account: Account = field(default_factory=Account)
     queue_number: int = 0
-    client_request_id: str = ""
     stored: dict[str, int] = field(default_factory=dict)
-    reuse: ReuseHints = ReuseHints()  # noqa: RUF009 - it is frozen
     first_token_time: float = float("nan")
     segments: tuple[Segment, ...] = ()
     stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
     computes_for: Sequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
-    adapter: Adapter | None = None
     adapter_slot: int = -1
     timeline: Timeline = field(default_factory=Timeline)
     features: "tuple[Feature, ...]" = ()
@@ -260,7 +249,8 @@ class Request:
     ref: RequestRef = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ref = RequestRef(self.request_id, self.key, self.adapter.name if self.adapter is not None else "")
+        adapter = self.params.adapter
+        self.ref = RequestRef(self.request_id, self.params.key, adapter.name if adapter is not None else "")
 
     def placed(self, executor_id: str, now: float) -> None:
         """Note that an executor takes it on at ``now``, in seconds."""
@@ -273,7 +263,7 @@ class Request:
         which few run at a time. ``every``: create all of them now.
         """
         if not self.sequences:
-            self.num_pending = 1 if self.beam is not None else self.n
+            self.num_pending = 1 if self.params.beam is not None else self.params.n
             self.create_next()
         while every and self.num_pending:
             self.create_next()
@@ -282,12 +272,13 @@ class Request:
         """Create the next sequence that is pending, with a block table like that of the one before."""
         index = len(self.sequences)
         block_size = self.sequences[-1].table.block_size if index else 1
-        sampling = sequence_sampling(self.sampling, index)
-        if self.beam is not None:
-            wanted = self.beam.num_candidates(len(sampling.stop_token_ids))
+        params = self.params
+        sampling = sequence_sampling(params.sampling, index)
+        if params.beam is not None:
+            wanted = params.beam.num_candidates(len(sampling.stop_token_ids))
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
         stop_ids = _stop_set(sampling.stop_token_ids)
-        made = Sequence(self, index, sampling, BlockTable(block_size, self.cache_salt, self.ref), stop_ids=stop_ids)
+        made = Sequence(self, index, sampling, BlockTable(block_size, params.cache_salt, self.ref), stop_ids=stop_ids)
         made.sink, made.stream = self.sink, self.stream + index
         self.sequences.append(made)
         self.num_pending -= 1
@@ -313,18 +304,18 @@ class Request:
 
     def aborted(self, index: int) -> Sequence:
         """An output that has nothing to show."""
-        sequence = Sequence(self, index, self.sampling, BlockTable(1))
+        sequence = Sequence(self, index, self.params.sampling, BlockTable(1))
         sequence.end("abort")
         return sequence
 
     def ending(self, output_token_ids: ReadOnlyList[int]) -> int:
         """How a use of its prefix ends that has brought this output (see ``eviction.ending``)."""
-        reuse = self.reuse
+        reuse = self.params.reuse
         return eviction.ending(
             len(output_token_ids),
             retention=reuse.retention,
             tool_call=any(token in output_token_ids for token in reuse.tool_call_ids),
-            priority=self.priority,
+            priority=self.params.priority,
         )
 
     @property
@@ -337,14 +328,9 @@ class Request:
         return self.loaded_tokens.get(origin, 0)
 
     @property
-    def num_sequences(self) -> int:
-        """The most sequences that may run for it at a time."""
-        return max(self.n, self.beam.width if self.beam is not None else 0)
-
-    @property
     def order(self) -> tuple[int, float]:
         """Sort key: who is served first, and who is preempted last."""
-        return (self.priority, self.arrival_time)
+        return (self.params.priority, self.arrival_time)
 
     @property
     def finished(self) -> bool:

@@ -27,7 +27,7 @@ def queue_time(sequence: Sequence) -> float:
 
 def queue_time_of(request: Request) -> float:
     """The same of a request: seconds."""
-    return request.arrival_time + AGEING_SECONDS * request.priority
+    return request.arrival_time + AGEING_SECONDS * request.params.priority
 
 
 class WaitingQueue:
@@ -79,7 +79,7 @@ class WaitingQueue:
 
     def arrive(self, request: Request) -> None:
         """A request comes in; those of its sequences that have been created are pushed next."""
-        request.account = self._virtual_tokens.account(request.key)
+        request.account = self._virtual_tokens.account(request.params.key)
         request.queue_number = next(self._numbers)
         self._virtual_tokens.arrive(request.account)
         self.count_pending(request)
@@ -92,7 +92,7 @@ class WaitingQueue:
         entry = queue_time(sequence), request.queue_number, sequence.index, next(self._numbers), sequence
         self._entries[sequence] = entry
         self.num_changes += 1
-        insort(self._lines.setdefault(request.priority, {}).setdefault(request.account, []), entry)
+        insort(self._lines.setdefault(request.params.priority, {}).setdefault(request.account, []), entry)
         if request.computes_for is not None:
             self._num_uncounted += 1
             return
@@ -129,13 +129,13 @@ class WaitingQueue:
 
     def window(self, head: Sequence, number: int) -> list[Sequence]:
         """``head`` and those of its key and priority among the ``number`` that follow in the order of one key."""
-        account, priority, start = head.request.account, head.request.priority, self._entries[head]
+        account, priority, start = head.request.account, head.request.params.priority, self._entries[head]
         lines = [line for lines in self._lines.values() if (line := lines.get(account)) is not None]
         if len(lines) == 1:
             return [entry[-1] for entry in lines[0][:number]]
         parts = [line[(first := bisect_left(line, start)) : first + number] for line in lines]
         entries = sorted(entry for part in parts for entry in part)[:number]
-        return [entry[-1] for entry in entries if entry[-1].request.priority == priority]
+        return [entry[-1] for entry in entries if entry[-1].request.params.priority == priority]
 
     def take(self, sequence: Sequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
@@ -163,13 +163,13 @@ class WaitingQueue:
     def _remove(self, sequence: Sequence) -> None:
         entry, request = self._entries.pop(sequence), sequence.request
         self.num_changes += 1
-        lines = self._lines[request.priority]
+        lines = self._lines[request.params.priority]
         line = lines[request.account]
         del line[bisect_left(line, entry)]
         if not line:
             del lines[request.account]
             if not lines:
-                del self._lines[request.priority]
+                del self._lines[request.params.priority]
         if request.computes_for is not None:
             self._num_uncounted -= 1
             return

@@ -42,14 +42,12 @@ class OriginalQuery(NamedTuple):
 class PrefixQuery:
     """All known tokens of a request that is to be placed, cut into block keys once for all executors.
 
-    ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use. ``num_sequences``: the most
-    that run for it at a time. ``stored``: blocks of them that were found in storage, by its identity.
-    ``adapter``: with which they are computed.
+    ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use: that of its ``params``, and another one beyond
+    ``short_rope_len``. ``stored``: blocks of them that were found in storage, by its identity.
     """
 
     __slots__ = (
-        "_keys", "_originals", "_request", "adapter", "cache_salt", "num_sequences", "num_tokens", "priority", "stored",
-        "tokens", "uses_cache",
+        "_keys", "_originals", "_request", "cache_salt", "num_tokens", "params", "stored", "tokens", "uses_cache",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -57,11 +55,9 @@ class PrefixQuery:
         sequence = next((one for one in request.sequences if not one.finished), None)
         self.tokens = sequence.token_bytes() if sequence is not None else request.prompt_token_ids.tobytes()
         self.num_tokens = len(self.tokens) // _BYTES_PER_TOKEN
-        self.cache_salt = rope_salt(request.cache_salt, self.num_tokens, request.short_rope_len)
-        self.priority = request.priority
-        self.adapter = request.adapter
-        self.num_sequences = request.num_sequences
-        self.uses_cache = request.sampling.prompt_logprobs is None  # those come from computing the prompt
+        self.cache_salt = rope_salt(request.params.cache_salt, self.num_tokens, request.short_rope_len)
+        self.params = request.params
+        self.uses_cache = request.params.sampling.prompt_logprobs is None  # those come from computing the prompt
         self.stored = request.stored if self.uses_cache else {}
         self._keys: dict[int, list[bytes]] = {}
         self._request = request
@@ -245,7 +241,7 @@ class Placement:
         """After its prompt it goes on there, where it counts from now on; None: it does not, or has left."""
         for view, change in ((self.decoder, -1), (decoder, 1)):
             if view is not None:
-                view.num_expected += change * self.query.num_sequences
+                view.num_expected += change * self.query.params.num_sequences
         self.decoder = decoder
 
 
@@ -295,9 +291,9 @@ class ExecutorView:
 
     def serves(self, request: Request) -> bool:
         """Whether the outputs of a request can match its grammar here, and be computed with its adapter."""
-        if request.sampling.grammar and not self.grammars:
+        if request.params.sampling.grammar and not self.grammars:
             return False
-        return request.adapter is None or self.scheduler.features.adapters.can_take(request.adapter)
+        return request.params.adapter is None or self.scheduler.features.adapters.can_take(request.params.adapter)
 
     def find(self, query: PrefixQuery) -> Match:
         """How much of a prompt is cached. O(blocks found).
@@ -372,7 +368,7 @@ class ExecutorView:
         begun, since = 0.0, now
         for placement in islice(self._waiting, _LOOKED_AT):
             when = placement.request.scheduled_time
-            if when >= placement.time and placement.query.priority <= priority:  # it is NaN before
+            if when >= placement.time and placement.query.params.priority <= priority:  # it is NaN before
                 begun += placement.seconds
                 since = min(since, when)
         done = min(now - max(since, self._answered_at), begun) if begun else 0.0
@@ -385,7 +381,7 @@ class ExecutorView:
         """
         scheduler = self.scheduler
         pool = scheduler.kv.pool
-        rows = self.load + query.num_sequences - scheduler.limits.max_num_seqs
+        rows = self.load + query.params.num_sequences - scheduler.limits.max_num_seqs
         blocks = num_blocks + self._num_blocks - pool.num_available
         if rows <= 0 and blocks <= 0:
             return 0.0
@@ -394,7 +390,7 @@ class ExecutorView:
 
     def adapter_seconds(self, query: PrefixQuery) -> float:
         """Until the adapter of a prompt is there, if it has one."""
-        return 0.0 if query.adapter is None else self.scheduler.features.adapters.seconds(query.adapter)
+        return 0.0 if query.params.adapter is None else self.scheduler.features.adapters.seconds(query.params.adapter)
 
     def busy(self, seconds: float, now: float) -> float:
         """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.
@@ -430,11 +426,11 @@ class ExecutorView:
         predicted = estimate.first_token
         placement = Placement(self, request, query, reason, predicted, now, start, seconds, num_blocks)
         self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)
-        self.load += query.num_sequences
+        self.load += query.params.num_sequences
         self._num_blocks += num_blocks
         self._waiting[placement] = None
-        others = self._work.get(query.priority, (0, 0.0))
-        self._work[query.priority] = others[0] + num_tokens, others[1] + seconds
+        others = self._work.get(query.params.priority, (0, 0.0))
+        self._work[query.params.priority] = others[0] + num_tokens, others[1] + seconds
         if query.uses_cache:
             for tokens in self._cached_later(query):
                 self._pending.add(query.cache_salt, tokens)
@@ -450,18 +446,18 @@ class ExecutorView:
         self._answered_at = now
         query = placement.query
         del self._waiting[placement]
-        self.num_decoding += query.num_sequences
+        self.num_decoding += query.params.num_sequences
         self._num_blocks -= placement.num_blocks
-        tokens, seconds = self._work.pop(query.priority)
+        tokens, seconds = self._work.pop(query.params.priority)
         tokens -= query.num_tokens - placement.start
         if tokens:  # else nobody waits any more: what is left of the seconds is rounding
-            self._work[query.priority] = tokens, seconds - placement.seconds
+            self._work[query.params.priority] = tokens, seconds - placement.seconds
         if query.uses_cache:
             for cached in self._cached_later(query):
                 self._pending.remove(query.cache_salt, cached)
 
     def ended(self, placement: Placement, now: float) -> None:
         """A placement is not the executor's any more."""
-        self.load -= placement.query.num_sequences
-        self.num_decoding -= placement.query.num_sequences
-        self._ended.add(placement.query.num_sequences, now)
+        self.load -= placement.query.params.num_sequences
+        self.num_decoding -= placement.query.params.num_sequences
+        self._ended.add(placement.query.params.num_sequences, now)

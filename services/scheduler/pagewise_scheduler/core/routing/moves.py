@@ -121,7 +121,8 @@ def may_move(request: Request) -> bool:
     it, and outputs that share blocks stay together once they have begun.
     """
     begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
-    return request.max_tokens > 1 and request.beam is None and request.sampling.prompt_logprobs is None and not begun
+    params = request.params
+    return request.max_tokens > 1 and params.beam is None and params.sampling.prompt_logprobs is None and not begun
 
 
 class Move(NamedTuple):

@@ -170,7 +170,7 @@ def estimate_costs(
     num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
     seconds, start = predict(candidate, holder)
     return CostEstimate(
-        executor.queue_seconds(query.priority, now)
+        executor.queue_seconds(query.params.priority, now)
         + executor.room_seconds(query, num_blocks, now)
         + executor.adapter_seconds(query),
         seconds,

@@ -236,6 +236,6 @@ def _first_has_begun(sequence: Sequence) -> bool:
     alone, before any token, so that the others then wait until it has begun again.
     """
     request, first = sequence.request, sequence.request.sequences[0]
-    if request.beam is not None or sequence is first or first.prefilled or first.finished:
+    if request.params.beam is not None or sequence is first or first.prefilled or first.finished:
         return True
-    return first.row < 0 and (request.sampling.prompt_logprobs is None or bool(first.output_token_ids))
+    return first.row < 0 and (request.params.sampling.prompt_logprobs is None or bool(first.output_token_ids))

@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 def begin_leaving(scheduler: Scheduler, request: Request) -> None:
     """Plan nothing more for a request. Tokens of it that are in flight still come."""
-    assert request.beam is None, "what it goes on with is decided where all its sequences are"
+    assert request.params.beam is None, "what it goes on with is decided where all its sequences are"
     scheduler.waiting.withdraw(request)
     for sequence in request.sequences:
         for feature in request.features:

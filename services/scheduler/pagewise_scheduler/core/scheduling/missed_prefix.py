@@ -83,7 +83,7 @@ def _divergence(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None,
 
 def _other_salt(tree: PrefixTree, sequence: Sequence, found: int, most: int) -> OtherSalt | None:
     """Whether another salt has more of the prompt cached. Only the newest salts are asked."""
-    size, salt = tree.block_size, sequence.request.cache_salt
+    size, salt = tree.block_size, sequence.request.params.cache_salt
     first = sequence.tokens_between(0, size)
     best: tuple[int, str | None, CachedBlock] | None = None
     keys: list[bytes] = []

@@ -27,7 +27,7 @@ def check_result(
         tokens = unpack_int32s(result.tokens)
     if len(tokens) != len(step.sampled):
         raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
-    if any(sequence.request.beam is not None for sequence in step.chunk_rows.values()):
+    if any(sequence.request.params.beam is not None for sequence in step.chunk_rows.values()):
         _check_candidates(step, result)
     return step, tokens
 
@@ -51,7 +51,7 @@ def _check_candidates(step: StepInFlight, result: StepResult) -> None:
     """A hypothesis of a beam search goes on from its candidates: without them it would wait for ever."""
     known = {entry.index: len(entry.top_ids) // 4 for entry in result.logprobs}
     for index, sequence in enumerate(step.sampled):
-        if (beam := sequence.request.beam) is not None and known.get(index, 0) < beam.width:
+        if (beam := sequence.request.params.beam) is not None and known.get(index, 0) < beam.width:
             raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
 
 
@@ -81,7 +81,7 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
             sink.tokens.append(token)
         else:
             num_untold += 1
-            if sequence.finished or sequence.request.beam is not None or not sequence.request.max_tokens:
+            if sequence.finished or sequence.request.params.beam is not None or not sequence.request.max_tokens:
                 continue
             sequence.output_token_ids.append(token)
         if token in sequence.stop_ids:

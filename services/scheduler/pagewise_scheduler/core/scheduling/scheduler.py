@@ -187,8 +187,8 @@ class Scheduler:
         request.num_pending = 0
         for sequence in ended:
             self.finish(sequence, "abort")
-        if request.beam is not None:  # what was tried is not shown; the outputs that were asked for end with it
-            request.replace_sequences(ended := [request.aborted(index) for index in range(request.n)])
+        if request.params.beam is not None:  # what was tried is not shown; the outputs that were asked for end with it
+            request.replace_sequences(ended := [request.aborted(index) for index in range(request.params.n)])
         return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -320,7 +320,7 @@ class Scheduler:
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self.prefilling.remove(sequence)
-                if sequence.request.beam is None:
+                if sequence.request.params.beam is None:
                     self.decoding.add(sequence, first_step=step + 1)
         self.last_step = step
         for feature in self.features.in_use:
@@ -333,7 +333,7 @@ class Scheduler:
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in completed:
-            if sequence.request.beam is not None:  # what it goes on with is decided when the step is back
+            if sequence.request.params.beam is not None:  # what it goes on with is decided when the step is back
                 sequence.decode_base = sequence.num_tokens
                 self._leave_row(sequence)
                 sequence.status = SequenceStatus.DRAINING
@@ -363,7 +363,7 @@ class Scheduler:
         take_tokens(step, tokens, output, self.finish)
         self._requeue_outgrown(step)
         for sequence in output.finished:
-            if sequence.request.beam is not None:
+            if sequence.request.params.beam is not None:
                 self.forget(sequence.request)
         return output
 
