@@ -26,13 +26,16 @@ MAX_FUNCTION_LINES = {"kernels": 150}
 DEFAULT_FUNCTION_LINES = 60
 _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
+    "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
     "services/gateway/pagewise_gateway/http/parsing.py": "a body from its first byte to a checked struct",
     "services/gateway/pagewise_gateway/http/prompts.py": "texts and conversations to token ids",
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
+    "services/scheduler/pagewise_scheduler/actors/fleet.py": "executors, and the checks of what they say",
     "services/scheduler/pagewise_scheduler/actors/router.py": "where requests wait and go",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",
     f"{_CORE}/routing/executor_view.py": "an executor as routing sees it",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
+    f"{_CORE}/scheduling/step.py": "a step: its limits, its plan with the copies in it, and its result",
     "shared/pagewise_shared/config/options.py": "the options of every command",
 }
 """Files that may be longer, each with the reason."""

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 import zmq
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.process_end import end_with_threads
 from pagewise_executor.tiers.block_server import BlockServer
-from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_loads import HostLoads

@@ -10,8 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 from pagewise_executor.block_copies import CopyJob
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_shared.protocol import DEVICE, HOST
 
 from tests.executor.streams.bench import H200, H200_SLOW, QWEN3, qwen3_on_h200

@@ -16,8 +16,7 @@ from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_kernels.cpu.build import FOLDER, Variant
-from pagewise_kernels.cpu.linear import PackedWeight
-from pagewise_kernels.cpu.operations import rms_norm, silu_mul
+from pagewise_kernels.cpu.operations import PackedWeight, rms_norm, silu_mul
 
 from tests.cpu_kernels import need_cpu_kernels, variants
 from tests.kernels import oracles

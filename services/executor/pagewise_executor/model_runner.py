@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import time
+from dataclasses import dataclass, field
+from itertools import compress, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,10 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
+    PromptLogprobs,
+    RowFailure,
     StepPlan,
+    StepResult,
     TierInfo,
     Welcome,
 )
@@ -28,9 +33,7 @@ from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.engine_choice import choose_engine
 from pagewise_executor.graph_capture import graphs_bytes
-from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.issued_step import IssuedStep, record_event
-from pagewise_executor.kv.block_hashes import BlockHashes
+from pagewise_executor.input_batch import InputBatch, SequenceState, StepWork
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
 from pagewise_executor.kv.page_tables import physical_memory
@@ -48,7 +51,7 @@ from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.structured.loading import load_grammars
 from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.tiers.block_copier import BlockCopier
-from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.make_tiers import make_tiers, staging_bytes
 from pagewise_executor.tiers.peers import MakePeers, Peers
 from pagewise_executor.uploads import Array, Uploads, to_host
@@ -57,7 +60,62 @@ from pagewise_executor.warm_up import warm_up, warm_up_copies
 if TYPE_CHECKING:
     from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
 
+
 log = logging.getLogger(__name__)
+
+
+def record_event(device: torch.device) -> "torch.cuda.Event | None":
+    """Record a CUDA event; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass(slots=True)
+class IssuedStep:
+    """A step that may still be running on the device.
+
+    ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
+    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
+    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: it does, as there were no drafts.
+    """
+
+    plan: StepPlan
+    tokens: torch.Tensor
+    rows: list[SequenceState]
+    logprobs: LogprobsTensors | None
+    prompt_logprobs: list[tuple[int, LogprobsTensors]]
+    seconds: float
+    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
+    failures: list[RowFailure] = field(default_factory=list)
+    kept: list[bool] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has finished the step."""
+        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> StepResult:
+        """Return the step's result; this waits for the device."""
+        seconds = self.seconds
+        if self.events is not None:
+            began, done = self.events
+            done.synchronize()
+            seconds = began.elapsed_time(done) * 1e-3
+        tokens = self.tokens.numpy().astype(np.int32)
+        for row, token in compress(zip(self.rows, tokens.tolist(), strict=True), self.kept or repeat(True)):
+            row.sampled.append(token)
+        return StepResult(
+            epoch=self.plan.epoch,
+            step=self.plan.step,
+            tokens=tokens.tobytes(),
+            logprobs=self.logprobs.report() if self.logprobs is not None else (),
+            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
+            elapsed_us=int(seconds * 1e6),
+            failures=tuple(self.failures),
+        )
 
 
 class ModelRunner:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from pagewise_executor.input_batch import InputBatch, Int32s
-from pagewise_executor.issued_step import IssuedStep
-from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.issuing import Issuing
+from pagewise_executor.model_runner import IssuedStep
 from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.tiers.block_copier import BlockCopier
-from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_memory import AnonymousMemory
 from pagewise_shared.protocol import HOST, StepPlan, TierInfo, Welcome

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.profile import measure_tier
@@ -18,7 +17,7 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.block_names import chain
 from pagewise_executor.tiers.checksum import checksum
-from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_memory import AnonymousMemory, NamedMemory

@@ -13,13 +13,12 @@ import torch
 import transformers
 import zmq
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.kv.block_hashes import BlockHashes
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers import block_server, peers
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.block_server import FRAME_BYTES, WINDOW, BlockServer
-from pagewise_executor.tiers.device import DeviceTier
+from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.peers import Peers
 from pagewise_executor.tiers.tier import Tier
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory

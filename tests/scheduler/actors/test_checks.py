@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.actors import offers
-from pagewise_scheduler.actors.checks import ImpossibleError, check_copies, checked_tokens
+from pagewise_scheduler.actors.admission_error import ImpossibleError
+from pagewise_scheduler.actors.fleet import check_copies, checked_tokens
 from pagewise_scheduler.actors.offers import MAX_FLEET_BLOCKS, costs_of, flaw_of_offer
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,

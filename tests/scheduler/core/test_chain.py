@@ -7,8 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.explanation import explain
 from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts, Link, together
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs, Link, together
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, RecoveryMode, compose
 from pagewise_shared.block_hash import BlockHash

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import Link
 
 SECONDS = st.floats(1e-4, 0.5)
 LISTS = st.lists(st.tuples(st.lists(st.integers(1, 64), min_size=1, max_size=3), SECONDS), min_size=1, max_size=60)

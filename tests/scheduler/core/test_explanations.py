@@ -13,8 +13,7 @@ from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import (

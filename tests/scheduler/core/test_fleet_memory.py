@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers import pointers
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.peer import PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery import Recoveries

@@ -6,8 +6,7 @@ from math import isnan
 import pytest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.recovery_plan import Method, Recovery, RecoveryMode
 from pagewise_shared.protocol import HOST
 from pagewise_shared.sampling import BeamParams

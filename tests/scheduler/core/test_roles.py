@@ -324,7 +324,7 @@ class RoleRules(RuleBasedStateMachine):
             check_states(pool)
             sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
-            tables += sum(len(one.table.blocks) for one in scheduler.recoveries.prefetches)
+            tables += sum(len(one.table.blocks) for one in scheduler.recoveries.prefetches.active.values())
             references = sum(pool.references(block) for block in range(pool.num_blocks))
             assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + pool.num_lent
 

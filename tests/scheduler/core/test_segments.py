@@ -7,8 +7,7 @@ from pagewise_scheduler.actors.draining import _copy_request
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.hottest_prefixes import hottest_prefixes
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import HOST, pack_int32s
@@ -92,7 +91,7 @@ def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
     fetched = fetch_block < 1
     assert fetcher[0].features.segments.num_requests == (0 if fetched else 2)
     assert following.num_cached_tokens >= (len(prompt) // 4 * 4 if fetched else 0)
-    assert not list(fetcher[0].recoveries.prefetches)
+    assert not fetcher[0].recoveries.prefetches.active
     elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
     holder[0].release_all()
     holder[0].recoveries.directory.peers.clear()  # type: ignore[union-attr]

@@ -11,8 +11,7 @@ from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import make_routing, place
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.hashed import MAX_ARRIVING
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import BlockHash

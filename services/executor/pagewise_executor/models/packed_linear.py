@@ -16,8 +16,8 @@ from torch import nn
 from pagewise_executor.models.kernel_choice import Kernels
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.linear import PackedWeight
     from pagewise_kernels.cpu.linear_int8 import Int8Weight
+    from pagewise_kernels.cpu.operations import PackedWeight
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class CpuLinear(nn.Module):
     packed: "PackedWeight | Int8Weight"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        from pagewise_kernels.cpu.linear import PackedWeight
+        from pagewise_kernels.cpu.operations import PackedWeight
 
         super().__init__()
         self.packed = PackedWeight(weight, bias)

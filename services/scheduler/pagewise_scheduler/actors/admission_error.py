@@ -1,6 +1,8 @@
-"""Why a request is not taken."""
+"""Why a request or a message is not taken."""
 
 from typing import Literal
+
+from pagewise_shared.errors import ProtocolError
 
 
 class AdmissionError(Exception):
@@ -22,3 +24,7 @@ class AdmissionError(Exception):
         self.kind = kind
         self.reason = reason
         self.retry_after = retry_after
+
+
+class ImpossibleError(ProtocolError):
+    """A message says what cannot be; the text says what."""

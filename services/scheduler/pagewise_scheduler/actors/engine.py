@@ -178,7 +178,7 @@ class Engine:
         if self._reset is not None:
             self._reset.ended, self._reset = now, None
         self._metrics.iteration_tokens.observe(output.num_tokens)
-        self.watch.generated(output.num_told)
+        self.watch.num_generated += output.num_told
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
@@ -247,7 +247,7 @@ class Engine:
         self._answered(live, now)
         live.outputs.streams += [live.stream + sequence.index] * len(tokens)
         live.outputs.tokens += tokens
-        self.watch.generated(len(tokens))
+        self.watch.num_generated += len(tokens)
 
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
         live = self._live[sequence.request.request_id]

@@ -27,8 +27,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.adapters import AdapterRegistry
-from pagewise_scheduler.actors.admission_error import AdmissionError
-from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.admission_error import AdmissionError, ImpossibleError
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard

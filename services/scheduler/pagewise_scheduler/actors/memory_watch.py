@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 class MemoryWatch:
     """Looks at one scheduler every so often, and reports what is new.
 
-    ``num_generated``: tokens generated. ``cached_tokens``: those found in caches, by where they lay (``SOURCES``).
+    ``num_generated``: tokens generated, which its engine counts. ``cached_tokens``: those found in caches, by where
+    they lay (``SOURCES``).
     """
 
     def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:
@@ -27,6 +28,7 @@ class MemoryWatch:
             metrics.num_preemptions,
             metrics.prefix_cache_queries,
             metrics.prefix_cache_hits,
+            metrics.generation_tokens,
         )
         self._of_features = Counter[str]()
         self._seen = (0,) * len(self._counters)
@@ -34,11 +36,6 @@ class MemoryWatch:
         self._fetch_seconds = 0.0
         self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
         self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
-
-    def generated(self, count: int) -> None:
-        """So many tokens were generated."""
-        self.num_generated += count
-        self._metrics.generation_tokens.inc(count)
 
     def report(self) -> None:
         """Bring the metrics up to date."""
@@ -74,8 +71,8 @@ class MemoryWatch:
             self._report_recovery(reports.popleft())
 
     def _totals(self) -> tuple[int, ...]:
-        """What the scheduler has counted since it began."""
-        return self._scheduler.num_preemptions, *self._scheduler.prefix_hits
+        """What was counted since the scheduler began."""
+        return self._scheduler.num_preemptions, *self._scheduler.prefix_hits, self.num_generated
 
     def _report_recovery(self, recovery: Recovery) -> None:
         metrics, method, origin = self._metrics, recovery.method, recovery.origin

@@ -18,8 +18,7 @@ from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCK
 
 from pagewise_scheduler.actors.join_guard import MAX_TEXT
 from pagewise_scheduler.actors.sessions import text_flaw
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 
 MAX_EXECUTORS = 1024
 """Executors in a fleet."""

@@ -57,7 +57,6 @@ class Placer:
         scheduler, grammars = engine.scheduler, not engine.hello.no_grammars
         self._views[engine] = view = ExecutorView(scheduler, role, grammars=grammars)
         self._engines[view] = engine
-        self._moves[engine] = Moves(view, self._roles, self._touch)
         self._look_for_roles()
 
     def left(self, engine: Engine) -> None:
@@ -91,7 +90,10 @@ class Placer:
         views = [self._views[engine] for engine in able]
         placement = place(self._policy, live, views, now, self._roles)
         engine = self._engines[placement.executor]
-        self._moves[engine].placed(placement)
+        if placement.decoder is not None and engine not in self._moves:
+            self._moves[engine] = Moves(placement.executor, self._roles, self._touch)
+        if (moves := self._moves.get(engine)) is not None:
+            moves.placed(placement)
         if self.lacks is not None:
             self._metrics.requests_without_role(self.lacks).inc()
         return self._placed(live, placement, began)

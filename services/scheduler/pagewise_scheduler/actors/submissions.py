@@ -15,8 +15,7 @@ from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.actors.adapters import flaw_of_adapter
-from pagewise_scheduler.actors.admission_error import AdmissionError
-from pagewise_scheduler.actors.checks import ImpossibleError
+from pagewise_scheduler.actors.admission_error import AdmissionError, ImpossibleError
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.core.requests.request import FinishReason, Sequence
 from pagewise_scheduler.metrics import Metrics

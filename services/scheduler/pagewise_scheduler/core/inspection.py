@@ -23,8 +23,7 @@ from pagewise_scheduler.core.memory_reports import (
 from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.copy_costs import Link
-from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery

@@ -4,8 +4,7 @@ from dataclasses import asdict, astuple, dataclass
 
 from pagewise_shared.protocol import HOST
 
-from pagewise_scheduler.core.tiers.copy_costs import CopyCosts
-from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,8 +8,7 @@ from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.console.prefixes import token_ids, why
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.cost_aware import CostAware
-from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
+from pagewise_scheduler.core.memory.eviction import CostAware, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool

@@ -6,7 +6,7 @@ from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.console.reports import LinkState, TierState
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import Link
 
 
 def tier_states(scheduler: Scheduler) -> dict[str, TierState]:

@@ -7,8 +7,7 @@ from msgspec import Struct
 from pagewise_shared.protocol import tier_name, unpack_int32s
 from pagewise_shared.segments import TOKEN_ID
 
-from pagewise_scheduler.core.memory.cost_aware import CostAware
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction import CostAware, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 

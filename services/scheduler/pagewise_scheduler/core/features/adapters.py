@@ -25,7 +25,7 @@ from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Messag
 from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
-from pagewise_scheduler.core.tiers.copy_costs import OnlineLine
+from pagewise_scheduler.core.tiers.cost_model import OnlineLine
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler

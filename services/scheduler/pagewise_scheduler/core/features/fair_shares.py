@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.virtual_tokens import Account
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+    from pagewise_scheduler.core.scheduling.step import StepLimits
 
 PATIENCE_STEPS = 8
 """How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""

@@ -2,9 +2,12 @@
 
 import heapq
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.memory.use_history import UseHistory
 
 PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
 """Endings that say more than the length of the answer, which is told by lower numbers: see ``ending``."""
@@ -105,6 +108,50 @@ class LeastRecentlyUsed:
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Nothing to remember: the tick is the block's own."""
+
+
+class CostAware:
+    """By hit density: the uses per unit of time that keeping a block brings (see ``UseHistory``), times the seconds
+    that each saves.
+
+    A block takes the same room as any other, so the room goes to those that bring the most seconds per unit of time.
+    ``seconds(block)``: the cheapest way back if its tier loses the block.
+    """
+
+    learns = True
+
+    def __init__(self, seconds: Callable[[CachedBlock], float], history: "UseHistory") -> None:
+        self._seconds = seconds
+        self._history = history
+
+    @property
+    def now(self) -> int:
+        """The blocks that have come into the caches so far."""
+        return self._history.now
+
+    def tick(self) -> int:
+        """The blocks that have come into the caches so far."""
+        return self._history.now
+
+    def group(self, block: CachedBlock) -> int:
+        """Its class."""
+        return block.kind
+
+    def order(self, block: CachedBlock) -> float:
+        """The tick of its last release."""
+        return block.last_used
+
+    def value(self, block: CachedBlock) -> float:
+        """Seconds that keeping it saves, for each block that comes in."""
+        return self._history.density(block.kind, block.last_used) * self._seconds(block)
+
+    def probability(self, block: CachedBlock) -> float:
+        """How likely the block is used again."""
+        return self._history.probability(block.kind, block.last_used)
+
+    def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
+        """Count the return of those used before, and put each into its class."""
+        self._history.used(blocks, ending)
 
 
 def _never(block: CachedBlock) -> None:

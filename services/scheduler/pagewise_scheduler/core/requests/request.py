@@ -17,9 +17,9 @@ from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.timeline import Timeline
+from pagewise_scheduler.core.requests.virtual_tokens import Account
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.features.feature import Feature

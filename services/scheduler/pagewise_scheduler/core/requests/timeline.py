@@ -1,11 +1,15 @@
 """Where a request's time goes: what is noted of it at its turning points, from which an explanation is made."""
 
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isnan, nan
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.step import Chunks
 
 WaitCause = Literal[
     "rows", "memory", "prefill", "turn", "step", "prefix", "grammar", "adapter", "no executor", "restart", "storage"
@@ -20,6 +24,8 @@ LENDER_GONE = "the executor that lent its blocks is gone"
 
 _DEPARTURES = 8
 _CHUNKS = 32
+_STEPS_IN_FLIGHT = 2
+_NAMED = 3
 
 SHARED_CAUSES: tuple[WaitCause, ...] = ("rows", "memory", "prefill", "turn")
 """What all that wait in a queue wait for."""
@@ -41,16 +47,51 @@ class Sums(NamedTuple):
     waited: tuple[float, ...]
 
 
-class Work(Protocol):
-    """What a scheduler tells of its work."""
+class Activity:
+    """What a scheduler has done so far, as ``Sums``: anybody's part of it is the difference between two moments.
+
+    It is told once for each step that is planned, whatever its size.
+    """
+
+    __slots__ = ("_cause", "_chunks", "_since", "_waited", "prefill_tokens", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.prefill_tokens = 0
+        self._waited = dict.fromkeys(SHARED_CAUSES, 0.0)
+        self._cause: WaitCause | None = None
+        self._since = 0.0
+        # Of steps that may be in flight: the number of each, who, and how many tokens.
+        self._chunks: deque[tuple[int, list[PrefillShare]]] = deque(maxlen=_STEPS_IN_FLIGHT)
+
+    def planned(self, num_decoding: int, chunks: "Chunks", cause: WaitCause | None, now: float) -> None:
+        """A step computes ``chunks``, and a token of ``num_decoding`` sequences; there is none if it has neither.
+        ``cause``: what those who still wait do so for; None: nobody does."""
+        if chunks:
+            self.steps += 1
+            for one, size in chunks:
+                self.prefill_tokens += size
+                one.request.owner.timeline.computes(size, now)
+            self._chunks.append((self.steps, [PrefillShare(one.request.owner.ref, size) for one, size in chunks]))
+        elif num_decoding:
+            self.steps += 1
+        if self._cause is not None and now > self._since:
+            self._waited[self._cause] += now - self._since
+        self._cause, self._since = cause, now
 
     def sums(self, now: float) -> Sums:
-        """Up to ``now``, in seconds."""
-        ...
+        """What was done up to ``now``."""
+        if self._cause is not None and now > self._since:
+            self._waited[self._cause] += now - self._since
+            self._since = now
+        return Sums(self.steps, self.prefill_tokens, tuple(self._waited.values()))
 
     def ahead(self) -> tuple[PrefillShare, ...]:
-        """Whose prompts are being computed, the largest first, a few of them."""
-        ...
+        """Whose prompts the last steps compute, the largest first, a few of them."""
+        tokens = Counter[RequestRef]()
+        for step, shares in self._chunks:
+            for share in shares if step > self.steps - _STEPS_IN_FLIGHT else ():
+                tokens[share.request] += share.tokens
+        return tuple(PrefillShare(*one) for one in tokens.most_common(_NAMED))
 
 
 class Departure(NamedTuple):
@@ -163,9 +204,9 @@ class Timeline:
     computed: int = 0
     chunks: tuple[Chunk, ...] = ()
     _waits_since: tuple[WaitCause, float] | None = None
-    _queued: tuple[Work, float, Sums] | None = None  # since what it waits for there was noted last
+    _queued: tuple[Activity, float, Sums] | None = None  # since what it waits for there was noted last
     _held: WaitCause | None = None
-    _running: tuple[Work, Sums, int] | None = None
+    _running: tuple[Activity, Sums, int] | None = None
     _steps: Steps | None = None
     _waited_until: float = float("-inf")
 
@@ -196,7 +237,7 @@ class Timeline:
             self.add(cause, now - since)
             self._waits_since, self._waited_until = None, now
 
-    def queued(self, work: Work, now: float) -> None:
+    def queued(self, work: Activity, now: float) -> None:
         """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait; told for each of its
         sequences that comes there, of which the first tells."""
         if any(one is not None and one[0] is work for one in (self._queued, self._running)):
@@ -231,7 +272,7 @@ class Timeline:
         if work is not None:
             self._running = work, work.sums(now), self.computed
 
-    def _leave_queue(self, now: float) -> Work | None:
+    def _leave_queue(self, now: float) -> Activity | None:
         """Note for what it has waited in a queue; returns whose queue that is, None if it is in none."""
         if self._queued is None:
             return None

@@ -5,11 +5,22 @@ served, weighted; of the keys that wait, the one with the least goes first. Two 
 then served amounts that differ by a bounded number of tokens, however many requests each sends.
 """
 
-from pagewise_scheduler.core.requests.account import Account
-
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 """An output token takes a place in a step of its own; prompt tokens are computed many at a time."""
+
+
+class Account:
+    """What one key has been served. ``served``: weighted tokens. ``num_waiting``: its sequences that wait, anywhere;
+    ``num_prompt_tokens``: prompt tokens of their requests.
+    """
+
+    __slots__ = ("num_prompt_tokens", "num_waiting", "served")
+
+    def __init__(self) -> None:
+        self.served = 0.0
+        self.num_waiting = 0
+        self.num_prompt_tokens = 0
 
 
 class VirtualTokens:

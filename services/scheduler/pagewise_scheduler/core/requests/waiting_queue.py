@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Literal
 
-from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
 
 AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""

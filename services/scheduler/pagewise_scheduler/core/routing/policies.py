@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
 from pagewise_scheduler.core.routing.moves import Continuation, Roles
-from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import Link
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)

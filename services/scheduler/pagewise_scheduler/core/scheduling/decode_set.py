@@ -7,9 +7,8 @@ therefore costs nothing per sequence. Only a draft brings its sequence further, 
 
 from collections import defaultdict
 
-from pagewise_scheduler.core.requests.account import Account
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
+from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, Account
 
 _Calendar = defaultdict[int, dict[Sequence, None]]
 

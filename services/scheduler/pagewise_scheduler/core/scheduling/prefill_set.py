@@ -9,14 +9,12 @@ from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
 from pagewise_scheduler.core.features.fair_shares import FairShares
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
-from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.requests.timeline import Activity, WaitCause
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue, queue_time
-from pagewise_scheduler.core.scheduling.activity import Activity
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
-from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight
-from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepLimits
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
@@ -230,7 +228,7 @@ class PrefillSet:
         """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
         would compute it."""
         loads: dict[TransferKey, Load] = {}
-        if self._recoveries.prefetches:
+        if self._recoveries.prefetches.active:
             # What those who run have yet to take, and what stays free beside them.
             reserved = self.blocks_owed() + self._watermark(num_decoding + len(self._members))
             copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
@@ -244,7 +242,7 @@ class PrefillSet:
     def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
         """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
         self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
-        for prefetch in self._recoveries.prefetches:
+        for prefetch in self._recoveries.prefetches.active.values():
             if prefetch.pieces:
                 self._admission.coming(prefetch.table, prefetch.tokens)
 

@@ -21,8 +21,7 @@ from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepOutput
-from pagewise_scheduler.core.scheduling.step_limits import StepLimits
+from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepLimits, StepOutput
 from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.memory import make_memory

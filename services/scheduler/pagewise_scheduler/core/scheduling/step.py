@@ -1,12 +1,14 @@
-"""What the scheduler remembers of a step in flight, and what it makes of its result."""
+"""A step: its limits, its plan with the copies in it, and what the scheduler remembers of it while it is in flight."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
-from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.block_hash import BlockHash, pack_names
 from pagewise_shared.protocol import (
+    DEVICE,
     BlockCopies,
     NewSequence,
     SegmentMove,
@@ -19,10 +21,12 @@ from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
 from pagewise_shared.segments import MAX_MOVED_TOKENS
 
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.scheduling.pending_copies import PendingCopies
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.tier import Copies
+
+_GOOD_STEPS_TO_WIDEN = 16
 
 Chunks = list[tuple[Sequence, int]]
 """Sequences, and how many of their known tokens a step computes."""
@@ -149,6 +153,84 @@ class StepOutput:
     finished: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_told: int = 0
+
+
+_Lists = dict[tuple[int, int], list[int | CachedBlock]]
+"""Pairs of source block and target block, one after the other, by source tier and target tier."""
+
+
+class PendingCopies:
+    """Collects the copies that the next plan asks for, and puts them into lists between two tiers each, in an order in
+    which each copy reads what it is meant to read.
+
+    Demotions come first, because what they read on the device may be written by whatever follows; of several, those out
+    of the lower tiers, because the others write there. Then come the copies inside the device. A list names a target
+    more than once if a tier has given up again what was to come there: the last of its sources counts.
+    """
+
+    __slots__ = ("_inside", "_lists", "_written")
+
+    def __init__(self) -> None:
+        self._inside: list[int] = []
+        self._lists: list[_Lists] = []
+        self._written: set[tuple[int, int | CachedBlock]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._inside or self._lists)
+
+    @property
+    def demotes(self) -> bool:
+        """Whether blocks are among them that go to a lower tier."""
+        return bool(self._lists)
+
+    def add(self, copies: Copies) -> None:
+        """Copies that have to be made before anything is written that they read."""
+        for source, source_block, target, target_block in copies:
+            if target == DEVICE:
+                assert isinstance(target_block, int)
+                self._inside += (source_block, target_block)
+                continue
+            # A block that came to its tier only now, and goes on already, has to have come first.
+            if not self._lists or (source, source_block) in self._written:
+                self._lists.append({})
+                self._written.clear()
+            self._lists[-1].setdefault((source, target), []).extend((source_block, target_block))
+            self._written.add((target, target_block))
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Copies inside the device into these blocks are not wanted any more."""
+        targets = set(blocks)
+        pairs = zip(self._inside[::2], self._inside[1::2], strict=True)
+        self._inside = [block for pair in pairs if pair[1] not in targets for block in pair]
+
+    def forget_copies_on_write(self) -> None:
+        """Nobody wants the copies inside the device any more; what was evicted is still to be kept."""
+        self._inside = []
+
+    def clear(self) -> None:
+        """The executor has lost everything."""
+        self._inside, self._lists = [], []
+        self._written.clear()
+
+    def take(self) -> list[BlockCopies]:
+        """All of them, in order; none are left."""
+        taken = [
+            _listed(source, target, lists[source, target])
+            for lists in self._lists
+            for source, target in sorted(lists, reverse=True)
+        ]
+        if self._inside:
+            taken.append(BlockCopies(DEVICE, DEVICE, pack_int32s(self._inside)))
+        self.clear()
+        return taken
+
+
+def _listed(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCopies:
+    nodes = [node for node in pairs[1::2] if isinstance(node, CachedBlock)]
+    if not nodes:
+        return BlockCopies(source, target, pack_int32s(pairs))  # type: ignore[arg-type]
+    indexed = chain.from_iterable(zip(pairs[::2], range(len(nodes)), strict=True))
+    return BlockCopies(source, target, pack_int32s(indexed), names=pack_names(map(name_of, nodes)))  # type: ignore[arg-type]
 
 
 class PlanBuilder:
@@ -286,3 +368,48 @@ def _size(joined: NewSequence) -> int:
     grammar = joined.sampling.grammar
     size = len(grammar) if grammar.isascii() else len(grammar.encode())
     return len(joined.tokens) + len(joined.blocks) + size + SEQUENCE_OVERHEAD_BYTES
+
+
+class StepLimits:
+    """How large a step may be: ``max_num_seqs`` sequences and ``max_num_batched_tokens`` tokens.
+
+    A failed step halves both; a run of good steps doubles them again, up to what was configured. Repeated failures
+    therefore end at a step with a single sequence, which shows the request that cannot run even alone.
+    """
+
+    __slots__ = (
+        "_good_steps",
+        "configured_num_batched_tokens",
+        "configured_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+    )
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+            raise ValueError("a step holds at least one sequence and one token")
+        # Decodes go first and each takes one token: the budget has to hold all of them.
+        self.configured_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.configured_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = self.configured_num_seqs
+        self.max_num_batched_tokens = self.configured_num_batched_tokens
+        self._good_steps = 0
+
+    def step_failed(self, num_seqs: int, num_tokens: int) -> None:
+        """A step of this size failed: go below half of it."""
+        self._good_steps = 0
+        self.max_num_seqs = max(1, min(self.max_num_seqs, num_seqs) // 2)
+        self.max_num_batched_tokens = max(self.max_num_seqs, min(self.max_num_batched_tokens, num_tokens) // 2)
+
+    def step_succeeded(self) -> None:
+        """A step came back: after enough of them, widen again."""
+        if (
+            self.max_num_seqs == self.configured_num_seqs
+            and self.max_num_batched_tokens == self.configured_num_batched_tokens
+        ):
+            return
+        self._good_steps += 1
+        if self._good_steps >= _GOOD_STEPS_TO_WIDEN:
+            self._good_steps = 0
+            self.max_num_seqs = min(self.configured_num_seqs, self.max_num_seqs * 2)
+            self.max_num_batched_tokens = min(self.configured_num_batched_tokens, self.max_num_batched_tokens * 2)

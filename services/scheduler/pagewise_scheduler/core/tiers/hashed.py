@@ -15,7 +15,7 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
 
 MAX_ARRIVING = 256

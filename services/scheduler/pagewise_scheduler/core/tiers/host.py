@@ -8,7 +8,7 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
 

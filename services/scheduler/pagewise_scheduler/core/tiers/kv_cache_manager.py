@@ -15,7 +15,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentl
 from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import TierCosts
+from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.core.tiers.host import CacheTier

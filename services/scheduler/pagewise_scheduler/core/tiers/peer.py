@@ -14,7 +14,7 @@ from pagewise_shared.protocol import DEVICE, RemoteTier
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import Link
+from pagewise_scheduler.core.tiers.cost_model import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.pool import Pool

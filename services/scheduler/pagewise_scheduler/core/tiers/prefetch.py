@@ -4,7 +4,7 @@ As soon as a step over there has come back, the full blocks that it computed can
 being computed. What has arrived is cached here like anything else that was computed, and held by nobody.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from operator import attrgetter
@@ -65,27 +65,20 @@ class Prefetch:
 
 
 class Prefetches:
-    """All prefetches of one executor."""
+    """All prefetches of one executor. ``active``: those that something is on its way for, or may be asked for."""
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers) -> None:
         self._kv = kv
         self._costs = costs
         self._transfers = transfers
-        self._of: dict[Request, Prefetch] = {}
-
-    def __iter__(self) -> Iterator[Prefetch]:
-        """Those that something is on its way for, or may be asked for."""
-        return iter(list(self._of.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
+        self.active: dict[Request, Prefetch] = {}
 
     def want(self, sequence: Sequence, num_tokens: int) -> None:
         """Other executors have, or will soon have, the first ``num_tokens`` tokens of a sequence computed."""
-        prefetch = self._of.get(sequence.request)
+        prefetch = self.active.get(sequence.request)
         if prefetch is None:
             table = self._kv.new_table(sequence.cache_salt, sequence.request.ref)
-            prefetch = self._of[sequence.request] = Prefetch(sequence.request, table)
+            prefetch = self.active[sequence.request] = Prefetch(sequence.request, table)
         stop = num_tokens // self._kv.block_size * self._kv.block_size
         if 4 * stop > len(prefetch.tokens):  # it is less if they are being computed anew: what is on its way stays
             prefetch.tokens = sequence.tokens_between(0, stop)
@@ -95,7 +88,7 @@ class Prefetches:
 
     def stop(self, request: Request) -> None:
         """Ask for nothing more for a request."""
-        if (prefetch := self._of.get(request)) is not None:
+        if (prefetch := self.active.get(request)) is not None:
             prefetch.stopped, prefetch.asks = True, False
             self._let_go(prefetch)
 
@@ -115,7 +108,7 @@ class Prefetches:
         ``room``: blocks that it may take. ``at_peers``: finds them. Returns the copies that make room for it.
         """
         copies: list[BlockCopy] = []
-        for prefetch in list(self._of.values()):
+        for prefetch in list(self.active.values()):
             if not prefetch.asks or prefetch.pieces or not self._link_room(prefetch.peer):
                 continue
             start, found = len(prefetch.table.blocks), None
@@ -146,7 +139,7 @@ class Prefetches:
         be."""
         piece.came = good
         prefetch = piece.prefetch
-        if self._of.get(prefetch.request) is not prefetch or any(one.came is None for one in prefetch.pieces):
+        if self.active.get(prefetch.request) is not prefetch or any(one.came is None for one in prefetch.pieces):
             return
         table, size = prefetch.table, self._kv.block_size
         num_good = len(table.blocks) - sum(len(one.blocks) for one in prefetch.pieces)
@@ -162,16 +155,16 @@ class Prefetches:
         """Hold nothing when nothing is on its way and nothing is asked for."""
         if not prefetch.pieces and not prefetch.asks:
             self._kv.free(prefetch.table, None)
-            del self._of[prefetch.request]
+            del self.active[prefetch.request]
 
     def lose(self, peer: str) -> None:
         """A peer is gone: nobody waits for what was to come from there."""
-        for prefetch in list(self._of.values()):
+        for prefetch in list(self.active.values()):
             if prefetch.peer == peer:
                 self.stop(prefetch.request)
 
     def clear(self) -> None:
         """The executor is gone or reset."""
-        for prefetch in self._of.values():
+        for prefetch in self.active.values():
             self._kv.free(prefetch.table, None)
-        self._of.clear()
+        self.active.clear()

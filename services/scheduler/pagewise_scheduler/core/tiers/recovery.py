@@ -15,8 +15,7 @@ from pagewise_shared.protocol import BlockCopies, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link, together
-from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, together
 from pagewise_scheduler.core.tiers.hashed import HashTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
@@ -180,7 +179,8 @@ class Recoveries:
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.note(recovery)
-        self.prefetches.stop(sequence.request)
+        if self.prefetches.active:
+            self.prefetches.stop(sequence.request)
         if places:
             self._active[sequence] = recovery
         elif plan.parts:

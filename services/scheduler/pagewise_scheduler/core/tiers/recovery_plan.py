@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.tiers.copy_costs import Link, together
-from pagewise_scheduler.core.tiers.cost_model import RecoveryEstimate
+from pagewise_scheduler.core.tiers.cost_model import Link, RecoveryEstimate, together
 from pagewise_scheduler.core.tiers.tier import Place, Source
 
 Method = Literal["device", "load", "recompute", "both"]

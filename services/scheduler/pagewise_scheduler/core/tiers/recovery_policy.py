@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.tiers.copy_costs import Link
-from pagewise_scheduler.core.tiers.cost_model import CostModel, RecoveryEstimate
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, RecoveryEstimate
 from pagewise_scheduler.core.tiers.recovery_plan import Method, RecoveryMode
 from pagewise_scheduler.core.tiers.tier import Tier
 

@@ -21,7 +21,7 @@ from pagewise_shared.protocol import BlockCopies, RemoteTier, tier_name
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.copy_costs import Link, TierCosts
+from pagewise_scheduler.core.tiers.cost_model import Link, TierCosts
 
 BlockCopy = tuple[int, int, int, int | CachedBlock]
 """Source tier, source block, target tier, target block: the content has to be copied before anything is written into

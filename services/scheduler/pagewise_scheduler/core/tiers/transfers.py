@@ -8,8 +8,7 @@ from typing import NamedTuple
 from pagewise_shared.block_hash import BlockName, pack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s, unpack_int32s
 
-from pagewise_scheduler.core.tiers.copy_costs import Link
-from pagewise_scheduler.core.tiers.cost_model import CostModel
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Place
 
