@@ -19,9 +19,9 @@ from unittest import mock
 import numpy as np
 import torch
 import zmq
+from pagewise_executor.adapters.adapters import Adapters
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.process_end import end_with_threads
 from pagewise_executor.tiers.block_server import BlockServer
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier

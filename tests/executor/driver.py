@@ -45,7 +45,7 @@ def run_requests(
     ``directory``: of the executors that lend blocks, to which this one is added.
     """
     scheduler = Scheduler(
-        features=FeatureOptions(runner.info.max_loras, max_grammars=runner.info.max_grammars, speculative=speculative),
+        features=FeatureOptions(runner.info.adapters, max_grammars=runner.info.max_grammars, speculative=speculative),
         num_blocks=num_blocks or runner.info.num_blocks,
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,

@@ -23,6 +23,7 @@ from pagewise_kernels.compile import filling_cache
 from pagewise_kernels.launch import use_dependent_launch
 from pagewise_shared.cpu_threads import available_cores
 
+from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.attention.triton_attention import TritonBackend, TritonStep
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
@@ -33,7 +34,6 @@ from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool, kv_dtype_for, layout_of
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.compilation import Ahead
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.llama import LlamaForCausalLM

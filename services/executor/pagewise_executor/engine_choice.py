@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pagewise_executor.adapters.adapters import Adapters
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.engines.model_engine import ModelEngine, TorchEngine
 from pagewise_executor.kv.kv_pool import kv_dtype_for
 from pagewise_executor.kv.page_tables import PhysicalMemory
-from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
@@ -90,12 +90,12 @@ def triton_engine(
     """Return what computes by the Triton kernels. ``library``: of attention, see ``TritonBackend``."""
     from pagewise_kernels.logprobs import token_logprobs
 
+    from pagewise_executor.adapters.triton_slots import TritonSlots
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
     from pagewise_executor.cuda_graphs.model_body import ModelBody
     from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
-    from pagewise_executor.lora.triton_slots import TritonSlots
 
     device, rows = loaded.device, config.max_num_seqs
     backend = TritonBackend(

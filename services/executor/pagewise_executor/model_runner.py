@@ -27,6 +27,7 @@ from pagewise_shared.protocol import (
     Welcome,
 )
 
+from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
@@ -38,7 +39,6 @@ from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
 from pagewise_executor.kv.page_tables import physical_memory
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.lora.adapters import make_adapters
 from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.offer import offer, tell_of_pool
@@ -313,7 +313,7 @@ class ModelRunner:
         """See ``Runner``."""
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
-            pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.max_loras,
+            pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.adapters.slots,
             tiers={number: tier.num_blocks for number, tier in self._copier.tiers.items()},
             short_rope_len=self.info.short_rope_len,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 import logging
 
+from pagewise_shared.config import adapter_capacity
+
 from pagewise_executor.cpu import device_name
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kv.kv_pool import KVPool
@@ -35,8 +37,7 @@ def offer(config: SizedConfig, loaded: LoadedModel, pool: KVPool, no_grammars: s
         fallback=fallback,
         no_segments=loaded.no_segments,
         no_grammars=no_grammars,
-        max_loras=config.max_loras if config.enable_lora else 0,
-        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+        adapters=adapter_capacity(config),
         max_grammars=max_grammars,
         short_rope_len=loaded.rope.lengths.short_len if loaded.rope.lengths is not None else 0,
     )

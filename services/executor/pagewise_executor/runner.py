@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.protocol import (
+    NO_ADAPTERS,
+    AdapterCapacity,
     AdapterLoaded,
     CancelCopies,
     CompileGrammar,
@@ -65,8 +67,7 @@ class RunnerInfo:
     fallback: bool = False
     no_segments: str = ""
     no_grammars: str = ""
-    max_loras: int = 0
-    max_lora_rank: int = 0
+    adapters: AdapterCapacity = NO_ADAPTERS
     max_grammars: int = 0
     short_rope_len: int = 0
 

@@ -108,8 +108,7 @@ class ExecutorService:
             no_segments=info.no_segments,
             no_grammars=info.no_grammars,
             role=role,
-            max_loras=info.max_loras,
-            max_lora_rank=info.max_lora_rank,
+            adapters=info.adapters,
             max_grammars=info.max_grammars,
             short_rope_len=info.short_rope_len,
         )

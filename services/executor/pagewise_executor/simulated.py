@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress, repeat
 from math import log
 
-from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.config import ExecutorConfig, adapter_capacity
 from pagewise_shared.protocol import (
     HOST,
     AdapterLoaded,
@@ -64,8 +64,7 @@ class SimulatedRunner:
             dtype="none",
             tiers=tuple(TierInfo(number, tiers[number]) for number in sorted(tiers)),
             no_grammars="tokens are invented, not sampled",
-            max_loras=config.max_loras if config.enable_lora else 0,
-            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+            adapters=adapter_capacity(config),
         )
         self._slots: dict[int, bytes] = {}
         self._report: Report = lambda message: None
@@ -100,7 +99,7 @@ class SimulatedRunner:
             block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks,
             tiers={tier.number: tier.num_blocks for tier in self.info.tiers},
-            num_adapters=self.info.max_loras,
+            num_adapters=self.info.adapters.slots,
         )
         self._hashes.clear()
 

@@ -255,9 +255,7 @@ class Metrics:
             self.kv_blocks(tier, state)
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
-        self.lora_adapters_resident = self._gauge(
-            "lora_adapters_resident", "LoRA adapters in the slots of all executors."
-        )
+        self.adapters_resident = self._gauge("lora_adapters_resident", "LoRA adapters in the slots of all executors.")
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
         self.gateways_ready = self._gauge("gateways_ready", "Gateways that are connected to the scheduler.")

@@ -6,8 +6,8 @@ the same name, meaning and default in every command. A secret is read from the e
 a machine can see command lines.
 """
 
+from pagewise_shared.config.adapter_options import adapter_capacity, named_modules
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
-from pagewise_shared.config.lora_options import named_modules
 from pagewise_shared.config.options import (
     DEMO_MODEL,
     Device,
@@ -44,6 +44,7 @@ __all__ = [
     "ServeConfig",
     "SpeculativeConfig",
     "UpConfig",
+    "adapter_capacity",
     "build_config",
     "misspelt_variables",
     "named_modules",

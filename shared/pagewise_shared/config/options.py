@@ -4,10 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.kernel_options import DependentLaunch
-from pagewise_shared.config.kinds import Port, Positive, Seconds
-from pagewise_shared.config.kinds import described as _help
-from pagewise_shared.config.lora_options import (
+from pagewise_shared.config.adapter_options import (
     AllowRuntimeLoraUpdating,
     EnableLora,
     LoraModules,
@@ -15,6 +12,9 @@ from pagewise_shared.config.lora_options import (
     MaxLoraRank,
     MaxLoras,
 )
+from pagewise_shared.config.kernel_options import DependentLaunch
+from pagewise_shared.config.kinds import Port, Positive, Seconds
+from pagewise_shared.config.kinds import described as _help
 from pagewise_shared.config.observability_options import LogFormat, LogLevel, ServiceStatusFile, TracesEndpoint
 from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs

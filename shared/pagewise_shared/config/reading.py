@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
+from pagewise_shared.config.adapter_options import check_adapters
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.groups import GROUPS
-from pagewise_shared.config.lora_options import check_lora
 from pagewise_shared.config.observability_options import check_tracing
 from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 from pagewise_shared.config.parallel_options import check_parallel
@@ -124,7 +124,7 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
-    check_lora(values, loads=config_type is not SchedulerConfig)
+    check_adapters(values, loads=config_type is not SchedulerConfig)
     check_parallel(values)
     check_tracing(values)
     if values.get("speculative_config") is not None:

@@ -2,8 +2,10 @@
 
 from pagewise_shared.protocol.adapter_messages import (
     MAX_ADAPTERS,
+    NO_ADAPTERS,
     Adapter,
     AdapterAnswer,
+    AdapterCapacity,
     AdapterLoaded,
     AdapterState,
     LoadAdapter,
@@ -110,6 +112,7 @@ __all__ = [
     "HASH_TIERS",
     "HOST",
     "MAX_ADAPTERS",
+    "NO_ADAPTERS",
     "POOL_TIERS",
     "PROTOCOL_MAJOR",
     "PROTOCOL_MINOR",
@@ -121,6 +124,7 @@ __all__ = [
     "AbortRequest",
     "Adapter",
     "AdapterAnswer",
+    "AdapterCapacity",
     "AdapterLoaded",
     "AdapterState",
     "BlockCopies",

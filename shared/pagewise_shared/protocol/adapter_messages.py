@@ -1,4 +1,4 @@
-"""The messages about LoRA adapters; ``docs/lora.md`` and ``docs/wire-protocol.md`` tell how they are used."""
+"""The messages about adapters; ``docs/wire-protocol.md`` tells how they are used."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ AdapterList = Annotated[tuple["Adapter", ...], Meta(max_length=MAX_ADAPTERS)]
 
 
 class Adapter(Piece, frozen=True):
-    """A LoRA adapter in PEFT's format.
+    """An adapter in PEFT's format.
 
     Fields:
         name: what clients call it. path: its folder, as executors see it, or a hub id.
@@ -35,7 +35,7 @@ class Adapter(Piece, frozen=True):
 class LoadAdapter(Message, frozen=True):
     """Bring an adapter to a slot of the device; answered by ``AdapterLoaded`` with the same ``number``.
 
-    ``slot``: 0 <= slot < ``Hello.max_loras``, which no row of a step in flight uses; -1: to the host only, to see
+    ``slot``: 0 <= slot < ``AdapterCapacity.slots``, which no row of a step in flight uses; -1: to the host only, to see
     whether it can be loaded.
     """
 
@@ -43,6 +43,19 @@ class LoadAdapter(Message, frozen=True):
     number: int
     adapter: Adapter
     slot: int = -1
+
+
+class AdapterCapacity(Piece, frozen=True):
+    """Which adapters an executor can serve.
+
+    ``slots``: for adapters on its device; 0: it serves none. ``max_rank``: the greatest that they may have.
+    """
+
+    slots: int = 0
+    max_rank: int = 0
+
+
+NO_ADAPTERS = AdapterCapacity()
 
 
 class AdapterLoaded(Message, frozen=True):

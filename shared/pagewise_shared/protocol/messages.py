@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from pagewise_shared.protocol.adapter_messages import AdapterLoaded, LoadAdapter
+from pagewise_shared.protocol.adapter_messages import NO_ADAPTERS, AdapterCapacity, AdapterLoaded, LoadAdapter
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_TIERS
 from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
@@ -93,7 +93,7 @@ class Hello(Message, frozen=True):
         no_segments: why requests cannot have segments; empty: they can.
         role: one of ``ROLES``: what the executor is for.
         no_grammars: why outputs cannot be made to match a grammar; empty: they can.
-        max_loras: slots for adapters on the device; 0: it serves none. max_lora_rank: the greatest that they may have.
+        adapters: which adapters it can serve.
         max_grammars: those that it keeps compiled; 0: it compiles none before their sequences join.
         short_rope_len: most tokens of a sequence that it computes with the short factors of LongRoPE. All KV of a
             longer one has the long factors, so a sequence that outgrows this leaves its row and joins anew without
@@ -124,8 +124,7 @@ class Hello(Message, frozen=True):
     no_segments: str = ""
     role: str = "both"
     no_grammars: str = ""
-    max_loras: int = 0
-    max_lora_rank: int = 0
+    adapters: AdapterCapacity = NO_ADAPTERS
     max_grammars: int = 0
     short_rope_len: int = 0
 

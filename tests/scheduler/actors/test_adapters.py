@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     MAX_ADAPTERS,
     Adapter,
     AdapterAnswer,
+    AdapterCapacity,
     AdapterLoaded,
     AdapterState,
     Heartbeat,
@@ -234,7 +235,7 @@ async def test_no_more_adapters_are_served_than_can_be_told(tmp_path: Path) -> N
         played = PlayedGateway(stack.coordinator.gateway_endpoint, "full")
         played.adapters = AdapterState(0, 5, many[:-1])
         await played.join()
-        raw, welcome = await joined(tmp_path, max_loras=1, max_lora_rank=16)
+        raw, welcome = await joined(tmp_path, adapters=AdapterCapacity(1, 16))
         for number, name in enumerate(("first", "second")):
             await register(stack.gateway, adapters(name)[0], number)
         for load in [await next_load(raw), await next_load(raw)]:
@@ -329,7 +330,7 @@ async def test_nobody_computes_without_an_adapter_what_one_that_leaves_has_cache
 
 async def test_a_load_that_hangs_fails_who_waits_for_it_and_says_so(tmp_path: Path) -> None:
     async with running(tmp_path, step_timeout=0.5) as stack:
-        raw, welcome = await joined(tmp_path, max_loras=1, max_lora_rank=16)
+        raw, welcome = await joined(tmp_path, adapters=AdapterCapacity(1, 16))
         beating = asyncio.create_task(beat(raw, welcome.epoch))
         await stack.ready(1)
         await register(stack.gateway, ONE)
@@ -370,7 +371,7 @@ async def test_a_load_that_hangs_fails_who_waits_for_it_and_says_so(tmp_path: Pa
 
 async def test_an_executor_that_goes_while_it_loads_says_nothing_of_the_adapter(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
-        raw, _ = await joined(tmp_path, max_loras=1, max_lora_rank=16)
+        raw, _ = await joined(tmp_path, adapters=AdapterCapacity(1, 16))
         await stack.ready(1)
         await register(stack.gateway, ONE, waits=True)
         while not isinstance(await raw.receive(), LoadAdapter):

@@ -9,7 +9,7 @@ from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.block_hash import adapter_salt
-from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, StepPlan, StepResult
+from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, StepPlan, StepResult
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import make_segments, mark_segments
 
@@ -59,7 +59,7 @@ class Fleet:
         **options: Any,
     ) -> None:
         self.scheduler = Scheduler(
-            features=FeatureOptions(max_loras, max_rank),
+            features=FeatureOptions(AdapterCapacity(max_loras, max_rank)),
             num_blocks=num_blocks,
             block_size=4,
             max_num_seqs=8,

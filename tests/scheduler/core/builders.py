@@ -14,7 +14,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCache
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
-from pagewise_shared.protocol import HOST, TIER_NAMES
+from pagewise_shared.protocol import HOST, TIER_NAMES, AdapterCapacity
 from pagewise_shared.sampling import SamplingParams
 
 from tests.core_requests import make_request
@@ -53,7 +53,7 @@ def create_scheduler(
         costs=costs,
         eviction=eviction,
         salted=salted,
-        features=FeatureOptions(max_adapters, max_adapter_rank, speculative=speculative),
+        features=FeatureOptions(AdapterCapacity(max_adapters, max_adapter_rank), speculative=speculative),
         short_rope_len=short_rope_len,
     )
 

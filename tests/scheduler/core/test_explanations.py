@@ -19,6 +19,7 @@ from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import (
     HOST,
     Adapter,
+    AdapterCapacity,
     AdapterLoaded,
     CompileGrammar,
     GrammarCompiled,
@@ -46,7 +47,7 @@ class Player:
             "block_size": 4,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
-            "features": FeatureOptions(max_adapters=2, max_grammars=4),
+            "features": FeatureOptions(AdapterCapacity(2, 8), max_grammars=4),
             "eviction": "cost",
         }
         self.scheduler = Scheduler(**(given | options))  # type: ignore[arg-type]

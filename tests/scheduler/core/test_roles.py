@@ -10,7 +10,7 @@ from pagewise_scheduler.core.routing.policies import RoutingName
 from pagewise_scheduler.core.tiers import prefetch as prefetch_module
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_shared.block_hash import adapter_salt
-from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Role
+from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, Role
 from pagewise_shared.sampling import BeamParams
 
 from tests.core_requests import change
@@ -85,7 +85,7 @@ def with_adapter(rank: int, max_tokens: int) -> Request:
 def serve_adapters(served: Fleet, *slots: tuple[int, int]) -> None:
     """The executors have so many slots, for adapters up to some rank."""
     for view, (number, rank) in zip(served.views, slots, strict=True):
-        view.scheduler.features.options = FeatureOptions(number, rank)
+        view.scheduler.features.options = FeatureOptions(AdapterCapacity(number, rank))
 
 
 def test_with_an_adapter_a_request_goes_on_where_adapters_of_its_rank_are_served() -> None:

@@ -15,12 +15,12 @@ from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.sampling import sample
 from pagewise_shared.progress import Progress
 
+from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
 from pagewise_executor.input_batch import Int64s
-from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 from pagewise_executor.uploads import Uploads
 

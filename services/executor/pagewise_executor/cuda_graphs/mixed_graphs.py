@@ -17,13 +17,13 @@ from pagewise_kernels.attention import Chunk, StaticPrefillPlan
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.decode_inputs import decode_inputs
 
+from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import LayerKind, TritonBackend, TritonStep, chunks_of
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
 from pagewise_executor.cuda_graphs.model_body import ModelBody
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
-from pagewise_executor.lora.triton_slots import TritonSlots
 from pagewise_executor.uploads import Array, Uploads
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from pagewise_executor.adapters.adapters import Adapters
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.lora.adapters import Adapters
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.rope_lengths import rope_positions
 from pagewise_executor.uploads import Array, Uploads

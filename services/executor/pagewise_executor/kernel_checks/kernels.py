@@ -24,12 +24,12 @@ from pagewise_kernels.skinny_linear import skinny_linear
 from pagewise_shared.sampling import SamplingParams
 from torch import nn
 
+from pagewise_executor.adapters.triton_slots import make_tiles
 from pagewise_executor.attention.backend import ForwardContext, PagedLayer
 from pagewise_executor.attention.prefill_libraries import AttentionShape
 from pagewise_executor.attention.torch_attention import attend_chunk
 from pagewise_executor.kernel_checks.use import KernelUse
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.lora.triton_slots import make_tiles
 from pagewise_executor.models.operations import AttentionShape as FusedShape
 from pagewise_executor.models.operations import HeadNorm, Rotation, TorchOperations, TritonOperations
 from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
@@ -245,7 +245,7 @@ def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
 
 
 def _lora(use: KernelUse) -> Iterator[Compared]:
-    rank, size = padded_rank(use.lora_rank), use.hidden_size or 256
+    rank, size = padded_rank(use.adapter_rank), use.hidden_size or 256
     x, y = use.draw(3, size), use.draw(3, size, seed=1)
     a, b = use.draw(2, rank, size, seed=2), use.draw(2, size, rank, seed=3)
     slots = np.array([1, -1, 0])
@@ -372,7 +372,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "mixture of experts": (lambda use: use.mixture is not None, _experts),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
-    "LoRA": (lambda use: use.lora_rank > 0, _lora),
+    "LoRA": (lambda use: use.adapter_rank > 0, _lora),
     "block copies": (_always, _block_copies),
     "segment moves": (lambda use: use.rotation is not None, _move_tokens),
     "sampling": (_always, _sample),

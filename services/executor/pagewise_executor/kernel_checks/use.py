@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from pagewise_kernels.launch import interpreted
-from pagewise_kernels.lora import LEAST_RANK
 from pagewise_kernels.skinny_linear import MOST_ROWS
+from pagewise_shared.config import adapter_capacity
 from torch import nn
 
 from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_shapes, with_small_limits
@@ -29,7 +29,7 @@ class KernelUse:
     ``attention``: the kinds of attention layers. ``hidden_size``, ``gate_up``, ``has_head_norm``: of a fused decoder
     layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts.
     ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``rotation``: of
-    the keys that segments move. ``lora_rank``: 0 without adapters.
+    the keys that segments move. ``adapter_rank``: 0 without adapters.
     """
 
     device: torch.device
@@ -45,7 +45,7 @@ class KernelUse:
     linears: tuple[QuantisedLinear, ...] = ()
     mixture: tuple[GroupedRouter, GroupedExperts] | None = None
     rotation: KeyRotation | None = None
-    lora_rank: int = 0
+    adapter_rank: int = 0
     deterministic: bool = False
 
     def draw(self, *sizes: int, seed: int = 0) -> torch.Tensor:
@@ -80,7 +80,7 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         linears=tuple(linears.values()),
         mixture=next(_mixtures(layers), None),
         rotation=loaded.rotations[0] if loaded.rotations else None,
-        lora_rank=config.max_lora_rank if config.enable_lora else 0,
+        adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def typical_use(device: torch.device) -> KernelUse:
     use = KernelUse(
         device, dtype, dtype, 16, _FEW_ENTRIES if small else 128256,
         (AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5),),
-        writes_kv=True, hidden_size=hidden, gate_up=gate_up, has_head_norm=True, lora_rank=LEAST_RANK,
+        writes_kv=True, hidden_size=hidden, gate_up=gate_up, has_head_norm=True, adapter_rank=1,
         rotation=KeyRotation(torch.arange(head_dim // 2, device=device) / head_dim), deterministic=True,
     )  # fmt: skip
     gate_up.weight = nn.Parameter(use.draw(gate_up.out_features, hidden), requires_grad=False)

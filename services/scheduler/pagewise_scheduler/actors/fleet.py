@@ -249,7 +249,7 @@ class Fleet(Sessions[Executor]):
     def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
         options = self._options
         return Scheduler(
-            features=FeatureOptions(hello.max_loras, hello.max_lora_rank, hello.max_grammars, options.speculative),
+            features=FeatureOptions(hello.adapters, hello.max_grammars, options.speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,

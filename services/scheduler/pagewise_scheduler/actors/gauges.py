@@ -56,8 +56,8 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
         tiers = [tier for tier in lower if tier_name(tier.number) == name]
         metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
         metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
-    serving = [scheduler.features for scheduler in schedulers if scheduler.features.options.max_adapters]
-    metrics.lora_adapters_resident.set(sum(one.adapters.num_resident for one in serving))
+    serving = [scheduler.features for scheduler in schedulers if scheduler.features.options.adapters.slots]
+    metrics.adapters_resident.set(sum(one.adapters.num_resident for one in serving))
     metrics.scheduler_tasks.set(num_tasks())
     metrics.executors.show(
         (

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 from pagewise_shared.protocol import (
@@ -46,7 +47,7 @@ def flaw_of_offer(hello: Hello) -> str | None:
         return f"its block_endpoint has one that is longer than {MAX_TEXT} characters"
     if (
         min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.max_loras) < 0
+        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.adapters.slots) < 0
         or min(hello.max_grammars, hello.short_rope_len) < 0
     ):
         return "it offers no blocks, or a block, model length or vocabulary of no tokens"
@@ -58,13 +59,13 @@ def flaw_of_offer(hello: Hello) -> str | None:
         ("max_num_seqs", MAX_ROWS),
         ("max_num_batched_tokens", MAX_BATCHED_TOKENS),
         ("bytes_per_block", _MAX_INT64),
-        ("max_loras", MAX_ADAPTERS),
-        ("max_lora_rank", _MAX_BLOCK_SIZE),
+        ("adapters.slots", MAX_ADAPTERS),
+        ("adapters.max_rank", _MAX_BLOCK_SIZE),
         ("max_grammars", _MAX_INT32),
         ("short_rope_len", _MAX_INT32),
     ):
-        if getattr(hello, name) > most:
-            return f"its {name} is {getattr(hello, name)}, the most is {most}"
+        if (value := attrgetter(name)(hello)) > most:
+            return f"its {name} is {value}, the most is {most}"
     if hello.role not in ROLES:
         return f"nobody knows a role {hello.role!r}, only {', '.join(ROLES)}"
     costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)

@@ -1,4 +1,4 @@
-"""Which LoRA adapters an executor has on its device, and which requests wait for one.
+"""Which adapters an executor has on its device, and which requests wait for one.
 
 An adapter is paged like KV. The device has a few slots; an adapter that is not in one is loaded into the slot that was
 used the longest ago and that no request needs. A request needs its adapter's slot from its admission until it ends,
@@ -20,7 +20,7 @@ from itertools import count
 from math import inf, isnan
 from typing import TYPE_CHECKING, Protocol
 
-from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Message
+from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, Message
 
 from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -73,16 +73,15 @@ class _Load:
 
 
 class AdapterSlots(Feature):
-    """The adapters of one executor. ``num_slots``: of its device; 0: it serves none. ``max_rank``: the greatest that
-    they may have.
+    """The adapters of one executor. ``capacity``: which it can serve.
 
     ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
     ``num_evictions``: so far.
     """
 
-    def __init__(self, scheduler: "Scheduler", num_slots: int, max_rank: int) -> None:
+    def __init__(self, scheduler: "Scheduler", capacity: AdapterCapacity) -> None:
         super().__init__(scheduler)
-        self.num_slots, self.max_rank = num_slots, max_rank
+        self.capacity = capacity
         self.num_loads = self.num_load_errors = self.num_evictions = 0
         self.waiting: dict[Request, Load] = {}
         self._of_keys: dict[str, Load] = {}
@@ -93,7 +92,7 @@ class AdapterSlots(Feature):
 
     def clear(self) -> None:
         """The executor was reset, or is gone: its slots hold nothing, and no request is here."""
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._free = list(range(self.capacity.slots - 1, -1, -1))
         self._slots: dict[bytes, _Slot] = {}  # the least recently used first
         self._pinned: dict[Request, _Slot] = {}
         self._loads: dict[int, _Load] = {}
@@ -118,7 +117,7 @@ class AdapterSlots(Feature):
 
     def serves(self, adapter: Adapter) -> bool:
         """Whether the executor can compute with an adapter."""
-        return self.num_slots > 0 and adapter.rank <= self.max_rank
+        return self.capacity.slots > 0 and adapter.rank <= self.capacity.max_rank
 
     def can_take(self, adapter: Adapter) -> bool:
         """Whether a request with that adapter may come now: the executor serves it, and loads or holds it."""

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from pagewise_shared.config.speculative import SpeculativeConfig
-from pagewise_shared.protocol import Message
+from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
 
 from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
 from pagewise_scheduler.core.requests.request import Request
@@ -27,13 +27,11 @@ class FeatureOptions:
     """What an executor can do beside the loop.
 
     Fields:
-        max_adapters: slots on its device; 0: it serves none. max_adapter_rank: the greatest that they may have.
-        max_grammars: those that it keeps compiled; 0: it compiles a grammar when a sequence joins.
-        speculative: how tokens are drafted; None: they are not.
+        adapters: which it can serve. max_grammars: those that it keeps compiled; 0: it compiles a grammar when a
+            sequence joins. speculative: how tokens are drafted; None: they are not.
     """
 
-    max_adapters: int = 0
-    max_adapter_rank: int = 2**31 - 1
+    adapters: AdapterCapacity = NO_ADAPTERS
     max_grammars: int = 0
     speculative: SpeculativeConfig | None = None
 
@@ -64,7 +62,7 @@ class Features:
         """Adapters in slots of the device."""
         from pagewise_scheduler.core.features.adapters import AdapterSlots
 
-        return self._use(AdapterSlots(self._scheduler, self.options.max_adapters, self.options.max_adapter_rank))
+        return self._use(AdapterSlots(self._scheduler, self.options.adapters))
 
     @cached_property
     def grammars(self) -> "CompiledGrammars":

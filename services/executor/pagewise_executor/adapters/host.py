@@ -8,7 +8,7 @@ from pagewise_shared.adapters import check_modules, content_hash, open_adapter, 
 from pagewise_shared.protocol import Adapter
 from safetensors.torch import load
 
-from pagewise_executor.lora.layers import AdaptedLinear, shapes_of
+from pagewise_executor.adapters.layers import AdaptedLinear, shapes_of
 from pagewise_executor.models.shards import Shards
 
 _PREFIX = "base_model.model."

@@ -26,7 +26,7 @@ class StepAdapters(Protocol):
         ...
 
 
-class LoraContext:
+class AdapterContext:
     """What all layers of a model have in common: ``step``, the adapters of the batch; None: it has none."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LoraContext:
 class AdaptedLinear(nn.Module):
     """A linear layer ``base`` and the adapters of it. ``number``: among those of the model."""
 
-    def __init__(self, base: nn.Module, number: int, parts: list[Part], ins: int, context: LoraContext) -> None:
+    def __init__(self, base: nn.Module, number: int, parts: list[Part], ins: int, context: AdapterContext) -> None:
         super().__init__()
         self.base, self.number, self.parts, self.ins, self.outs = base, number, parts, ins, parts[-1].stop
         self.context = context
@@ -56,7 +56,7 @@ class AdaptedLinear(nn.Module):
         return y
 
 
-def adapt_linears(model: nn.Module, context: LoraContext) -> list[AdaptedLinear]:
+def adapt_linears(model: nn.Module, context: AdapterContext) -> list[AdaptedLinear]:
     """Wrap the linear layers of a model's decoder layers that see every token of the batch; return them in order.
 
     Those of experts see some tokens only, and stay as they are. So do embeddings and the head.

@@ -1,11 +1,15 @@
 """The options of LoRA adapters, by vLLM's names; ``docs/lora.md`` tells how they are used."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
 from pagewise_shared.config.kinds import Positive, described
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity
+
+if TYPE_CHECKING:
+    from pagewise_shared.config.options import ExecutorConfig
 
 MAX_LORAS = 1024
 """The most slots for adapters on one executor."""
@@ -39,7 +43,7 @@ MaxLoras = Annotated[
 MaxCpuLoras = Annotated[Positive | None, described("adapters kept in host memory (default: --max-loras)", "N")]
 
 
-def check_lora(values: dict[str, object], *, loads: bool) -> None:
+def check_adapters(values: dict[str, object], *, loads: bool) -> None:
     """Check the values of these options together. ``loads``: the command has ``--enable-lora``.
 
     Raises:
@@ -55,6 +59,11 @@ def check_lora(values: dict[str, object], *, loads: bool) -> None:
     if modules and loads and not values.get("enable_lora"):
         raise ConfigError("--lora-modules needs --enable-lora")
     named_modules(modules)
+
+
+def adapter_capacity(config: "ExecutorConfig") -> AdapterCapacity:
+    """Return which adapters an executor can serve."""
+    return AdapterCapacity(config.max_loras, config.max_lora_rank) if config.enable_lora else NO_ADAPTERS
 
 
 def named_modules(modules: tuple[str, ...]) -> dict[str, str]:

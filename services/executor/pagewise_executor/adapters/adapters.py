@@ -10,11 +10,11 @@ import torch
 from pagewise_shared.errors import AdapterError
 from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 
+from pagewise_executor.adapters.host import HostAdapters
+from pagewise_executor.adapters.layers import AdapterContext, adapt_linears
+from pagewise_executor.adapters.slots import Slots, TorchSlots
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.input_batch import Int64s
-from pagewise_executor.lora.host import HostAdapters
-from pagewise_executor.lora.layers import LoraContext, adapt_linears
-from pagewise_executor.lora.slots import Slots, TorchSlots
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.plan_checks import InvalidPlanError
 
@@ -102,7 +102,7 @@ def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
     """Return what serves adapters of a model, and wrap its linear layers; None without ``--enable-lora``."""
     if not config.enable_lora:
         return None
-    context = LoraContext()
+    context = AdapterContext()
     layers = adapt_linears(loaded.model, context)
     most = config.max_cpu_loras or config.max_loras
     host = HostAdapters(layers, loaded.dtype, most, config.max_lora_rank, shards=loaded.shards)
@@ -115,7 +115,7 @@ def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
         host.prepare = pin
     if loaded.kernels != "triton":
         return Adapters(host, TorchSlots(config.max_loras, context, loaded.device))
-    from pagewise_executor.lora.triton_slots import TritonSlots
+    from pagewise_executor.adapters.triton_slots import TritonSlots
 
     rank, most = config.max_lora_rank, max(config.max_num_seqs, config.max_num_batched_tokens)
     return Adapters(host, TritonSlots(config.max_loras, rank, layers, context, loaded.dtype, loaded.device, most))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_executor.lora.host import HostAdapters
+from pagewise_executor.adapters.host import HostAdapters
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.adapters import AdapterFiles, open_adapter, read_adapter
@@ -372,7 +372,7 @@ def test_weights_in_other_shapes_than_the_header_said_are_refused(
         files, later = open_adapter(*given), open_adapter("later", str(other), 16)
         return AdapterFiles(files.name, files.config, files.weights, {**files.factors, **later.factors})
 
-    monkeypatch.setattr("pagewise_executor.lora.host.open_adapter", exchanged)
+    monkeypatch.setattr("pagewise_executor.adapters.host.open_adapter", exchanged)
     assert "have changed while they were read" in failing(runner, adapter)
 
 

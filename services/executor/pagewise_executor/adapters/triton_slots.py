@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
 
+from pagewise_executor.adapters.host import LayerFactors
+from pagewise_executor.adapters.layers import AdaptedLinear, AdapterContext
 from pagewise_executor.input_batch import Int32s, Int64s
-from pagewise_executor.lora.host import LayerFactors
-from pagewise_executor.lora.layers import AdaptedLinear, LoraContext
 from pagewise_executor.uploads import Uploads
 
 _LARGE_ROWS = 64
@@ -26,7 +26,7 @@ class TritonSlots:
         num_slots: int,
         max_rank: int,
         layers: list[AdaptedLinear],
-        context: LoraContext,
+        context: AdapterContext,
         dtype: torch.dtype,
         device: torch.device,
         num_tokens: int,

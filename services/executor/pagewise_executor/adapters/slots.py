@@ -5,9 +5,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from pagewise_executor.adapters.host import LayerFactors
+from pagewise_executor.adapters.layers import AdaptedLinear, AdapterContext
 from pagewise_executor.input_batch import Int64s
-from pagewise_executor.lora.host import LayerFactors
-from pagewise_executor.lora.layers import AdaptedLinear, LoraContext
 from pagewise_executor.models.packed_linear import rounded_rows
 
 
@@ -30,7 +30,7 @@ class Slots(Protocol):
 class TorchSlots:
     """Slots for any device that PyTorch computes on. An adapter stays where it was read, if that is the device."""
 
-    def __init__(self, num_slots: int, context: LoraContext, device: torch.device) -> None:
+    def __init__(self, num_slots: int, context: AdapterContext, device: torch.device) -> None:
         self._slots: list[LayerFactors] = [{} for _ in range(num_slots)]
         self._context, self._device = context, device
 
