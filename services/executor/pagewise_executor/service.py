@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from time import monotonic
@@ -83,35 +84,10 @@ class ExecutorService:
         keys: Keys | None = None,
     ) -> None:
         info = worker.start()
-        self._hello = Hello(
-            protocol_major=PROTOCOL_MAJOR,
-            protocol_minor=PROTOCOL_MINOR,
-            executor_id=executor_id,
-            model_fingerprint=info.model_fingerprint,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            bytes_per_block=info.bytes_per_block,
-            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
-            max_num_batched_tokens=(
-                info.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-            ),
-            device=info.device,
-            dtype=info.dtype,
-            tiers=info.tiers,
-            costs=info.costs,
-            block_endpoint=info.block_endpoint,
-            block_format=info.block_format,
-            kernels=info.kernels,
-            fallback=info.fallback,
-            no_segments=info.no_segments,
-            no_grammars=info.no_grammars,
-            role=role,
-            adapters=info.adapters,
-            max_grammars=info.max_grammars,
-            short_rope_len=info.short_rope_len,
-        )
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        offered = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+        offered |= {name: limit for name, limit in limits.items() if limit is not None}
+        self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, executor_id, role=role, **offered)
         self._worker = worker
         self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys
