@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -67,14 +67,12 @@ def compile_ahead(ahead: Ahead, threads: int) -> None:
         last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=_META)
         if not config.deterministic:
             choose_few_rows(loaded.model, TritonOperations(), _run)  # before adapters wrap the products
-        adapters = make_adapters(config, loaded)
-        chosen = triton_engine(config, loaded, last_tokens, adapters)
+        chosen = triton_engine(config, loaded, last_tokens, make_adapters(config, loaded))
         kv_dtype, layout = kv_dtype_for(config, loaded.dtype, "triton", _META), layout_of(config)
         pool = KVPool(loaded.shapes, _BLOCKS, config.block_size, kv_dtype, _META, layout=layout, triton=True)
         assert isinstance(chosen.engine, TorchEngine)
         chosen.engine.attach(pool, SegmentMover(pool, loaded.rotations, triton=True))
-        launches = _launches(config, loaded, chosen, kv_dtype)
-        for what, call in chain(launches, [("adapters", adapters.slots.warm_up)] if adapters is not None else []):
+        for what, call in _launches(config, loaded, chosen, kv_dtype):
             try:
                 call()
             except (NotImplementedError, RuntimeError) as error:  # an operation of torch's that needs data
@@ -119,6 +117,8 @@ def _launches(
     for name in kernels_of(use):
         yield name, partial(deque, KERNELS[name][1](use), 0)
     yield "sampling", partial(launch_sampling, loaded.vocab_size, loaded.dtype, _META)
+    if (slots := graphs.decodes.adapters) is not None:
+        yield "adapters", slots.warm_up
 
 
 def _compute(steps: GraphedSteps, size: int, *, uses: bool) -> None:

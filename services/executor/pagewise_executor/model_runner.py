@@ -241,8 +241,8 @@ class ModelRunner:
                 self.info = dataclasses.replace(self.info, fallback=True)
         warm_up_copies(self._pool)
         self._mover.warm_up()
-        if self._adapters is not None:
-            self._adapters.slots.warm_up()
+        if (slots := graphs.decodes.adapters) is not None:
+            slots.warm_up()
 
     def _rehearse(self, config: SizedConfig, dtype: torch.dtype) -> None:
         """Compile the kernels that serving needs, and measure what steps and copies cost.

@@ -14,7 +14,6 @@ from pagewise_executor.adapters.host import HostAdapters
 from pagewise_executor.adapters.layers import AdapterContext, adapt_linears
 from pagewise_executor.adapters.slots import Slots, TorchSlots
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.input_batch import Int64s
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.plan_checks import InvalidPlanError
 
@@ -57,10 +56,6 @@ class Adapters:
         for slot in slots:
             if slot >= 0 and slot not in self._in_slot:
                 raise InvalidPlanError(f"a row joins with the adapter in slot {slot}, where none has been loaded")
-
-    def begin(self, slots: Int64s) -> None:
-        """See ``Slots``."""
-        self.slots.begin(slots)
 
     def close(self) -> None:
         """End the thread once what it loads is there."""

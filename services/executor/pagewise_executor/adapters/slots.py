@@ -22,10 +22,6 @@ class Slots(Protocol):
         """The next forward pass has these tokens: the slot of each one's adapter [tokens], -1 for none."""
         ...
 
-    def warm_up(self) -> None:
-        """Compile what computes adapters."""
-        ...
-
 
 class TorchSlots:
     """Slots for any device that PyTorch computes on. An adapter stays where it was read, if that is the device."""
@@ -47,9 +43,6 @@ class TorchSlots:
     def begin(self, slots: Int64s) -> None:
         """See ``Slots``."""
         self._context.step = _TorchStep(self._groups(slots)) if (slots >= 0).any() else None
-
-    def warm_up(self) -> None:
-        """Do nothing: PyTorch's operations are compiled already."""
 
     def _groups(self, slots: Int64s) -> "list[_Group]":
         groups = []

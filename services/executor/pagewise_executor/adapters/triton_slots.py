@@ -76,7 +76,7 @@ class TritonSlots:
         self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._a, self._b)
 
     def warm_up(self) -> None:
-        """See ``Slots``."""
+        """Compile what computes adapters."""
         for rows in (LEAST_RANK, _LARGE_ROWS):
             tiles, order = make_tiles(np.zeros(1, np.int64), rows)
             step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._a, self._b)

@@ -115,7 +115,7 @@ class TorchEngine:
             return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self._attention.prepare(work)
         if self._adapters is not None:
-            self._adapters.begin(self._batch.adapters[rows])
+            self._adapters.slots.begin(self._batch.adapters[rows])
         decoding, tokens, positions_there, wanted, *there = self._upload.together(
             work.decoding, self._batch.chunk_tokens(work), positions, kept, *also
         )
