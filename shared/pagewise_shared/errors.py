@@ -23,7 +23,7 @@ class ModelError(PagewiseError):
 
 
 class AdapterError(ModelError):
-    """A LoRA adapter cannot be found, read or served; the text names it and the reason."""
+    """An adapter cannot be found, read or served; the text names it and the reason."""
 
 
 class AdapterNotFoundError(AdapterError):

@@ -56,6 +56,7 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--max-num-seqs", "many"], {}, "--max-num-seqs"),
         (["--num-blocks", "4", "--kv-memory", "1GiB"], {}, "--kv-memory"),
         (["--kv-memory", "lots"], {}, "lots"),
+        (["--deterministic", "--enable-lora"], {}, "--deterministic: not with --enable-lora"),
         (
             ["--gpu-memory-utilization", "0.5", "--kv-memory", "1GiB"],
             {},

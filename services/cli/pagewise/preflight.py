@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pagewise_shared.config import ServeConfig
+from pagewise_shared.config.adapter_options import SERVE_ADAPTER
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import local_model
 
@@ -52,7 +53,7 @@ def check_folder(model: str) -> None:
 def _advice(folder: Path) -> str:
     for pattern, advice in (
         ("*.gguf", "GGUF files are not served: take the model's repository with safetensors"),
-        ("adapter_config.json", "it is a LoRA adapter: give the model, and --enable-lora --lora-modules NAME={}"),
+        ("adapter_config.json", "it is an adapter: give the model, and " + SERVE_ADAPTER),
         ("snapshots/*/config.json", "it is an entry of the hub's cache: give {}"),
         ("*/config.json", "did you mean {}?"),
     ):

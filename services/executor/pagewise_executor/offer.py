@@ -2,7 +2,7 @@
 
 import logging
 
-from pagewise_shared.config import adapter_capacity
+from pagewise_shared.config.adapter_options import adapter_capacity
 
 from pagewise_executor.cpu import device_name
 from pagewise_executor.device_defaults import SizedConfig

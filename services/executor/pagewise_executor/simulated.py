@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress, repeat
 from math import log
 
-from pagewise_shared.config import ExecutorConfig, adapter_capacity
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
     HOST,
     AdapterLoaded,

@@ -6,16 +6,13 @@ import os
 import signal
 import socket
 
-from pagewise_shared.adapters import read_adapter
-from pagewise_shared.config import GatewayConfig, named_modules
+from pagewise_shared.config import GatewayConfig
 from pagewise_shared.curve import Keys, load_keys
-from pagewise_shared.errors import ConfigError
 from pagewise_shared.model_files import resolve_model
-from pagewise_shared.protocol import Adapter
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 from pagewise_shared.tracing import Tracing, open_tracing
 
-from pagewise_gateway.http import create_app, listening, load_certificate, most_connections
+from pagewise_gateway.http import create_app, listening, load_certificate, most_connections, read_modules
 from pagewise_gateway.link import AdapterTable, SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -24,19 +21,6 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
 """How long a client may take to read the end of its stream when the gateway stops."""
-
-
-def _modules(config: GatewayConfig, model_name: str) -> list[Adapter]:
-    """Return the adapters that this gateway was started with.
-
-    Raises:
-        AdapterError: one cannot be found, read or served.
-        ConfigError: one is called as the model.
-    """
-    modules = named_modules(config.lora_modules)
-    if model_name in modules:
-        raise ConfigError(f"--lora-modules: {model_name!r} is the name of the model")
-    return [read_adapter(name, path, config.max_lora_rank) for name, path in modules.items()]
 
 
 def _tracing(config: GatewayConfig, gateway_id: str, metrics: Metrics) -> Tracing | None:
@@ -57,7 +41,7 @@ def _link(
     """Return the link to the scheduler.
 
     Raises:
-        AdapterError, ConfigError: as ``_modules`` says.
+        AdapterError, ConfigError: as ``read_modules`` says.
     """
     model_name = config.served_model_name or config.model
     return SchedulerLink(
@@ -68,7 +52,7 @@ def _link(
         model_name=model_name,
         timeout=config.scheduler_timeout,
         keys=keys,
-        adapters=AdapterTable(_modules(config, model_name)),
+        adapters=AdapterTable(read_modules(config)),
     )
 
 

@@ -6,7 +6,6 @@ the same name, meaning and default in every command. A secret is read from the e
 a machine can see command lines.
 """
 
-from pagewise_shared.config.adapter_options import adapter_capacity, named_modules
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.options import (
     DEMO_MODEL,
@@ -44,10 +43,8 @@ __all__ = [
     "ServeConfig",
     "SpeculativeConfig",
     "UpConfig",
-    "adapter_capacity",
     "build_config",
     "misspelt_variables",
-    "named_modules",
     "options_of",
     "parse_config",
     "parse_size",

@@ -1,6 +1,6 @@
 """The options of LoRA adapters, by vLLM's names; ``docs/lora.md`` tells how they are used."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -9,11 +9,14 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity
 
 if TYPE_CHECKING:
-    from pagewise_shared.config.options import ExecutorConfig
+    from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
 
 MAX_LORAS = 1024
 """The most slots for adapters on one executor."""
 MAX_LORA_RANK = 512
+
+SERVE_ADAPTER = "--enable-lora --lora-modules NAME={}"
+"""The options by which the adapter in a folder is served."""
 
 EnableLora = Annotated[bool, described("serve LoRA adapters of the model")]
 LoraModules = Annotated[
@@ -35,8 +38,6 @@ AllowRuntimeLoraUpdating = Annotated[
     ),
 ]
 MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]
-
-
 MaxLoras = Annotated[
     int, Meta(ge=1, le=MAX_LORAS), described("adapters on the device at a time: the most that a batch mixes", "N")
 ]
@@ -54,11 +55,13 @@ def check_adapters(values: dict[str, object], *, loads: bool) -> None:
         raise ConfigError(
             f"--max-cpu-loras {on_host} is less than --max-loras {slots}: what is on the device is kept on the host"
         )
+    if values.get("deterministic") and values.get("enable_lora"):
+        raise ConfigError("--deterministic: not with --enable-lora, whose sums depend on the batch")
     modules = values.get("lora_modules", ())
     assert isinstance(modules, tuple)
     if modules and loads and not values.get("enable_lora"):
         raise ConfigError("--lora-modules needs --enable-lora")
-    named_modules(modules)
+    _named_modules(modules)
 
 
 def adapter_capacity(config: "ExecutorConfig") -> AdapterCapacity:
@@ -66,7 +69,24 @@ def adapter_capacity(config: "ExecutorConfig") -> AdapterCapacity:
     return AdapterCapacity(config.max_loras, config.max_lora_rank) if config.enable_lora else NO_ADAPTERS
 
 
-def named_modules(modules: tuple[str, ...]) -> dict[str, str]:
+class AdapterRights(NamedTuple):
+    """Which adapters a service may have served: ``modules`` (paths by name), and any if ``updating``."""
+
+    modules: dict[str, str]
+    updating: bool
+
+
+def adapter_rights(config: "GatewayConfig | SchedulerConfig") -> AdapterRights:
+    """Return which adapters a gateway may ask for, or a scheduler takes from gateways."""
+    return AdapterRights(_named_modules(config.lora_modules), config.allow_runtime_lora_updating)
+
+
+def max_adapter_rank(config: "GatewayConfig") -> int:
+    """Return the greatest rank of adapters that a gateway serves; 0: it serves none."""
+    return config.max_lora_rank if config.enable_lora else 0
+
+
+def _named_modules(modules: tuple[str, ...]) -> dict[str, str]:
     """Return the paths of ``--lora-modules`` by name.
 
     Raises:

@@ -4,14 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pagewise_shared.config.adapter_options import (
-    AllowRuntimeLoraUpdating,
-    EnableLora,
-    LoraModules,
-    MaxCpuLoras,
-    MaxLoraRank,
-    MaxLoras,
-)
+from pagewise_shared.config import adapter_options
 from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
@@ -76,8 +69,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
             "they start all gateways, unless others may join (`--listen-gateways`).",
         ),
     ] = False
-    lora_modules: LoraModules = ()
-    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
+    lora_modules: adapter_options.LoraModules = ()
+    allow_runtime_lora_updating: adapter_options.AllowRuntimeLoraUpdating = False
     model: Model = DEMO_MODEL
     served_model_name: ServedModelName = None
     max_num_seqs: MaxNumSeqs = None
@@ -160,10 +153,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
     otlp_traces_endpoint: TracesEndpoint = None
-    enable_lora: EnableLora = False
-    max_lora_rank: MaxLoraRank = 16
-    lora_modules: LoraModules = ()
-    allow_runtime_lora_updating: AllowRuntimeLoraUpdating = False
+    enable_lora: adapter_options.EnableLora = False
+    max_lora_rank: adapter_options.MaxLoraRank = 16
+    lora_modules: adapter_options.LoraModules = ()
+    allow_runtime_lora_updating: adapter_options.AllowRuntimeLoraUpdating = False
     enable_auto_tool_choice: Annotated[
         bool,
         _help(
@@ -282,10 +275,10 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
 
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    enable_lora: EnableLora = False
-    max_lora_rank: MaxLoraRank = 16
-    max_loras: MaxLoras = 1
-    max_cpu_loras: MaxCpuLoras = None
+    enable_lora: adapter_options.EnableLora = False
+    max_lora_rank: adapter_options.MaxLoraRank = 16
+    max_loras: adapter_options.MaxLoras = 1
+    max_cpu_loras: adapter_options.MaxCpuLoras = None
     model: Model = DEMO_MODEL
     revision: Revision = None
     max_num_seqs: MaxNumSeqs = None

@@ -56,6 +56,7 @@ class AdapterCapacity(Piece, frozen=True):
 
 
 NO_ADAPTERS = AdapterCapacity()
+"""Those of an executor that serves none."""
 
 
 class AdapterLoaded(Message, frozen=True):

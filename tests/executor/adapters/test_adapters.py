@@ -379,5 +379,3 @@ def test_weights_in_other_shapes_than_the_header_said_are_refused(
 def test_kernels_that_cannot_compute_adapters_are_refused_by_name(llama: Path) -> None:
     with pytest.raises(ModelError, match="--enable-lora"):
         build_runner(llama, enable_lora=True, kernels="openvino")
-    with pytest.raises(ModelError, match="--enable-lora"):
-        build_runner(llama, enable_lora=True, kernels="triton", deterministic=True)

@@ -87,7 +87,7 @@ class LLM:
         """Complete prompts, all at the same time, and return their outputs in the same order.
 
         ``sampling_params``: of all prompts, or one for each. ``use_tqdm``: whether a terminal or a notebook shows a
-        progress bar. ``model``: the name of a LoRA adapter. ``priority``: of each prompt; lower runs earlier.
+        progress bar. ``model``: the name of an adapter. ``priority``: of each prompt; lower runs earlier.
 
         Raises:
             LLMError: a request was refused, or the services have ended; the text says why.

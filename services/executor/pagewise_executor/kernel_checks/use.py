@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.skinny_linear import MOST_ROWS
-from pagewise_shared.config import adapter_capacity
+from pagewise_shared.config.adapter_options import adapter_capacity
 from torch import nn
 
 from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_shapes, with_small_limits

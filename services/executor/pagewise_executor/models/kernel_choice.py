@@ -63,8 +63,6 @@ def candidates(
         raise ModelError(f"--quantization {config.quantization}: {flaw}")
     if stored and (flaw := _flaw_of_eight_bits(config)):
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together {flaw}")
-    if config.deterministic and config.enable_lora:
-        raise ModelError("--deterministic: not with --enable-lora, whose sums depend on the batch")
     if config.kv_mapping == "mmu":
         if _wanted(config, device, stored) != ("torch",):
             raise ModelError(f"--kv-mapping mmu needs PyTorch's attention: not with --kernels {config.kernels}")

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from pagewise_shared.config.adapter_options import SERVE_ADAPTER
 from pagewise_shared.errors import ModelError
 
 SERVED = (
@@ -53,7 +54,7 @@ def check_known(model: str, path: Path) -> None:
         # Whether transformers adds it depends on whether PEFT is installed.
         raise ModelError(
             f"{model} has an adapter_config.json beside its weights: remove that file if the adapter has been merged "
-            "into them; otherwise move the adapter to another folder, and add --enable-lora --lora-modules NAME=FOLDER"
+            "into them; otherwise move the adapter to another folder, and add " + SERVE_ADAPTER.format("FOLDER")
         )
 
     try:

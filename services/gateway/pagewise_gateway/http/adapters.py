@@ -5,20 +5,41 @@ operators may use them.
 """
 
 import asyncio
+from typing import Annotated
 
 from aiohttp import web
+from msgspec import Meta, Struct
 from pagewise_shared.adapters import read_adapter
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.config.adapter_options import adapter_rights, max_adapter_rank
 from pagewise_shared.errors import AdapterError as UnusableAdapterError
-from pagewise_shared.errors import AdapterNotFoundError
+from pagewise_shared.errors import AdapterNotFoundError, ConfigError
+from pagewise_shared.protocol import Adapter
 
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.schema import LoadAdapterRequest, UnloadAdapterRequest
 from pagewise_gateway.link import AdapterError
 
 
-async def load_lora_adapter(request: web.Request) -> web.Response:
+class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/load_lora_adapter``. ``load_inplace``: take the place of an adapter of that name."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256, description="What clients call it as a model.")]
+    lora_path: Annotated[
+        str, Meta(min_length=1, max_length=1024, description="Its folder, as executors see it, or a hub id.")
+    ]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/unload_lora_adapter``. ``lora_int_id`` has no meaning here."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_int_id: int | None = None
+
+
+async def _load(request: web.Request) -> web.Response:
     """Load an adapter on all executors, and serve it from then on.
 
     Raises:
@@ -33,9 +54,8 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
         raise InvalidRequestError(
             f"an adapter called {body.lora_name!r} is loaded already; unload it, or set load_inplace", "lora_name"
         )
-    rank = service.limits.max_lora_rank
     try:
-        adapter = await asyncio.to_thread(read_adapter, body.lora_name, body.lora_path, rank)
+        adapter = await asyncio.to_thread(read_adapter, body.lora_name, body.lora_path, service.limits.max_adapter_rank)
         await service.link.adapters.load(adapter, replace=body.load_inplace)
     except AdapterNotFoundError as error:
         raise NotFoundError(str(error), "lora_path") from None
@@ -44,7 +64,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def unload_lora_adapter(request: web.Request) -> web.Response:
+async def _unload(request: web.Request) -> web.Response:
     """Serve an adapter no more. Requests that run go on with it.
 
     Raises:
@@ -60,6 +80,18 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
+def read_modules(config: GatewayConfig) -> list[Adapter]:
+    """Return the adapters that a gateway is started with.
+
+    Raises:
+        ConfigError: one is called as the model; and the errors of ``read_adapter``.
+    """
+    modules, model_name = adapter_rights(config).modules, config.served_model_name or config.model
+    if model_name in modules:
+        raise ConfigError(f"--lora-modules: {model_name!r} is the name of the model")
+    return [read_adapter(name, path, max_adapter_rank(config)) for name, path in modules.items()]
+
+
 def _checked(request: web.Request) -> Service:
     """Return the service if this client may load and unload adapters.
 
@@ -67,7 +99,7 @@ def _checked(request: web.Request) -> Service:
         ForbiddenError: nobody may, or this client may not.
     """
     service, client = request.app[Service.KEY], request[CLIENT]
-    if not service.limits.max_lora_rank:
+    if not service.limits.max_adapter_rank:
         raise ForbiddenError("no adapters are served: start the gateways with --enable-lora")
     if not service.limits.updates_adapters:
         raise ForbiddenError(
@@ -79,3 +111,10 @@ def _checked(request: web.Request) -> Service:
             "put operator=yes in its line among the API keys"
         )
     return service
+
+
+ENDPOINTS = {
+    "/v1/load_lora_adapter": (_load, "Load a LoRA adapter; for operators.", LoadAdapterRequest),
+    "/v1/unload_lora_adapter": (_unload, "Unload a LoRA adapter; for operators.", UnloadAdapterRequest),
+}
+"""The handler of each path, what it does, and its body."""

@@ -10,13 +10,14 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from pagewise_shared.config import GatewayConfig
+from pagewise_shared.config.adapter_options import adapter_rights, max_adapter_rank
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
 from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
-from pagewise_gateway.http.adapters import load_lora_adapter, unload_lora_adapter
+from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
@@ -136,8 +137,7 @@ def _routes() -> list[web.RouteDef]:
         web.post("/v1/embeddings", refuse_embeddings),
         web.get("/v1/models", list_models),
         web.get("/v1/models/{model:.+}", get_model),
-        web.post("/v1/load_lora_adapter", load_lora_adapter),
-        web.post("/v1/unload_lora_adapter", unload_lora_adapter),
+        *(web.post(path, handler) for path, (handler, *_) in ADAPTER_ENDPOINTS.items()),
         web.post("/tokenize", tokenize),
         web.post("/detokenize", detokenize),
         web.get("/health", health),
@@ -168,8 +168,8 @@ def _limits(config: GatewayConfig, link: SchedulerLink) -> Limits:
         config.max_n,
         config.model,
         link.adapters,
-        config.max_lora_rank if config.enable_lora else 0,
-        config.allow_runtime_lora_updating,
+        max_adapter_rank(config),
+        adapter_rights(config).updating,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
+from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
@@ -36,9 +37,7 @@ from pagewise_gateway.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    LoadAdapterRequest,
     TokenizeRequest,
-    UnloadAdapterRequest,
 )
 
 # Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
@@ -50,8 +49,7 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         CompletionResponse,
     ),
     "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
-    "/v1/load_lora_adapter": ("Load a LoRA adapter; for operators.", LoadAdapterRequest, str, None),
-    "/v1/unload_lora_adapter": ("Unload a LoRA adapter; for operators.", UnloadAdapterRequest, str, None),
+    **{path: (summary, body, str, None) for path, (_, summary, body) in ADAPTER_ENDPOINTS.items()},
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
     "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
     "/v1/chat/completions/render": (
@@ -136,7 +134,7 @@ def document(
 def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
     responses = _good(_ref(answer)) if answer is not str else _text()
-    if path.endswith("_lora_adapter"):
+    if path in ADAPTER_ENDPOINTS:
         responses["403"] = _error(f"{_OPERATORS} Or adapters may not be loaded while the server runs.")
     if event is not None:
         # As OpenAPI 3.2 describes streams of events. The last one's data is "[DONE]", unless they have names.

@@ -31,7 +31,7 @@ _GREEDY_BELOW = 1e-5
 class Limits:
     """Limits of this service, in addition to those of the model, and the names of its model and adapters.
 
-    ``root``: the model's folder or hub id. ``max_lora_rank``: of adapters, 0: there are none. ``updates_adapters``:
+    ``root``: the model's folder or hub id. ``max_adapter_rank``: 0: there are none. ``updates_adapters``:
     whether they may be loaded while the service runs.
     """
 
@@ -39,7 +39,7 @@ class Limits:
     max_n: int
     root: str = ""
     adapters: AdapterTable = field(default_factory=AdapterTable)
-    max_lora_rank: int = 0
+    max_adapter_rank: int = 0
     updates_adapters: bool = False
 
 

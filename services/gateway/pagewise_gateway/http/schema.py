@@ -348,23 +348,6 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/load_lora_adapter``. ``load_inplace``: take the place of an adapter of that name."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256, description="What clients call it as a model.")]
-    lora_path: Annotated[
-        str, Meta(min_length=1, max_length=1024, description="Its folder, as executors see it, or a hub id.")
-    ]
-    load_inplace: bool = False
-
-
-class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/unload_lora_adapter``. ``lora_int_id`` has no meaning here."""
-
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
-    lora_int_id: int | None = None
-
-
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /detokenize``."""
 

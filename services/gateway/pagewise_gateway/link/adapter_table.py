@@ -1,4 +1,4 @@
-"""The LoRA adapters that this gateway knows of: the scheduler tells them, and is asked to serve others."""
+"""The adapters that this gateway knows of: the scheduler tells them, and is asked to serve others."""
 
 import asyncio
 import logging
@@ -137,6 +137,6 @@ class AdapterTable:
             self._changed.set()
             if answer.kind:
                 text = printable(answer.message, 1000)
-                log.error("--lora-modules: the adapter %s is not served: %s", module.name, text)
+                log.error("the adapter %s, which this gateway was started with, is not served: %s", module.name, text)
         elif (question := self._questions.get(answer.number)) is not None and not question.done():
             question.set_result(answer)

@@ -1,4 +1,4 @@
-"""The registry: which LoRA adapters are served, by name.
+"""The registry: which adapters are served, by name.
 
 It is kept here and not in gateways, because a name has to mean the same at all of them, whichever was told to load it.
 Gateways are told whenever it changes, so one that joins knows all adapters. A scheduler that was restarted takes the
@@ -9,11 +9,11 @@ decides which KV a request may use: requests name the content of their adapter.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.config.adapter_options import AdapterRights
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     MAX_ADAPTERS,
@@ -69,20 +69,14 @@ class _Trial:
 class AdapterRegistry:
     """The adapters that are served. ``version``: see ``AdapterState``. ``engines``: those that take requests.
 
-    Executors load whatever path an adapter names, so gateways may name only the adapters of the scheduler's own
-    ``modules`` (paths by name), unless ``updating`` allows them any.
+    Executors load whatever path an adapter names, so gateways may name only the adapters that the scheduler's own
+    ``rights`` allow.
     """
 
-    def __init__(
-        self,
-        engines: Callable[[], Sequence[Engine]],
-        modules: Mapping[str, str] = MappingProxyType({}),
-        *,
-        updating: bool = True,
-    ) -> None:
+    def __init__(self, engines: Callable[[], Sequence[Engine]], rights: AdapterRights) -> None:
         self.version = 0
         self._engines = engines
-        self._modules, self._updating = modules, updating
+        self._rights = rights
         self._adapters: dict[str, Adapter] = {}
         # Of this life: the version of its first change and of what was taken over; and what was changed by name.
         self._first_version: int | None = None
@@ -93,7 +87,7 @@ class AdapterRegistry:
 
     def refusal(self, adapter: Adapter) -> str | None:
         """Return why no gateway may have this adapter served; None if one may."""
-        if self._updating or self._modules.get(adapter.name) == adapter.path:
+        if self._rights.updating or self._rights.modules.get(adapter.name) == adapter.path:
             return None
         return (
             "the scheduler was started neither with --lora-modules "
@@ -165,7 +159,7 @@ class AdapterRegistry:
 
     def unregister(self, message: UnregisterAdapter, answer: Answer) -> None:
         """Serve an adapter no more. Requests that run go on with it."""
-        if not self._updating:
+        if not self._rights.updating:
             text = "the scheduler was not started with --allow-runtime-lora-updating"
             answer(AdapterAnswer(message.number, "refused", text))
             return

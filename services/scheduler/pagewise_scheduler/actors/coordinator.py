@@ -12,7 +12,8 @@ from itertools import count
 from pathlib import Path
 
 import zmq
-from pagewise_shared.config import SchedulerConfig, named_modules, parse_speculative
+from pagewise_shared.config import SchedulerConfig, parse_speculative
+from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
@@ -84,11 +85,7 @@ class Coordinator:
                 timeout=unplaced_timeout,
                 routing=config.routing,
             )
-            self.registry = AdapterRegistry(
-                lambda: self.router.engines,
-                named_modules(config.lora_modules),
-                updating=config.allow_runtime_lora_updating,
-            )
+            self.registry = AdapterRegistry(lambda: self.router.engines, adapter_rights(config))
             self.fleet.on_joined = self.registry.engine_joined
             self.gateways = self._make_gateways(config, keys, on_traced)
         except zmq.ZMQError:
