@@ -17,7 +17,7 @@ from pagewise_scheduler.core.tiers.tier import BlockCopy, Tier
 
 
 class BlockPool(Pool):
-    """The tier in which sequences compute: blocks in use may hold what nobody knows yet.
+    """The tier in which sequences compute: the content of blocks in use may not be known yet.
 
     Block tables hold references to its blocks. A cached block is evicted after those that follow it, so the ancestors
     of a block that lies here lie here too. ``num_lent``: references of other executors that read blocks; ``lent``: how
@@ -68,13 +68,13 @@ class BlockPool(Pool):
         self._evictable.shrink(self._num_cached)
 
     def restore(self, node: CachedBlock) -> None:
-        """The content of ``node``, whose parent lies here, is here from before, if it is; it is in the tree."""
+        """See ``Pool``. The parent of ``node`` lies on the device."""
         if node.hash in self.restorable:
             node.last_used = self.policy.tick()
             super().restore(node)
 
     def lend(self, blocks: list[int]) -> None:
-        """Another executor reads these blocks: they stay, and stay as they are, until they are taken back."""
+        """Pin blocks that another executor reads, until they are taken back."""
         self.pin(blocks)
         self.num_lent += len(blocks)
         self.lent.update(blocks)
@@ -87,7 +87,7 @@ class BlockPool(Pool):
             for block in blocks:
                 lent[block] -= 1
                 if not lent[block]:
-                    del lent[block]  # nobody reads it any more
+                    del lent[block]  # no executor reads it any more
             self.release(blocks)
 
     def cache_full_block(

@@ -29,14 +29,14 @@ _BEGUN = 16
 class HashTier(Tier):
     """A tier without ids, which several executors may share.
 
-    What is computed goes there in two ways. A tier above that gives up a block offers it, as to any tier. And when a
-    sequence ends, those of its blocks that do not lie here wait to be written back behind it, the beginning of a prefix
-    before its end: each plan takes some along. If one of them is not worth it, or lies nowhere any more before its
-    turn, nothing is written of what follows it.
+    Blocks come here in two ways. A tier above that evicts a block offers it, as to any tier. And when a sequence ends,
+    its blocks that do not lie here wait to be written back, the beginning of a prefix before its end: each plan takes
+    some along. If one of them is not worth the copy, or lies in no tier any more before its turn, the blocks that
+    follow it are not written either.
 
-    A prefix is of use only from its beginning on. Blocks are given up from its end, so when such a block is taken over,
-    all that come before it are to be written too. ``CachedBlock.stored`` has two bits for each tier: the block lies
-    here or will when copies under way are made, and a block behind it was taken over.
+    A prefix is of use only from its beginning on. The tiers above evict blocks from its end, so when such a block is
+    taken over, all blocks before it are to be written too. ``CachedBlock.stored`` has two bits for each tier: the block
+    lies here or will when copies under way are made, and a block behind it was taken over.
 
     ``identity``: executors with the same one share it. ``salted``: whether KV of requests with a cache salt may be
     here.
@@ -79,7 +79,7 @@ class HashTier(Tier):
         """Whether KV of requests with this cache salt may be here."""
         return self._salted or not is_private(cache_salt)
 
-    # ---- what comes here -----------------------------------------------------------------------------
+    # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
         """Whether the block lies here, or will when copies under way are made. It may have been forgotten since."""
@@ -126,11 +126,11 @@ class HashTier(Tier):
 
     @property
     def writes_back(self) -> bool:
-        """Whether something that waits may be written now."""
+        """Whether a block that waits to be written back may be written now."""
         return bool(self._waiting) and self.num_arriving < self.max_arriving
 
     def write_back(self, copies: list[BlockCopy]) -> None:
-        """Write some of what waits. ``copies``: where those go."""
+        """Write some of the blocks that wait. The copies are added to ``copies``."""
         most = len(copies) + min(_WRITTEN_PER_STEP, self.max_arriving - self.num_arriving)
         while self._waiting and len(copies) < most:
             path = self._waiting[0]
@@ -171,7 +171,7 @@ class HashTier(Tier):
         if not bad:
             self.costs.store.observe(seconds, 1, len(names))
 
-    # ---- what comes from here ------------------------------------------------------------------------
+    # ---- copies from this tier -----------------------------------------------------------------------
 
     def places(self, root: BlockHash, tokens: bytes, block_size: int, start: int, stop: int) -> list[Place]:
         """Where the blocks ``start`` to ``stop`` of a prompt lie. Nothing is held.
@@ -183,7 +183,7 @@ class HashTier(Tier):
         return [Place(self, self.number, name=name) for name in names]
 
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
-        """See ``Source``. What was looked up does not hold any more if something is gone."""
+        """See ``Source``. If a block is gone, the answer to the look-up is void."""
         self._counters.recalled += len(places) - len(bad)
         self._counters.recall_failed += len(bad)
         if bad:
@@ -191,5 +191,5 @@ class HashTier(Tier):
         return ()
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:
-        """It forgets a block now and then; if nothing came, it does not work."""
+        """Whether no block came at all: the tier may forget a block now and then."""
         return num_bad == num_blocks

@@ -22,8 +22,8 @@ class CacheTier(Pool, Tier):
     While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
     the node above costs no copy. Copies that are the nearest ones go tails first, like blocks on the device.
 
-    With ``max_arriving`` blocks on their way, and where ``demotion`` says so, no more prefixes are begun: what the tier
-    above evicts then goes further down, or is lost.
+    With ``max_arriving`` blocks on their way, or where ``demotion`` refuses it, the tier begins no further prefix: the
+    blocks that the tier above evicts then go further down, or are lost.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class CacheTier(Pool, Tier):
         # How many children of each block's node lie here too; of no interest where nothing can go further down.
         self._num_children = [0] * num_blocks if self.lower else []
 
-    # ---- what comes here -----------------------------------------------------------------------------
+    # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
         """Whether the block lies here."""
@@ -91,7 +91,7 @@ class CacheTier(Pool, Tier):
         self.costs.store.observe(seconds, 1, count)
         assert self.num_arriving >= 0
 
-    # ---- what comes from here ------------------------------------------------------------------------
+    # ---- copies from this tier -----------------------------------------------------------------------
 
     def hold(self, nodes: Iterable[CachedBlock]) -> list[Place]:
         """Keep these blocks here until they are let go of."""
@@ -107,10 +107,10 @@ class CacheTier(Pool, Tier):
         """See ``Source``."""
         self.counters.loaded += len(places)
         self.counters.spoiled += len(bad)
-        # Looked at one by one, for dropping one takes others along.
+        # A generator, because the caller drops each node, and that takes others along.
         return (place.node for place in bad if place.node is not None and self.node(place.block) is place.node)
 
-    # ---- what goes from here -------------------------------------------------------------------------
+    # ---- eviction ------------------------------------------------------------------------------------
 
     def forget(self, node: CachedBlock) -> None:
         """Give up the copy of ``node``, if there is one and nobody has pinned it."""

@@ -27,10 +27,10 @@ _RESTORABLE = attrgetter("restorable")
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """KV that a sequence can begin with: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
+    """KV with which a sequence can begin: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
 
-    ``num_tokens`` of them are on the device. Behind ``blocks`` come ``hole`` blocks that lie nowhere, and the blocks
-    ``away``, which lie in tiers below the device; if there are any, nothing is partial.
+    ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``hole`` blocks that lie in no
+    tier, and the blocks ``away``, which lie in tiers below the device; if there are any, no block is partial.
     """
 
     blocks: list[CachedBlock]
@@ -44,13 +44,13 @@ class CachedPrefix:
 class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
-    ``lower``: of each tier below the device, by its number, how many blocks it has, or its identity if they have no
-    ids, and what copies cost. ``demotion``: what these tiers take over. ``salted``: see ``HashTier``.
+    ``lower``: for each tier below the device, by its number, how many blocks it has, or its identity if they have no
+    ids, and what copies cost. ``demotion``: decides which prefixes these tiers take over. ``salted``: see ``HashTier``.
 
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
     device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
     freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step has returned,
-    so nobody else can write into it before. ``losses``: what was cached and is lost.
+    so no other sequence can write into it before. ``losses``: a log of cached content that was lost.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class KVCacheManager:
         assert tier is not None, f"the executor has no tier {number} below the device"
         return tier
 
-    # ---- what is written back ------------------------------------------------------------------------
+    # ---- write-back ----------------------------------------------------------------------------------
 
     @property
     def writes_back(self) -> bool:
@@ -152,10 +152,10 @@ class KVCacheManager:
             tier.write_back(copies)
         return copies
 
-    # ---- from before ---------------------------------------------------------------------------------
+    # ---- restorable blocks ---------------------------------------------------------------------------
 
     def expect(self, inventory: Mapping[int, dict[BlockHash, int]]) -> None:
-        """The tiers, empty so far, hold these blocks from before; who asks for their content gets it.
+        """The executor has offered these blocks of its tiers in its Hello: they are restorable. The tiers are empty.
 
         ``inventory``: block ids by block hash, by number of the tier.
 
@@ -172,7 +172,8 @@ class KVCacheManager:
                 self.tiers[number].expect(named)
 
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
-        """Put what is there from before of some tokens (int32 bytes) into the prefix tree."""
+        """Put the restorable blocks of a sequence into the prefix tree. ``tokens_of``: returns its tokens as int32
+        bytes."""
         tiers = [*filter(_RESTORABLE, self.tiers.values())]
         if not tiers:
             return
@@ -201,8 +202,8 @@ class KVCacheManager:
     # ---- sharing -------------------------------------------------------------------------------------
 
     def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
-        """What is cached of a prompt whose full blocks found are ``blocks``; ``rest``: its tokens after them (int32
-        bytes), of which those of one block matter. Nothing changes."""
+        """The cached prefix of a prompt. ``blocks``: its full blocks in the tree. ``rest``: the tokens after them
+        (int32 bytes), of which those of one block matter. Changes nothing."""
         on_device = len(blocks)
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
@@ -232,7 +233,7 @@ class KVCacheManager:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
         references = self.pool.references
         shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
-        # What is copied must not be evicted for its own copy.
+        # The source of the copy must not be evicted to make room for the copy.
         kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
         return self.blocks_for(num_tokens) - shared + kept
 
@@ -255,7 +256,7 @@ class KVCacheManager:
             table.blocks = shared
             return ()
         source = prefix.partial_block
-        self.pool.pin([source])  # so that making room for the copy does not evict what is copied
+        self.pool.pin([source])  # so that making room for the copy does not evict its source
         (target,), copies = self._reserve(1, [table])
         self.pool.counters.copied += 1
         self.pool.release([source])
@@ -356,9 +357,9 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
 
     def close(self, reason: LossReason = "executor lost") -> None:
-        """The executor is gone, or all it held: free what the tiers know of it now, however much that is.
+        """The executor is gone, or all its KV is: drop the prefix tree and the tiers at once.
 
-        Tiers and nodes hold each other, so without this they would stay until a garbage collection.
+        Tiers and nodes refer to each other, so without this they would stay until a garbage collection.
         """
         self.losses.all_gone(self.pool.tree.roots, reason)
         for tier in self.tiers.values():
@@ -368,7 +369,7 @@ class KVCacheManager:
     def forget(self) -> None:
         """The executor has lost its KV: nothing is cached any more, in no tier. No table may hold blocks.
 
-        Those who still read blocks of it give them back to tiers that nobody uses any more.
+        Other executors that still read its blocks release them in the old tiers, which are not used any more.
         """
         pool = self.pool
         assert pool.num_in_use <= pool.num_lent

@@ -22,7 +22,7 @@ from pagewise_scheduler.core.tiers.tier import Place, Source
 
 
 class PeerTiers(Source):
-    """The tiers of another executor, as they are in its present life, from which one recovery or prefetch gets blocks.
+    """The tiers of another executor, under its present epoch, from which one recovery or prefetch gets blocks.
 
     ``counters``: of the executor that gets them.
     """
@@ -42,9 +42,9 @@ class PeerTiers(Source):
         self._num_held = 0
 
     def hold(self, nodes: Sequence[CachedBlock]) -> list[Place]:
-        """Keep these blocks in the nearest tier that has each of them.
+        """Hold each of these blocks in the nearest tier that has it.
 
-        What comes before them on the peer's device is kept too: what is in use stands on it.
+        The blocks before them on the peer's device are held too: a block in use needs its ancestors there.
         """
         before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
         lent = [node.block for node in before]
@@ -64,8 +64,8 @@ class PeerTiers(Source):
         return places
 
     def let_go(self, places: Iterable[Place]) -> None:
-        """See ``Source``. The peer's device gets its blocks back all at once: else some would stand on others that may
-        go."""
+        """See ``Source``. The peer's device gets its blocks back all at once: else a block could be evicted while one
+        of its descendants is still lent."""
         for place in places:
             self._num_held -= 1
             if place.tier != DEVICE:
@@ -77,7 +77,8 @@ class PeerTiers(Source):
 
     def remote(self, tier: int) -> RemoteTier:
         """See ``Source``."""
-        # What is on its device came with steps that are back; only what goes to its other tiers may be under way.
+        # Blocks of its device that are in the tree were computed by steps that are back. Copies to its other tiers may
+        # be under way.
         step = 0 if tier == DEVICE else self._peer.scheduler.last_step
         return RemoteTier(self.peer, self.epoch, step, self._peer.key)
 
@@ -88,7 +89,7 @@ class PeerTiers(Source):
         return ()
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:
-        """What is pinned there comes, or the peer or the way there is broken."""
+        """Whether any block is missing: a pinned block comes, unless the peer or the connection is broken."""
         return num_bad > 0
 
 
@@ -113,7 +114,8 @@ class PeerScheduler(Protocol):
 class Peer:
     """An executor whose blocks others may fetch.
 
-    ``endpoint``: where. ``block_format``: of what is fetched; equal ones fit. ``wake``: tells it that blocks came back.
+    ``endpoint``: its block endpoint. ``block_format``: blocks can only be fetched between equal ones. ``wake``: called
+    when lent blocks were taken back.
     ``key``: its public key (Z85 text), empty where connections have none.
     """
 
@@ -135,8 +137,9 @@ class PrefixDirectory:
     ) -> tuple[Peer, list[CachedBlock]] | None:
         """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks.
 
-        ``asker``: the endpoint of who asks; it gets blocks of its own format only. ``usable``: whether an endpoint may
-        be asked. Costs nothing for executors that do not hold the first block, and a look-up per block for others.
+        ``asker``: the endpoint of the executor that fetches, which takes blocks of its own format only. ``usable``:
+        whether an endpoint may be asked. Costs nothing for executors that do not hold the first block, and a look-up
+        per block for others.
         """
         own = self.peers.get(asker)
         if own is None:
@@ -152,7 +155,7 @@ class PrefixDirectory:
                 continue
             if not keys:  # cut once: a bytes object remembers its hash
                 keys = list(block_keys(tokens, peer.scheduler.kv.block_size))
-            # Until its next plan goes out, what it has just demoted is not under way.
+            # Copies of blocks that it has just demoted begin with its next plan.
             nodes = _readable(tree.walk(node, keys), device_only=peer.scheduler.has_unsent_demotions)
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
                 best = peer, nodes

@@ -2,8 +2,8 @@
 
 Each block is free, cached or in use. To *reserve* a block is to take one; if none is free, another one is *evicted*
 first. The content of an evicted block stays where another tier has it as well, or it goes to a tier below that takes it
-(it is *demoted*), or it is lost. Whoever evicts is told which copies have to be made before anything is written into
-the blocks, and sees to it that they are. To *pin* a block is to keep it where it is until it is *released* as often.
+(it is *demoted*), or it is lost. The methods that evict return the copies that the next plan has to make before a step
+writes into the blocks. To *pin* a block is to keep it where it is until it is *released* as often.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,9 +37,9 @@ class Pool:
 
     ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
     have ids too.
-    ``states``: the state of each block, a byte, for those who watch. ``restorable``: cached blocks from before, by
-    block hash, whose content nobody has asked for yet; they are the first to go. Reserving and releasing n blocks costs
-    O(n), and O(log blocks) for each one that has to be evicted.
+    ``states``: the state of each block, a byte, for the console. ``restorable``: cached blocks that the executor has
+    offered by hash in its Hello, and that no prompt has asked for yet; they are evicted first. Reserving and releasing
+    n blocks costs O(n), and O(log blocks) for each one that has to be evicted.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Pool:
         self.below = below
         self.lower: tuple[CacheTier, ...] = tuple(_pools_from(below))
         self.restorable: dict[BlockHash, int] = {}
-        self._caches = self.lower  # the tiers, from this one on, that hold nothing but copies
+        self._caches = self.lower  # this tier, unless it is the device, and the lower ones: they hold copies alone
         self.states = bytearray(num_blocks)
         self._references = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
@@ -128,7 +128,7 @@ class Pool:
         return self._nodes[block]
 
     def close(self) -> None:
-        """Nobody reserves blocks here any more. What is still held may be given back."""
+        """Stop reserving blocks. Blocks that are still held may be released."""
         self._evictable.close()
         self._caches = ()  # which may name the tier itself
 
@@ -196,7 +196,7 @@ class Pool:
     # ---- what is known -------------------------------------------------------------------------------
 
     def expect(self, restorable: dict[BlockHash, int]) -> None:
-        """The tier, empty so far, holds these blocks from before."""
+        """The executor has offered these blocks of the tier, which is empty so far, by their hashes."""
         taken = set(restorable.values())
         self._free = [block for block in self._free if block not in taken]
         self.restorable = restorable
@@ -205,23 +205,23 @@ class Pool:
             self.states[block] = CACHED
 
     def restore(self, node: CachedBlock) -> None:
-        """The content of ``node`` is here from before, if it is; it lies in the tree now."""
+        """Let ``node``, a node of the tree, have the restorable block with its hash, if there is one."""
         block = self.restorable.pop(node.hash, NOWHERE)
         if block >= 0:
             self._enter(node, block)
             self.offer(node)
 
     def offer(self, node: CachedBlock) -> None:
-        """The block of ``node``, if it lies here, may have become evictable, or evictable as something else."""
+        """Look again whether the block of ``node``, if it lies here, can be evicted, and with which rank."""
         rank = self._rank(node)
         if rank is not None:
             self._evictable.push(node, rank)
             self._evictable.shrink(self.num_blocks - len(self._free))
 
     def drop(self, node: CachedBlock, reason: LossReason = "evicted") -> None:
-        """The content of ``node`` is lost: what comes after it is not kept in lower tiers, unless it is pinned there.
+        """Forget the content of ``node``, and of its descendants in lower tiers, unless they are pinned there.
 
-        What lies nowhere then leaves the tree.
+        Nodes that lie in no tier then leave the tree.
         """
         if node.children:
             self._drop_below(node, reason)
@@ -259,10 +259,10 @@ class Pool:
             below = below.below
         return below is not None
 
-    # ---- what each kind of tier has its own way of ---------------------------------------------------
+    # ---- for the kinds of tiers to override ----------------------------------------------------------
 
     def _rank(self, node: CachedBlock) -> int | None:
-        """As what the block of ``node`` may be evicted; None: it does not lie here, or may not go."""
+        """The rank at which the block of ``node`` is evicted; None: it does not lie here, or has to stay."""
         raise NotImplementedError
 
     def _enter(self, node: CachedBlock, block: int) -> None:
@@ -270,7 +270,8 @@ class Pool:
         raise NotImplementedError
 
     def _give_up_one(self, copies: list[BlockCopy]) -> bool:
-        """Free the block that is worth the least; False: none may go. ``copies``: where those go that keep it."""
+        """Evict the block that is worth the least; False: none can be evicted. ``copies``: the list to which copies
+        that keep its content are added."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """Blocks that come from peers before the sequence that needs them: its prompt is being computed elsewhere.
 
-As soon as a step over there has come back, the full blocks that it computed can be fetched, while later ones still are
-being computed. What has arrived is cached here like anything else that was computed, and held by nobody.
+As soon as a step of the other executor has come back, the full blocks that it computed can be fetched, while later ones
+are still being computed. Blocks that have arrived are cached here like any others, and no sequence holds them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ AtPeers = Callable[[str | None, bytes, int], tuple[Peer, list[CachedBlock]] | No
 class FetchedPiece:
     """Blocks that are fetched ahead, one after the other of a prefix.
 
-    ``blocks``: what they go to. ``came``: None: they are on their way; False: what came is not what it should be.
+    ``blocks``: the device blocks into which they are copied. ``came``: None: they are on their way; True: all have the
+    right content; False: some do not.
     """
 
     prefetch: "Prefetch"
@@ -45,10 +46,11 @@ class FetchedPiece:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """What is to come here for ``request``, which runs at another executor: the KV of ``tokens`` (int32 bytes).
+    """The KV of ``tokens`` (int32 bytes) that is to come here for ``request``, which runs at another executor.
 
-    ``table``: holds what they begin with, and what is on its way. ``pieces``: those on their way, in order. ``peer``:
-    the endpoint that was asked last. ``asks``: there may be more to ask for. ``stopped``: nobody waits for it.
+    ``table``: holds the blocks that are here, and those on their way. ``pieces``: those on their way, in order.
+    ``peer``: the endpoint that was asked last. ``asks``: there may be more to ask for. ``stopped``: no
+    further blocks are asked for, and no request waits for those on their way.
     """
 
     request: Request

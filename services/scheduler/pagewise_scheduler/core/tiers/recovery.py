@@ -32,9 +32,9 @@ _REPORTS_KEPT = 4096
 class Recoveries:
     """All recoveries of one executor.
 
-    ``policy``: which method is taken. ``reports``: recoveries that have ended or needed nothing, for whoever logs and
-    counts them. ``directory``: what other executors hold, None: there are none; ``endpoint``: the own one there.
-    ``transfers``: the copies under way. ``fetch_seconds``: what all copies from peers took.
+    ``policy``: chooses the method. ``reports``: recoveries that have ended or had no block to get, for the log and the
+    metrics. ``directory``: the prefix trees of other executors, None: there are none; ``endpoint``: of this executor
+    there. ``transfers``: the copies under way, demotions too. ``fetch_seconds``: the time of all copies from peers.
     """
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy) -> None:
@@ -49,7 +49,7 @@ class Recoveries:
         self._pointers = Pointers(kv, costs, self.transfers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
-        # Those that compute what a lower tier has, and up to which token: only how long they take is of interest.
+        # Sequences that compute blocks which a lower tier has, and up to which token. Only their time is measured.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
 
     @property
@@ -73,9 +73,9 @@ class Recoveries:
     # ---- choosing ------------------------------------------------------------------------------------
 
     def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> RecoveryPlan:
-        """How a sequence that begins with ``prefix`` gets what lies in lower tiers, or further at a peer.
+        """How a sequence that begins with ``prefix`` gets the blocks that lie in lower tiers or at a peer.
 
-        ``share``: the part of a step's token budget that its computing would get.
+        ``share``: the part of a step's token budget that the sequence would get for computing.
         """
         start = len(prefix.blocks)
         best, least = RecoveryPlan("device", start=start), float("inf")
@@ -106,7 +106,7 @@ class Recoveries:
             yield plan
 
     def _offers(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[Offer]:
-        """What each tier has of what comes after the device's part of the prefix."""
+        """The blocks that each tier has of the prompt, behind those on the device."""
         start = len(prefix.blocks)
         at, offers = start + prefix.hole, list[Offer]()
         for number, run in groupby(prefix.away, key=lambda node: node.nearest_tier):
@@ -164,7 +164,7 @@ class Recoveries:
     # ---- running -------------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
-        """The sequence has taken ``prefix``, and will have room for what comes by ``plan``."""
+        """The sequence has taken ``prefix``, and will have room for the blocks that ``plan`` brings."""
         loads = plan.method in ("load", "both")
         places = [place for part in plan.parts if loads for place in part.hold(part.start, part.stop)]
         recovery = Recovery(
@@ -235,8 +235,8 @@ class Recoveries:
         return [load.copies(key) for key, load in loads.items()]
 
     def copied(self, message: Copied) -> list[Sequence]:
-        """Copies of a step have been made; returns sequences that must start over because device blocks do not hold
-        what they should: something else was stored, or it did not come."""
+        """The executor has made a list of copies, demotions included. Returns the sequences that have to start over
+        because some of their device blocks did not get the right content."""
         bad = set(unpack_int32s(message.bad))
         load = self.transfers.confirmed(message, bad)
         if load is None:
@@ -247,7 +247,7 @@ class Recoveries:
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
         failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
-        missed = False  # something that was waited for, and not cancelled
+        missed = False  # a block for which its receiver waits, so that the copy was not cancelled
         for receiver, places, blocks in load.parts:
             assert isinstance(receiver, Recovery | FetchedPiece)
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]

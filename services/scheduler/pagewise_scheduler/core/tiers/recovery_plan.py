@@ -16,7 +16,7 @@ RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 class Offer(NamedTuple):
     """The blocks ``start`` to ``stop`` of a prompt, which lie in one tier.
 
-    ``hold``: keeps those from one index to another there, and says where they lie.
+    ``hold``: of two indices in the prompt, holds the blocks between them in the tier, and returns their places.
     """
 
     source: Source
@@ -30,7 +30,7 @@ class Offer(NamedTuple):
 
 
 def compose(offers: ReadOnlyList[Offer]) -> list[Offer]:
-    """Blocks one after the other, from the first one that is offered on, each of the first offer that has it."""
+    """The longest run of offered blocks, from the first one on. Each comes from the first of ``offers`` that has it."""
     parts: list[Offer] = []
     at = min(offer.start for offer in offers)
     while (rank := next((rank for rank, one in enumerate(offers) if one.start <= at < one.stop), -1)) >= 0:
@@ -44,7 +44,7 @@ def compose(offers: ReadOnlyList[Offer]) -> list[Offer]:
 class RecoveryPlan:
     """How blocks are to come back: ``parts`` of tiers, one after the other.
 
-    ``start``: blocks on the device. What lies between them and ``first`` lies nowhere and has to be computed.
+    ``start``: blocks on the device. The blocks between them and ``first`` lie in no tier and have to be computed.
     """
 
     method: Method

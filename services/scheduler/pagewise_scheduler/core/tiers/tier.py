@@ -1,12 +1,13 @@
-"""What all tiers of KV memory have in common.
+"""The two interfaces of tiers: a ``Source`` brings blocks to the device, and a ``Tier`` also takes blocks over.
 
 A block's place is a tier and a reference there: an id, or the block's name where the tier has no ids. Sequences compute
-on the device (``BlockPool``). The other tiers are one below the other; what one gives up, a further one may take over.
+on the device, which has a class of its own (``BlockPool``) and neither of the two interfaces. The other tiers are one
+below the other; a block that one tier evicts may go to a further one.
 
-A tier says what it promises. *Exact*: the prefix tree says which blocks lie there, and they stay while they are pinned
-(``CacheTier``, for host memory). Otherwise the tier is asked, and may forget whatever it likes; several executors may
-share it (``HashTier``, for the disk cache and the store). What other executors hold (``PeerTiers``) is exact, and only
-read. ``costs`` says what copies cost both ways.
+- ``CacheTier``, for host memory, is *exact*: the prefix tree says which blocks lie there, and pinned blocks stay.
+- ``HashTier``, for the disk cache and the store: an executor is asked what lies there, and the tier may forget any
+  block. Several executors may share it.
+- ``PeerTiers``, for the tiers of another executor, are exact, and only read: they are a ``Source`` and no ``Tier``.
 
 A new kind of tier is a class with the methods of ``Tier``; ``KVCacheManager`` makes one for each tier that an executor
 has.
@@ -24,9 +25,9 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link, TierCosts
 
 BlockCopy = tuple[int, int, int, int | CachedBlock]
-"""Source tier, source block, target tier, target block: the content has to be copied before anything is written into
-either block. The target is a node of the prefix tree where the tier has no ids. A plain tuple, because memory under
-pressure makes one for every block."""
+"""Source tier, source block, target tier, target block: the content has to be copied before a step writes into either
+block. The target block is a node of the prefix tree where the target tier has no ids. A plain tuple, because memory
+under pressure makes one for every block."""
 
 Copies = Sequence[BlockCopy]
 """Copies in an order in which each of them reads what it is meant to read."""
@@ -46,11 +47,11 @@ class Place(NamedTuple):
 
 
 class Source:
-    """A tier from which blocks come to the device: what all have in common, which the kinds of tiers override.
+    """A tier from which blocks come to the device. The kinds of tiers override its methods.
 
-    ``link``: what copies from there cost. ``peer``: the block endpoint of the executor that the tier is of, in its
-    ``epoch``; empty: it is the own one. ``is_far``: blocks may not come, so copies can be cancelled, and few are asked
-    for at a time.
+    ``link``: what copies from there cost. ``peer``: the block endpoint of the executor that has the tier, which is in
+    its ``epoch``; empty: the tier is one of this executor. ``is_far``: copies may fail or take long, so they can be
+    cancelled, and few blocks are asked for at a time.
     """
 
     __slots__ = ()
@@ -62,19 +63,19 @@ class Source:
     is_far: bool = False
 
     def let_go(self, places: Iterable[Place]) -> None:
-        """Blocks that were held are not needed any more, the last one first."""
+        """Release blocks that were held, the last one of a sequence first."""
 
     def remote(self, tier: int) -> RemoteTier | None:
-        """How a copy from there names the executor that the tier is of; None: it is the own one."""
+        """How a copy from there names the executor that has the tier; None: it is this executor."""
         return None
 
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
-        """Count blocks that have come for a request, of which ``bad`` are not what they should be. Returns those of the
-        own tree whose content is spoiled."""
+        """Count the blocks that have come for a request, of which ``bad`` do not have the right content. Returns the
+        nodes of this executor's tree whose content is spoiled."""
         raise NotImplementedError
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:
-        """Whether nothing is to be asked of it for a while, when so many of so many blocks were bad."""
+        """Whether the tier is to be left alone for a while, after ``num_bad`` of ``num_blocks`` blocks were bad."""
         return False
 
 
@@ -113,18 +114,18 @@ class Tier(Source):
         return self.demotion is None or self.demotion.is_worth_copying(node, self)
 
     def holds(self, node: CachedBlock) -> bool:
-        """Whether the block lies there, as far as is known here."""
+        """Whether the block lies there, as far as the scheduler knows."""
         raise NotImplementedError
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
-        """Keep the content of ``node``, whose block the tier ``source`` is about to give up; False: it does not.
+        """Keep the content of ``node``, whose block the tier ``source`` is about to evict; False: the tier does not.
 
-        ``copies``: where those go that it takes.
+        ``copies``: the list to which the copies are added.
         """
         raise NotImplementedError
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
-        """Copies to it have been made, but for those to the targets ``bad``."""
+        """The executor has made ``copies`` to the tier, except for those to the targets ``bad``."""
         raise NotImplementedError
 
 

@@ -17,7 +17,7 @@ _LATE = 4.0
 _MOST_RECENT = 64
 """Lists of copies that are remembered for those who watch."""
 _FAR_GRACE = 5.0
-"""Seconds that copies may take beside that which leave the executor: there may be a connection to be made first."""
+"""Further seconds for copies with a far tier or a peer: there may be a connection to be made first."""
 
 
 class TransferKey(NamedTuple):
@@ -39,15 +39,15 @@ class Cancelled(NamedTuple):
 
 
 Receiver = Hashable
-"""Whom blocks come to."""
+"""Who waits for blocks: a ``Recovery`` or a ``FetchedPiece``."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Blocks of one step that come to the device from one tier: whose they are, their places, and the device blocks
-    they go to.
+    """One list of copies to the device: the blocks that one step brings from one tier.
 
-    ``epoch``: of the peer whose blocks are held. ``predicted``: seconds for which the blocks occupy the link.
+    ``parts``: for each receiver, the places of its blocks and the device blocks into which they are copied. ``epoch``:
+    of the peer whose blocks are held. ``predicted``: seconds for which the blocks occupy the link.
     """
 
     link: Link
@@ -72,11 +72,11 @@ class Load:
 
 
 Loads = dict[TransferKey, Load]
-"""What one step brings to the device."""
+"""All lists of copies to the device that one step asks for."""
 
 
 class _UnderWay(NamedTuple):
-    """``due``: when it should have been confirmed. ``load``: what it brings to the device, if it does."""
+    """A list of copies. ``due``: when it should have been confirmed. ``load``: set if it goes to the device."""
 
     due: float
     copies: BlockCopies
@@ -128,7 +128,7 @@ class Transfers:
         source, count = places[0].source, len(places)
         key = TransferKey(step, places[0].tier, DEVICE, source.peer)
         load = requested.setdefault(key, Load(source.link, source.epoch))
-        # What is being written into is nobody else's until it has arrived, whatever becomes of the receiver.
+        # Pinned, so that no other sequence gets a block before its content has arrived, even if the receiver ends.
         self._kv.pool.pin(blocks)
         load.parts.append((receiver, places, blocks))
         load.num_blocks += count
@@ -136,8 +136,8 @@ class Transfers:
         self.num_loading += count
 
     def confirmed(self, message: Copied, bad: Collection[int]) -> Load | None:
-        """A list of copies has been made, but for those to the targets ``bad``; returns what it has brought to the
-        device, if it did. Unknown ones are ignored."""
+        """The executor has made a list of copies, except for those to the targets ``bad``. Returns the load, if the
+        list goes to the device. Unknown lists are ignored."""
         key = TransferKey(message.step, message.source, message.target, message.peer)
         entries = self._under_way.get(key)
         if not entries:
@@ -153,7 +153,7 @@ class Transfers:
         return entry.load
 
     def _end(self, load: Load, seconds: float = 0.0) -> None:
-        """What was held for a load is let go of. ``seconds``: that its link took; 0: nobody knows."""
+        """Release the source and target blocks of a load. ``seconds``: the time that its link took; 0: unknown."""
         self.num_loading -= load.num_blocks
         load.link.done(load.num_blocks, load.predicted, seconds)
         for _, places, blocks in load.parts:
@@ -192,7 +192,7 @@ class Transfers:
         return min((entry.due for entries in self._under_way.values() for entry in entries), default=None)
 
     def from_afar(self) -> dict[Cancelled, list[Load]]:
-        """What comes from peers and from tiers that may forget, by how it is cancelled."""
+        """The loads from peers and from far tiers, by how they are cancelled."""
         found: dict[Cancelled, list[Load]] = {}
         for key, entries in self._under_way.items():
             if key.target == DEVICE and (one := self._cancellable(key)) is not None:
@@ -200,13 +200,13 @@ class Transfers:
         return found
 
     def cancel_unless(self, is_waited_for: Callable[[Receiver], bool]) -> None:
-        """Cancel what comes from afar and nobody waits for."""
+        """Cancel the loads from peers and far tiers whose receivers do not wait for them any more."""
         for one, loads in self.from_afar().items():
             if not any(is_waited_for(part[0]) for load in loads for part in load.parts):
                 self._cancelled[one] = None
 
     def take_cancelled(self) -> list[Cancelled]:
-        """Copies that nobody waits for any more, each told once."""
+        """Copies to be cancelled, each returned once."""
         if not self._cancelled:
             return []
         cancelled, self._cancelled = list(self._cancelled), {}
