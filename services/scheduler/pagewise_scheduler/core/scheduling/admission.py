@@ -47,14 +47,14 @@ class Admission:
         start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            place = self._place(sequence.cache_salt, sequence.table.tip)
-            self._busy[place, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
+            parent = self._parent(sequence.cache_salt, sequence.table.tip)
+            self._busy[parent, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
         """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
         start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
         if start + size <= len(tokens):
-            self._busy[self._place(table.cache_salt, table.tip), tokens[start : start + size]] = None
+            self._busy[self._parent(table.cache_salt, table.tip), tokens[start : start + size]] = None
 
     def next(
         self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
@@ -175,15 +175,16 @@ class Admission:
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
             return False
-        place = self._place(sequence.cache_salt, found[-1] if found else None)
-        block = place, sequence.tokens_between(start, stop)
+        parent = self._parent(sequence.cache_salt, found[-1] if found else None)
+        block = parent, sequence.tokens_between(start, stop)
         if block not in self._busy:
             return False
         self.held[sequence] = "prefix", self._busy[block]
         return True
 
-    def _place(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
-        """Where a sequence stands that has found blocks up to ``tip``. A root is there once something hangs on it."""
+    def _parent(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
+        """The parent, in the tree, of the next block of a sequence that has found blocks up to ``tip``: that block, or
+        the root of ``salt``, or a stand-in for a root that the tree does not have yet."""
         return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:

@@ -1,7 +1,7 @@
-"""How a request leaves a scheduler for another executor, while whatever else runs there goes on.
+"""How a request leaves a scheduler for another executor, while the other requests go on.
 
-A move is dropping references here and a recovery there: the tokens go along, and the blocks stay behind as a cache from
-which the other executor fetches them.
+A move drops the references to blocks at the one executor, and begins a recovery at the other: the tokens go along, and
+the blocks stay behind as a cache from which the other executor fetches them.
 """
 
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -22,7 +22,7 @@ def begin_leaving(scheduler: Scheduler, request: Request) -> None:
 
 
 def leaves(scheduler: Scheduler, request: Request) -> bool:
-    """Take a request out that was told to leave, to be added elsewhere; False: a token of it is in flight, or it has
+    """Take a request out after ``begin_leaving``, to be added elsewhere; False: a token of it is in flight, or it has
     begun again because the executor was reset."""
     oldest = scheduler.steps_in_flight[0].step if scheduler.steps_in_flight else None
     for sequence in request.sequences:

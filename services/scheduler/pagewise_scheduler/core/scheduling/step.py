@@ -204,7 +204,7 @@ class PendingCopies:
         self._inside = [block for pair in pairs if pair[1] not in targets for block in pair]
 
     def forget_copies_on_write(self) -> None:
-        """Nobody wants the copies inside the device any more; what was evicted is still to be kept."""
+        """Drop the copies inside the device, and keep the demotions."""
         self._inside = []
 
     def clear(self) -> None:
