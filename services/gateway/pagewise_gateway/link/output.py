@@ -32,13 +32,13 @@ class Output:
         "_last_time",
         "_live",
         "_logprobs",
+        "_num_read",
         "_parts",
         "_pending",
         "_push",
         "_stops",
         "_text",
         "_tokenizer",
-        "_told",
         "finished",
         "hidden",
         "index",
@@ -61,11 +61,11 @@ class Output:
         self._end_of_sequence = tokenizer.eos_token_ids
         self._hidden = not prompt.live.request.prompts[prompt.number].max_tokens  # it is only computed
         self._last_time = 0.0
-        # What the client has not read: text, log-probabilities, tokens from ``_told`` on, and the finish reason.
+        # What the client has not read: text, log-probabilities, tokens from ``_num_read`` on, and the finish reason.
         self._pending = False
         self._parts: list[str] = []
         self._logprobs: PackedLogprobs | None = None
-        self._told = 0
+        self._num_read = 0
         self._delta_finish: tuple[FinishReason, str | int | None] | None = None
 
     def take(self, token: int, now: float, gaps: dict[float, int]) -> bool:
@@ -130,8 +130,8 @@ class Output:
         if self._logprobs is not None:
             delta.logprobs, self._logprobs = self._logprobs, None
         if self._live.options.wants_token_ids:
-            delta.token_ids = self.tokens[self._told :].tolist()
-            self._told = len(self.tokens)
+            delta.token_ids = self.tokens[self._num_read :].tolist()
+            self._num_read = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
         if self._hidden:  # a token may have been computed nevertheless

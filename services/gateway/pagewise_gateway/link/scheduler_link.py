@@ -91,7 +91,7 @@ class SchedulerLink:
         self.closing = False
         self.on_end: Callable[[LiveRequest], None] = lambda live: None
         self._fleet = FleetState(0)
-        self._told = asyncio.Event()  # by the scheduler that there is now
+        self._fleet_known = asyncio.Event()  # the scheduler of this epoch has sent a FleetState
         self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
         self._query_numbers = count(1)
 
@@ -147,7 +147,7 @@ class SchedulerLink:
         if self.capacity() is None and self._connection.epoch is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeout):
-                    await self._told.wait()
+                    await self._fleet_known.wait()
         if (capacity := self.capacity()) is not None:
             return capacity
         if self._connection.epoch is None:
@@ -290,7 +290,7 @@ class SchedulerLink:
         now = monotonic()
         self.adapters.lost()
         self._rejoins += 1
-        self._told.clear()
+        self._fleet_known.clear()
         for live in self._live:
             if live.stream is not None:
                 live.stream, live.waiting_since, live.refusal = None, now, None
@@ -313,7 +313,7 @@ class SchedulerLink:
                 for live, refused in applied.refused:
                     self._refused(live, refused)
             case FleetState():
-                self._told.set()
+                self._fleet_known.set()
                 self._served_by = message.ready_executors or self._served_by
                 if message.max_model_len:
                     self._fleet = message
