@@ -1,4 +1,4 @@
-"""What an executor does with the copies of a plan."""
+"""Passes the copies of a plan, and look-ups, to the tiers of the executor."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -28,8 +28,8 @@ class BlockCopier:
     """Gives each list of copies, in the order of the plan, to the tier that carries it out.
 
     Of the two tiers that a list names, that is the lower one: it takes blocks over from any tier above, and brings
-    blocks to the device. Nothing is copied from one lower tier up to another one. What lies in a tier of another
-    executor is brought by ``peers``, whichever tier that is.
+    blocks to the device. No block is copied from one lower tier up to another one. ``peers`` brings blocks of other
+    executors, whichever tier they lie in.
 
     ``tiers``: by number, the nearest first; tiers below the device may be added before anything is copied.
     """

@@ -1,4 +1,4 @@
-"""The interface of a tier: a place where KV blocks lie, and the copies between it and the tiers above it."""
+"""The interface of a tier in the executor: its KV blocks, and the copies between it and the tiers above it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Tier:
-    """A tier that holds no block, copies none, and finds none. A tier overrides the methods for what it can do.
+    """The base class of tiers. Its methods do as a tier without any block does; a tier overrides those that it needs.
 
     Fields:
         num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
         identity: executors whose tiers have the same one share the content; empty: the executor has it alone.
         num_errors: reads and writes that have failed so far.
-        report: is called, on any thread, when a list of copies is done, or something was looked up.
+        report: is called, on any thread, with the answer to each list of copies and to each look-up.
     """
 
     num_blocks = 0
@@ -37,8 +37,8 @@ class Tier:
         """Begin a list of copies between this tier and ``upper``, which lies above it, and report it when it is done.
 
         Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
-        returns may overwrite the source blocks, and targets are written after all that was issued before. What is read
-        of a tier above has been read when this returns, because the next list may write there.
+        returns may overwrite the source blocks, and targets are written after all that was issued before. Source blocks
+        of a tier above have been read when this returns, because the next list may write there.
         """
         self.report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
 
@@ -46,7 +46,7 @@ class Tier:
         """Note that all copies of the steps up to this one have begun."""
 
     def cancel(self, cancelled: CancelCopies) -> None:
-        """Confirm copies soon, what is missing as bad, if they may take long. Called on any thread."""
+        """Confirm copies soon, missing blocks as bad, if the copies may take long. Called on any thread."""
 
     def reset(self, epoch: int, *, keep: bool) -> None:
         """Void all jobs of older epochs, and forget all blocks with ids unless ``keep``.
