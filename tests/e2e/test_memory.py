@@ -1,6 +1,7 @@
 """KV memory as its users see it: a host tier behind real processes, its metrics, /debug, vmstat and pmap."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from pagewise_shared.protocol import POOL_TIERS
 
-from benchmarks.processes import Served, serving
+from benchmarks.processes import Served, free_port, serving
 
 PROMPTS = [
     f"# part {number}\n" + "import os\nclass Point:\n    def __init__(self, x, y):\n" * 14 for number in range(6)
@@ -165,3 +166,41 @@ def test_explain_says_where_a_prefix_was_lost_and_for_whom(server: Served) -> No
     assert told["client"]["known"]
     assert command(server, "explain", "nobody").returncode == 1
     assert json.loads(command(server, "explain", again, "--json").stdout)["request_id"] == told["request_id"]
+
+
+def test_a_conversation_is_sent_again_and_found_in_the_cache(server: Served) -> None:
+    whole = [sys.executable, "-m", "pagewise.main", "chat", "--url", server.url, "--max-tokens=8", "--temperature=0"]
+    done = subprocess.run(
+        [*whole, "--system=" + "Answer in Python. " * 8],
+        input="First.\n\nSecond.\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = re.findall(r"\[(\d+) of (\d+) prompt tokens were cached, .*; \d+ tokens", done.stderr)
+    assert int(second[1]) > int(first[1])
+    assert int(second[0]) >= int(first[1]) // 16 * 16 > 0
+    assert len(done.stdout) > 10
+
+    done = subprocess.run([*whole, "--model=none"], input="First.\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the model 'none' does not exist" in done.stderr
+
+
+def test_a_reader_that_ends_ends_the_command_quietly(server: Served) -> None:
+    for arguments in (f"vmstat 0.2 --url {server.url}", "size pagewise-demo --gpu-memory 80GiB"):
+        line = f"{sys.executable} -m pagewise.main {arguments} | head -n 1"
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+        assert done.stdout.count("\n") == 1
+        assert not done.stderr
+
+
+def test_a_gateway_that_is_not_there_is_named_with_the_option_for_it() -> None:
+    for arguments in (["pmap", "x"], ["explain", "x"], ["vmstat"], ["chat"]):
+        url = f"http://127.0.0.1:{free_port()}"
+        environ = os.environ | {"PAGEWISE_URL": url}
+        whole = [sys.executable, "-m", "pagewise.main", *arguments]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=30, env=environ, input="")
+        assert done.returncode == 1
+        assert f"{url} does not answer (Connection refused): --url or PAGEWISE_URL names another" in done.stderr

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pagewise_shared.logs import printable
 
-from pagewise.memory import add_url, get
+from pagewise.client import add_url, get
 
 _WIDTH = 100
 

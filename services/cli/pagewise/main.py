@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +12,7 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
+from pagewise.chat import chat
 from pagewise.cluster import commands as cluster
 from pagewise.completion import completion
 from pagewise.doctor.command import doctor
@@ -32,6 +33,7 @@ commands:
   logs [PROCESS]    print what these have logged
   down              end these
   vmstat [S]        print statistics of KV memory every S seconds
+  chat              talk to a model that is served
   top               show executors, memory and requests full-screen
   pmap REQUEST      print the blocks of a request and their history
   explain REQUEST   say where the time of a request went, and where its cached prefix was lost
@@ -65,9 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for warning in misspelt_variables(os.environ):
             print(f"pagewise {name}: {warning}", file=sys.stderr)
     try:
-        return command(arguments[1:])
+        try:
+            return command(arguments[1:])
+        finally:
+            sys.stdout.flush()
     except CommandError as error:
         print(f"pagewise {name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `pagewise ... | head`: nobody reads on, and Python would complain of it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):  # the second: Ctrl-C while a model is downloaded
         return 130
@@ -110,8 +118,10 @@ def _top(arguments: Sequence[str]) -> int:
 
 
 def _run(module: str, arguments: Sequence[str]) -> int:
-    """Run the command of a service in another process, because this package imports no service."""
-    return subprocess.call([sys.executable, "-m", module, *arguments])  # noqa: S603  # nosec B603 # no shell
+    """Run the command of a service, which this package names and does not import: it may not be installed."""
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _completion(arguments: Sequence[str]) -> int:
@@ -128,6 +138,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "vmstat": vmstat,
     "pmap": pmap,
     "explain": explain,
+    "chat": chat,
     "doctor": doctor,
     "keys": keys,
     "replay": partial(_run, "pagewise_scheduler.replay.main"),

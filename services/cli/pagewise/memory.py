@@ -1,28 +1,19 @@
 """``pagewise vmstat`` and ``pagewise pmap``: statistics of KV memory, in a terminal."""
 
 import argparse
-import http.client
 import itertools
-import json
-import os
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagewise_shared.protocol import POOL_TIERS
 
-from pagewise.errors import CommandError
+from pagewise.client import add_url, get
 
 _LOWER_TIERS = POOL_TIERS[1:]
 _HEADER_EVERY = 20
 _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
-
-
-class UnreachableError(CommandError):
-    """The URL does not answer, or answers with an error; the text says which."""
 
 
 def vmstat(arguments: Sequence[str]) -> int:
@@ -176,42 +167,6 @@ def _event(event: dict[str, Any]) -> str:
     if (actual := event.get("actual_seconds")) is not None:
         text += f"; took {1e3 * actual:.1f} ms"
     return text
-
-
-def get(url: str, path: str) -> dict[str, Any]:
-    """The JSON that a gateway answers, with the key in PAGEWISE_API_KEY if there is one.
-
-    Raises:
-        UnreachableError: it does not answer, or with an error.
-    """
-    request = urllib.request.Request(url.rstrip("/") + path)  # noqa: S310
-    if key := os.environ.get("PAGEWISE_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310  # nosec B310 # the user's own --url
-            result = json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        try:
-            message = json.loads(error.read())["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{error.code} {error.reason}"
-        if error.code in (401, 403):
-            kind = "an operator's key" if error.code == 403 else "a key"
-            message = f"{message.rstrip('.')}; put {kind} into the variable PAGEWISE_API_KEY"
-        raise UnreachableError(message) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UnreachableError(f"{url} does not answer: {error}") from error
-    if not isinstance(result, dict) or not result.keys() & {"executors", "sequences", "sentences"}:
-        raise UnreachableError(f"{url} answers, but it is no Pagewise gateway")
-    return result
-
-
-def add_url(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where a gateway is."""
-    default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
-    parser.add_argument(
-        "--url", default=default, help=f"URL of a gateway, also set by PAGEWISE_URL (default: {default})"
-    )
 
 
 def _positive(text: str) -> float:

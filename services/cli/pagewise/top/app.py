@@ -9,7 +9,8 @@ from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
 from textual.widgets import DataTable, Footer, Input, Static
 
-from pagewise.memory import UnreachableError, description, get
+from pagewise.client import UnreachableError, get
+from pagewise.memory import description
 from pagewise.top.feed import Feed, abort
 from pagewise.top.rows import COLUMNS, cells, chosen, executors, legend, summary
 

@@ -1,16 +1,12 @@
 """Reads the console's stream, and reads on when the server has gone and come back."""
 
-import http.client
 import json
-import os
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pagewise.memory import UnreachableError
+from pagewise.client import UnreachableError, connect, events
 
 _PATH = "/console/stream?parts=fleet,requests"
 _TIMEOUT = 10.0
@@ -45,7 +41,7 @@ class Feed:
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                for name, data in events(self._url):
+                for name, data in stream(self._url):
                     if self._closed.is_set():
                         return
                     self._on_event(name, data)
@@ -58,25 +54,20 @@ class Feed:
             self._closed.wait(_PAUSE)
 
 
-def events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def stream(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the data of each event of the console's stream.
 
     Raises:
         UnreachableError: it cannot be opened, or broke.
     """
     try:
-        with urllib.request.urlopen(_request(url + _PATH), timeout=_TIMEOUT) as answer:  # noqa: S310  # nosec B310 # the user's own --url
-            name = ""
-            for line in answer:
-                if line.startswith(b"event:"):
-                    name = line[6:].decode().strip()
-                elif line.startswith(b"data:"):
-                    yield name, json.loads(line[5:])
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise UnreachableError(_refusal(url, error.code)) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UnreachableError(f"{url} does not answer: {error}") from error
+        with connect(url, _PATH, timeout=_TIMEOUT) as answer:
+            for name, data in events(answer):
+                yield name, json.loads(data)
+    except UnreachableError as error:
+        if error.status != 404:
+            raise
+        raise UnreachableError(f"{url} has no console: it runs with --no-console, or is no Pagewise gateway") from error
 
 
 def abort(url: str, request_id: str) -> bool:
@@ -85,31 +76,10 @@ def abort(url: str, request_id: str) -> bool:
     Raises:
         UnreachableError: the server does not answer, or refuses.
     """
-    path = f"/console/requests/{urllib.parse.quote(request_id, safe='')}/abort"
     try:
-        with urllib.request.urlopen(_request(url.rstrip("/") + path, b""), timeout=_TIMEOUT):  # noqa: S310  # nosec B310 # as above
+        with connect(url, f"/console/requests/{urllib.parse.quote(request_id, safe='')}/abort", b"", _TIMEOUT):
             return True
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 404:
+    except UnreachableError as error:
+        if error.status == 404:
             return False
-        raise UnreachableError(_refusal(url, error.code)) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise UnreachableError(f"{url} does not answer: {error}") from error
-
-
-def _refusal(url: str, status: int) -> str:
-    if status in (401, 403):
-        return f"{url} wants an operator's key: set PAGEWISE_API_KEY"
-    if status == 404:
-        return f"{url} has no console: it runs with --no-console, or is no Pagewise gateway"
-    return f"{url} answers {status}"
-
-
-def _request(url: str, body: bytes | None = None) -> urllib.request.Request:
-    request = urllib.request.Request(url, body)  # noqa: S310
-    if body is not None:  # without keys, a server takes no type that a page could send
-        request.add_header("Content-Type", "application/json")
-    if key := os.environ.get("PAGEWISE_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
-    return request
+        raise
