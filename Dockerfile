@@ -61,14 +61,11 @@ FROM venv AS executor-packages
 # The package index that torch comes from, and with it the build: CPU, or a version of CUDA. Left empty, it is
 # PyTorch's CPU index, unless pip was told about a source of your own: then torch comes from there too.
 ARG TORCH_INDEX_URL
-# openvino: also what --kernels openvino needs.
-ARG EXECUTOR_EXTRAS
 WORKDIR /locks
 # What has one set of hashes, then torch. Of torch each build has hashes of its own, so it is not checked; what it needs
 # beside the locked packages (CUDA) is not either.
-COPY requirements/executor.lock requirements/openvino.lock constraints.txt ./
+COPY requirements/executor.lock constraints.txt ./
 RUN pip install --no-cache-dir --require-hashes -r executor.lock
-RUN for extra in $EXECUTOR_EXTRAS; do pip install --no-cache-dir --require-hashes -r "$extra.lock" || exit 1; done
 RUN if [ -z "$TORCH_INDEX_URL$PIP_INDEX_URL$PIP_FIND_LINKS" ]; then \
       TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu; \
     fi \

@@ -13,10 +13,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOCKS = {"build": None, "scheduler": "", "gateway": "gateway", "executor": "executor-service", "openvino": "openvino"}
+LOCKS = {"build": None, "scheduler": "", "gateway": "gateway", "executor": "executor-service"}
 """The locks: None for what builds the package, otherwise the extra of the project that an image installs."""
-ADDITIONS = {"openvino"}
-"""What the executor's image installs beside its own lock, if it is asked to."""
 
 HEAD = "# Made by `make lock` from pyproject.toml and constraints.txt. torch is not here: .ci/lock.py says why.\n"
 
@@ -34,7 +32,7 @@ def requirements(name: str) -> list[str]:
         hook = table["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
         return [*table["build-system"]["requires"], *hook["dependencies"]]
     optional = table["project"]["optional-dependencies"][extra] if extra else []
-    return optional if name in ADDITIONS else [*table["project"]["dependencies"], *optional]
+    return [*table["project"]["dependencies"], *optional]
 
 
 def main(uv: list[str]) -> int:

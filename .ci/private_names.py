@@ -54,11 +54,6 @@ _PACKING = Allowed(
 ALLOWED = {
     ("packed_linear.py", "torch.ops.mkldnn._reorder_linear_weight"): _PACKING,
     ("packed_linear.py", "torch.ops.mkldnn._linear_pointwise"): _PACKING,
-    ("openvino_model.py", "openvino.op._PagedAttentionExtension"): Allowed(
-        "OpenVINO gives its paged attention no public name, and no factory of nodes makes it.",
-        "openvino 2026.4.0 and 2026.4.1",
-        "pagewise_executor.models.openvino_choice:VERSIONS",
-    ),
 }
 """By file and name."""
 

@@ -20,13 +20,8 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 ROOT = Path(__file__).parents[1]
-IMAGES = {
-    "scheduler": ("scheduler",),
-    "gateway": ("gateway",),
-    "executor": ("executor",),
-    "executor-openvino": ("executor", "openvino"),
-}
-"""The locks of each image. The last one is built with ``EXECUTOR_EXTRAS=openvino``."""
+IMAGES = ("scheduler", "gateway", "executor")
+"""The images; the lock of each has its name."""
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 
 
@@ -43,8 +38,8 @@ def read_lock(name: str) -> dict[str, tuple[str, list[str]]]:
 def bill_of(image: str) -> str:
     """Return the bill of an image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = {name: pins for lock in IMAGES[image] for name, pins in read_lock(lock).items()}
-    if "executor" in IMAGES[image]:
+    packages = read_lock(image)
+    if image == "executor":
         packages["torch"] = (dict(_PINNED.findall((ROOT / "constraints.txt").read_text()))["torch"], [])
     named = f"{project['name']}-{image} {project['version']} {sorted(packages.items())}"
     bom = Bom(serial_number=uuid5(NAMESPACE_URL, named))

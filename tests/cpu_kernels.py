@@ -6,7 +6,7 @@ from pagewise_kernels.cpu.build import VARIANTS, Variant, machine
 from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
 
-def kernels_without_openvino() -> str:
+def auto_kernels() -> str:
     """What ``--kernels auto`` chooses on the CPU for the models of the tests."""
     try:
         load_library()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_threads.run
     python -m benchmarks.cpu_threads.run --preload libiomp5.so     # also Intel's OpenMP runtime in place of GNU's
-    python -m benchmarks.cpu_threads.run --engines                 # torch, CPU operations and OpenVINO
+    python -m benchmarks.cpu_threads.run --engines                 # torch and the CPU operations
 
 Each setting of the OpenMP runtime has a process of its own, which runs decode steps of 16 sequences on a model runner,
 without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
     name: str
     variables: dict[str, str]
     threads: int | None = None
-    kernels: Literal["torch", "cpu", "openvino"] = "torch"
+    kernels: Literal["torch", "cpu"] = "torch"
 
 
 SETTINGS = [
@@ -60,7 +60,6 @@ _SLEEPING = {"GOMP_SPINCOUNT": "0"}
 ENGINES = [
     Setting("torch", _SLEEPING),
     Setting("cpu", _SLEEPING, kernels="cpu"),
-    Setting("openvino", _SLEEPING, kernels="openvino"),
 ]
 
 
@@ -80,7 +79,7 @@ class Run:
 # ---- the process of one setting --------------------------------------------------------------------------
 
 
-def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "cpu", "openvino"]) -> None:
+def serve_runs(model: str, threads: int | None, kernels: Literal["torch", "cpu"]) -> None:
     """Answer each line of standard input by a run: tokens, seconds and CPU seconds."""
     import numpy as np
     from pagewise_executor.model_runner import ModelRunner
@@ -273,7 +272,7 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="run at the highest priority, before other processes")
     parser.add_argument("--preload", metavar="FILE", help="an OpenMP runtime of Intel or LLVM to compare with")
     parser.add_argument(
-        "--engines", action="store_true", help="compare torch, the CPU operations and OpenVINO in place of the settings"
+        "--engines", action="store_true", help="compare torch and the CPU operations in place of the settings"
     )
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     parser.add_argument("--smoke", action="store_true", help="one short round of the demo model, to see that it runs")

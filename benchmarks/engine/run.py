@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import transformers
-from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request
@@ -182,8 +181,7 @@ def ours(
     began = time.perf_counter()
     runner = ModelRunner(config)
     start_seconds = time.perf_counter() - began
-    assert isinstance(runner._engine, TorchEngine)
-    loaded = runner._engine.model
+    loaded = runner._forward_pass.model
     for work in todo:
         drive(runner, Work(work.name, [(length, min(output, 8)) for length, output in work.lengths]), budget)
         seconds, first, decodes = drive(runner, work, budget)

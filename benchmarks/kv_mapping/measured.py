@@ -64,7 +64,7 @@ def block_times(layout: Layout, block_size: int, blocks: int = 300) -> dict[str,
 
 
 def _pool(
-    memory: SharedMemory, blocks: int, block_size: int, layout: Layout, layers: int, dtype: torch.dtype
+    memory: SharedMemory | MappedBackend, blocks: int, block_size: int, layout: Layout, layers: int, dtype: torch.dtype
 ) -> KVPool:
     """A pool of so many layers of Llama 3 8B, which is written once."""
     shapes = [(KV_HEADS, HEAD_DIM)] * layers
@@ -101,17 +101,17 @@ def attention_times(case: Case, block_size: int, rounds: int) -> dict[str, float
     torch.set_num_threads(1)
     per_row = -(-(case.context + case.queries) // block_size)
     blocks = np.random.default_rng(1).permutation(case.rows * per_row).astype(np.int32).reshape(case.rows, per_row)
-    memories = SharedMemory(), SharedMemory()
+    mapped = MappedBackend(CPU), MappedBackend(CPU)
     layouts: tuple[Layout, ...] = ("layers", "tokens")
     by_layer, together = (
-        _pool(memory, blocks.size, block_size, layout, MEASURED_LAYERS, torch.float32)
-        for memory, layout in zip(memories, layouts, strict=True)
+        _pool(backend, blocks.size, block_size, layout, MEASURED_LAYERS, torch.float32)
+        for backend, layout in zip(mapped, layouts, strict=True)
     )
     steps = [
         _step(case, blocks, by_layer, TorchBackend(CPU)),
-        _step(case, blocks, by_layer, MappedBackend(memories[0], CPU)),
-        _step(case, blocks, together, MappedBackend(memories[1], CPU)),
-        _step(case, blocks, by_layer, CpuBackend()),
+        _step(case, blocks, by_layer, mapped[0]),
+        _step(case, blocks, together, mapped[1]),
+        _step(case, blocks, by_layer, CpuBackend(CPU)),
     ]
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     outputs = [step() for step in steps]  # warms up

@@ -5,7 +5,7 @@
 The texts are modules of Python's standard library, which the demo model was trained on. All models see the same
 tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
 likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
-generates as well, before the first that differs. Where OpenVINO is installed, it is compared too. ``fp8 weights``: with
+generates as well, before the first that differs. ``fp8 weights``: with
 inputs that are not rounded, as on GPUs without FP8.
 """
 
@@ -13,17 +13,12 @@ import argparse
 import statistics
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from pagewise_executor.models.loader import load_model
-from pagewise_executor.models.openvino_choice import BLOCK_SIZE, is_installed
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
-from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,44 +26,6 @@ from benchmarks.record import record_file, write_record
 
 _FILES = ("ast", "bisect", "calendar", "csv", "dataclasses", "difflib", "fractions", "heapq", "queue", "textwrap")
 _LENGTH, _NEW = 512, 64
-
-
-class _OnOpenVINO:
-    """A model on OpenVINO with weights in eight bits, called as those of transformers are, for a single sequence."""
-
-    def __init__(self, model: str) -> None:
-        loaded = load_model(ExecutorConfig(model=model, device="cpu", kernels="openvino", quantization="int8"))
-        assert loaded.compiled is not None
-        self._request = loaded.compiled[max(loaded.compiled)].create_infer_request()
-        num_blocks = -(-(_LENGTH + _NEW) // BLOCK_SIZE)
-        self._pool = {
-            f"{part}.{layer}": np.zeros((num_blocks, heads, BLOCK_SIZE, dim), np.float32)
-            for layer, (heads, dim) in enumerate(loaded.shapes)
-            for part in ("keys", "values")
-        }
-
-    def __call__(self, ids: torch.Tensor, past: int = 0) -> SimpleNamespace:
-        size, end = ids.shape[1], past + ids.shape[1]
-        blocks = np.arange(-(-end // BLOCK_SIZE), dtype=np.int32)
-        inputs = {
-            "input_ids": ids[0].numpy(),
-            "position_ids": np.arange(past, end),
-            "kept": np.arange(size),
-            "past_lens": np.array([past], np.int32),
-            "subsequence_begins": np.array([0, size], np.int32),
-            "block_indices": blocks,
-            "block_indices_begins": np.array([0, len(blocks)], np.int32),
-            "max_context_len": np.array(end, np.int32),
-        }
-        logits = self._request.infer(inputs | self._pool, share_inputs=True)[0]
-        return SimpleNamespace(logits=torch.from_numpy(logits.copy())[None])
-
-    def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        new = ids
-        for _step in range(max_new_tokens):
-            new = self(new, ids.shape[1] - new.shape[1]).logits[:, -1:].argmax(-1)
-            ids = torch.cat([ids, new], dim=1)
-        return ids
 
 
 class _Unpacked(torch.nn.Module):
@@ -129,8 +86,6 @@ def main() -> None:
         for place, module in list(others[name].named_modules()):
             if isinstance(module, QuantisedLinear):
                 others[name].set_submodule(place, _Unpacked(module, inputs))
-    if is_installed():
-        others["openvino int8"] = _OnOpenVINO(args.model)
     texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
     ids = [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in texts]
     with torch.inference_mode():

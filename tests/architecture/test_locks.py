@@ -15,8 +15,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 IMAGES = {"scheduler": [], "gateway": ["gateway"], "executor": ["executor-service"]}
-ADDITIONS = {"openvino": ["openvino"]}
-"""What the executor's image installs as well, if it is asked to."""
 UNLOCKED = {"torch"}
 """torch is installed from an index that is named when the image is built."""
 
@@ -37,8 +35,6 @@ def locked(name: str) -> dict[str, tuple[str, list[str]]]:
 def wanted(name: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    if name in ADDITIONS:
-        return [one for extra in ADDITIONS[name] for one in extras[extra]]
     return [*project["dependencies"], *(one for extra in IMAGES[name] for one in extras[extra])]
 
 
@@ -51,7 +47,7 @@ def installed(*packages: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["build", *IMAGES, *ADDITIONS])
+@pytest.mark.parametrize("name", ["build", *IMAGES])
 def test_locks_have_the_versions_of_the_constraints(name: str) -> None:
     known = constraints()
     for package, (version, hashes) in locked(name).items():
@@ -59,10 +55,8 @@ def test_locks_have_the_versions_of_the_constraints(name: str) -> None:
         assert hashes
 
 
-@pytest.mark.parametrize("name", [*IMAGES, *ADDITIONS])
+@pytest.mark.parametrize("name", IMAGES)
 def test_locks_have_everything_that_is_needed_and_nothing_else(name: str) -> None:
-    if name in ADDITIONS and not installed(*locked(name)):
-        pytest.skip(f"{name} is not installed, so what it requires is not known")
     environment = {"sys_platform": "linux", "platform_system": "Linux", "python_version": "3.11", "extra": ""}
     environment["python_full_version"] = "3.11.0"  # some packages are needed by the first releases of 3.11 alone
     needed: set[str] = set()
@@ -113,13 +107,10 @@ def test_images_install_from_locks_only() -> None:
         first, *rest = installs[f"{image}-packages"]
         assert first == f"{locked_install} {image}.lock"
         if image == "executor":
-            extras, torch = rest
-            assert extras == f'{locked_install} "$extra.lock" || exit 1; done'
+            (torch,) = rest
             assert "torch==" in torch
         else:
             assert rest == []
-        for name in ADDITIONS:
-            assert (f"requirements/{name}.lock" in stages[f"{image}-packages"]) == (image == "executor")
     # It compiles kernels by what the executor's image has.
     assert re.findall(r"COPY --from=(\S+)", stages["executor-kernels"]) == ["executor-packages", "executor-ours"]
     assert installs["executor-kernels"] == []
@@ -132,7 +123,7 @@ def test_bills_list_what_is_locked_and_are_the_same_every_time(tmp_path: Path) -
     for folder in ("one", "two"):
         subprocess.run([sys.executable, ROOT / ".ci" / "sbom.py", tmp_path / folder], check=True, timeout=60)
     known = constraints()
-    for image, names in [*((image, [image]) for image in IMAGES), ("executor-openvino", ["executor", "openvino"])]:
+    for image in IMAGES:
         path = tmp_path / "one" / f"{image}.cdx.json"
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
         bill = json.loads(path.read_text())
@@ -140,9 +131,9 @@ def test_bills_list_what_is_locked_and_are_the_same_every_time(tmp_path: Path) -
         assert "timestamp" not in bill["metadata"]
         assert bill["metadata"]["component"]["name"] == f"pagewise-{image}"
         parts = {canonicalize_name(part["name"]): part for part in bill["components"]}
-        locks = {package: pins for name in names for package, pins in locked(name).items()}
+        locks = locked(image)
         assert set(parts) - UNLOCKED == set(locks)
-        assert ("torch" in parts) == ("executor" in names)
+        assert ("torch" in parts) == (image == "executor")
         for name, part in parts.items():
             assert part["version"] == known[name]
             assert part["purl"] == f"pkg:pypi/{name}@{part['version']}"

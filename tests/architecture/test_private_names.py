@@ -18,7 +18,6 @@ FOUND = {
     "import torch._C": "torch._C",
     "import torch._inductor.config as c": "torch._inductor.config",
     "from aiohttp._http_parser import HttpRequestParser": "aiohttp._http_parser.HttpRequestParser",
-    "from openvino.op import _PagedAttentionExtension": "openvino.op._PagedAttentionExtension",
     "import torch\ntorch._C._cuda_getDriverVersion()": "torch._C._cuda_getDriverVersion",
     "import torch\ntorch.ops.mkldnn._linear_pointwise": "torch.ops.mkldnn._linear_pointwise",
     "from torch import nn as n\nn._reduction": "torch.nn._reduction",

@@ -48,10 +48,10 @@ def start(config: ExecutorConfig) -> None:
     """Launch all kernels of a start, as on a GPU."""
     run.check_kernels = check_kernels
     runner = ModelRunner(config)
-    graphs, engine = runner._graphs, runner._engine
+    graphs, model = runner._graphs, runner._forward_pass.model
     assert graphs is not None
     if not config.deterministic:
-        choose_few_rows(engine.model, TritonOperations(), lambda call: call() or 0.0)  # type: ignore[attr-defined, func-returns-value]
+        choose_few_rows(model, TritonOperations(), lambda call: call() or 0.0)  # type: ignore[func-returns-value]
     with torch.inference_mode():
         for steps in graphs:
             compute_all(steps)

@@ -10,7 +10,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import HOST
 
-from tests.cpu_kernels import kernels_without_openvino
+from tests.cpu_kernels import auto_kernels
 from tests.executor.driver import request, run_requests
 
 BLOCK_SIZE = 8
@@ -26,8 +26,7 @@ def build_runner(
     """A runner with small blocks and a host tier that verifies its copies."""
     settings = {
         "dtype": "float32",
-        # By name: in processes that a test starts, auto could be OpenVINO.
-        "kernels": kernels_without_openvino() if device == "cpu" else "auto",
+        "kernels": auto_kernels() if device == "cpu" else "auto",
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
         "host_memory": "4MiB",

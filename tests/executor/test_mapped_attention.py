@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor import model_runner
+from pagewise_executor.attention import mapped_attention
 from pagewise_executor.attention.mapped_attention import MappedBackend
-from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.kv.cuda_memory import CudaMemory, load_driver
 from pagewise_executor.kv.page_tables import PageTables
 from pagewise_executor.model_runner import ModelRunner
@@ -44,9 +43,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pages_of(runner: ModelRunner) -> PageTables:
-    assert isinstance(runner._engine, TorchEngine)
-    assert isinstance(runner._engine._attention, MappedBackend)
-    pages = runner._engine._attention._pages
+    assert isinstance(runner._forward_pass.attention, MappedBackend)
+    pages = runner._forward_pass.attention._pages
     assert pages is not None
     return pages
 
@@ -138,7 +136,7 @@ def test_the_driver_of_a_gpu_gives_the_same_tokens(model_path: Path, monkeypatch
         memories.append(CudaMemory(driver, device, driver.tensor_at))
         return memories[-1]
 
-    monkeypatch.setattr(model_runner, "physical_memory", fake_memory)
+    monkeypatch.setattr(mapped_attention, "physical_memory", fake_memory)
     for layout in ("layers", "blocks"):
         _, loaded = check_recovery(model_path, "both", 10, n=4, kernels="torch", block_size=16, kv_layout=layout, **MMU)
         assert loaded > 0

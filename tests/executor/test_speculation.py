@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models import openvino_choice
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -25,8 +24,6 @@ NGRAM = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_
 def need(kernels: str) -> None:
     if kernels == "cpu":
         need_cpu_kernels()
-    elif kernels == "openvino" and not openvino_choice.is_installed():
-        pytest.skip("OpenVINO is not installed")
 
 
 def requests() -> list[Request]:
@@ -74,7 +71,7 @@ def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> No
         assert (scheduler.num_preemptions > 0) == bool(more)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch", "openvino"])
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_tokens_are_those_without_drafts(tmp_path: Path, kernels: str) -> None:
     need(kernels)
     check(tmp_path, kernels)

@@ -194,8 +194,10 @@ def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatc
     backend = runner._graphs.decodes._backend
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: (plans.update(backend._plans), 0)[1])
     kept: list[int] = []
-    compute = runner._engine.compute
-    monkeypatch.setattr(runner._engine, "compute", lambda *given: (kept.append(len(given[1])), compute(*given))[1])
+    compute = runner._forward_pass.compute
+    monkeypatch.setattr(
+        runner._forward_pass, "compute", lambda *given: (kept.append(len(given[1])), compute(*given))[1]
+    )
     runner._measure_activations(with_step_limits(options, None), loaded, torch.float32)
     assert runner._batch.num_computed.tolist() == [8, 8]
     assert kept == [2 + 2 * 7], "the last of each prompt is sampled, and the others predict a token of it"

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "triton", "cuda", "transformers", "tokenizers", "safetensor
 OPTIONAL = {"cuda": "cuda.bindings"}
 """Packages that may be missing, and the module that shows it. PyPI's CUDA build of torch brings bindings of CUDA."""
 
-EXTRAS = {"openvino", "ray"}
+EXTRAS = {"ray"}
 """Packages that few installations have."""
 
 

@@ -31,8 +31,6 @@ def check_packages(config: ServeConfig) -> None:
             raise StartError(
                 f"what the {service} needs is not installed ({', '.join(missing)}): pip install 'pagewise[{extra}]'"
             )
-    if config.executor.kernels == "openvino" and find_spec("openvino") is None:
-        raise StartError("--kernels openvino: OpenVINO is not installed: pip install 'pagewise[executor,openvino]'")
 
 
 def check_folder(model: str) -> None:

@@ -24,16 +24,15 @@ from pagewise_kernels.launch import use_dependent_launch
 from pagewise_shared.cpu_threads import available_cores
 
 from pagewise_executor.adapters.adapters import make_adapters
+from pagewise_executor.attention.registry import kv_dtype_for, layout_of
 from pagewise_executor.attention.triton_attention import TritonBackend, TritonStep
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
-from pagewise_executor.engine_choice import EngineChoice, triton_engine
-from pagewise_executor.engines.model_engine import TorchEngine
+from pagewise_executor.forward_pass import ForwardPass, StepCompute, triton_compute
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_executor.kv.kv_pool import KVPool, kv_dtype_for, layout_of
-from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.compilation import Ahead
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.llama import LlamaForCausalLM
@@ -67,11 +66,10 @@ def compile_ahead(ahead: Ahead, threads: int) -> None:
         last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=_META)
         if not config.deterministic:
             choose_few_rows(loaded.model, TritonOperations(), _run)  # before adapters wrap the products
-        chosen = triton_engine(config, loaded, last_tokens, make_adapters(config, loaded))
-        kv_dtype, layout = kv_dtype_for(config, loaded.dtype, "triton", _META), layout_of(config)
+        chosen = triton_compute(config, loaded, last_tokens, make_adapters(config, loaded))
+        kv_dtype, layout = kv_dtype_for(config, loaded.dtype, TritonBackend, _META), layout_of(config, TritonBackend)
         pool = KVPool(loaded.shapes, _BLOCKS, config.block_size, kv_dtype, _META, layout=layout, triton=True)
-        assert isinstance(chosen.engine, TorchEngine)
-        chosen.engine.attach(pool, SegmentMover(pool, loaded.rotations, triton=True))
+        chosen.forward_pass.attach(pool)
         for what, call in _launches(config, loaded, chosen, kv_dtype):
             try:
                 call()
@@ -99,11 +97,10 @@ def _loaded(config: SizedConfig, text: LlamaConfig, vocab_size: int) -> LoadedMo
 
 
 def _launches(
-    config: SizedConfig, loaded: LoadedModel, chosen: EngineChoice, kv_dtype: torch.dtype
+    config: SizedConfig, loaded: LoadedModel, chosen: StepCompute, kv_dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the calls by which a start launches its kernels, first those whose kernels take long to compile."""
-    engine, graphs = chosen.engine, chosen.graphs
-    assert isinstance(engine, TorchEngine)
+    graphs = chosen.graphs
     assert graphs is not None
     for size, uses in product(graphs.mixed.sizes, graphs.mixed.variants()):
         yield "steps with chunks", partial(_compute, graphs.mixed, size, uses=uses)
@@ -111,7 +108,7 @@ def _launches(
         _META, config.max_num_seqs, loaded.max_model_len, config.block_size, deterministic=config.deterministic
     )
     for size in (*CHUNKS, graphs.mixed.sizes[-1] + 1):
-        yield "chunks", partial(_prefill, engine, backend, size)
+        yield "chunks", partial(_prefill, chosen.forward_pass, backend, size)
     yield "decodes", graphs.decodes.warm_up
     use = use_of(config, loaded, kv_dtype)
     for name in kernels_of(use):
@@ -127,11 +124,13 @@ def _compute(steps: GraphedSteps, size: int, *, uses: bool) -> None:
     steps.compute(size)
 
 
-def _prefill(engine: TorchEngine, backend: TritonBackend, size: int) -> None:
+def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> None:
     """Run a step of one chunk that CUDA graphs do not compute."""
     ids, nothing = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(0, dtype=torch.int32, device=_META)
-    engine.forward_context.step = TritonStep(backend, ids, backend.tables, nothing, nothing, [Chunk(0, 0, size, 0)])
-    engine.forward(ids, ids)
+    forward_pass.forward_context.step = TritonStep(
+        backend, ids, backend.tables, nothing, nothing, [Chunk(0, 0, size, 0)]
+    )
+    forward_pass.forward(ids, ids)
 
 
 def _run(call: Callable[[], None]) -> float:

@@ -28,18 +28,17 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.adapters.adapters import make_adapters
+from pagewise_executor.attention.registry import backend_of, kv_dtype_for, layout_of
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
 from pagewise_executor.drafts import accept, kept_tokens
-from pagewise_executor.engine_choice import choose_engine
+from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.input_batch import InputBatch, SequenceState, StepWork
 from pagewise_executor.kv.issuing import Issuing
-from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, kv_dtype_for, layout_of, pool_size
-from pagewise_executor.kv.page_tables import physical_memory
+from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.models.kernel_choice import with_block_size
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.offer import offer, tell_of_pool
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
@@ -144,8 +143,10 @@ class ModelRunner:
         loaded = load_model(config, ranks)
         self._device = loaded.device
         gpu = torch.cuda.get_device_properties(self._device) if self._device.type == "cuda" else None
-        config = with_step_limits(with_block_size(config, loaded.kernels), gpu, ranks.least)
-        kv_dtype = kv_dtype_for(config, loaded.dtype, loaded.kernels, loaded.device)
+        config = with_step_limits(config, gpu, ranks.least)
+        backend = backend_of(config, loaded.kernels)
+        kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
+        self._layout = layout_of(config, backend)
         if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
             most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
@@ -158,14 +159,13 @@ class ModelRunner:
         if ranks.first:
             self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
         self._adapters = make_adapters(config, loaded)
-        self._memory = physical_memory(self._device) if config.kv_mapping == "mmu" else None
-        chosen = choose_engine(config, loaded, self._memory, self._last_tokens, self._adapters)
-        self._engine, self._graphs = chosen.engine, chosen.graphs
+        chosen = choose_compute(config, loaded, self._last_tokens, self._adapters)
+        self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
-        block_format = loaded.block_format(kv_dtype, layout_of(config))
+        block_format = loaded.block_format(kv_dtype, self._layout)
         lower = make_tiers(
             config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, ranks, self._issuing
         )
@@ -194,17 +194,17 @@ class ModelRunner:
         return self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
-        """Make the KV pool, attach it to the engine, and describe it in ``info``."""
+        """Make the KV pool, attach it to the model, and describe it in ``info``."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
-            loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=layout_of(config),
-            heads_first=loaded.heads_first, triton=loaded.kernels == "triton",
-            memory=self._memory.allocate(num_blocks * block_bytes) if self._memory is not None else None,
+            loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout,
+            triton=loaded.kernels == "triton",
+            memory=self._forward_pass.attention.allocate(num_blocks * block_bytes),
         )  # fmt: skip
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(DeviceTier(pool, self._block_hashes))
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
-        self._engine.attach(pool, self._mover)
+        self._forward_pass.attach(pool)
         max_grammars = self._grammars.most if self._grammars is not None else 0
         self.info = offer(config, loaded, pool, self._no_grammars, max_grammars)
 
@@ -223,9 +223,7 @@ class ModelRunner:
         if self._graphs is not None and config.cuda_graphs:
             peak += self._graphs.memory(peak, tokens)
         del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
-        self._engine.detach()
-        if self._memory is not None:
-            self._memory.free()
+        self._forward_pass.detach()
         # Decode graphs keep their logits as well; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
         peak += staging_bytes(config) + config.cuda_graphs * graphs_bytes(self._graphs, len(loaded.shapes))
@@ -318,7 +316,7 @@ class ModelRunner:
             short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
         self._batch.on_remove = self._block_hashes.cache_full_blocks
-        self._engine.reset(self._batch)
+        self._forward_pass.reset(self._batch)
         if self._adapters is not None:
             self._adapters.reset(welcome.epoch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
@@ -342,7 +340,7 @@ class ModelRunner:
             work = batch.apply(plan)
             if self._adapters is not None:
                 self._adapters.check(batch.adapters[work.joined].tolist())
-            self._engine.update_block_tables(work)  # needed in steps that compute nothing, too
+            self._forward_pass.attention.update_block_tables(work)  # needed in steps that compute nothing, too
             for row in work.left:
                 sampler.leave(row)
             for row in work.joined:
@@ -426,7 +424,7 @@ class ModelRunner:
         batch = self._batch
         kept, reported = batch.kept_logits(work)
         sampled = self._sampled_at(work)
-        logits, at = self._engine.compute(work, np.array(kept, np.int64), sampled)
+        logits, at = self._forward_pass.compute(work, np.array(kept, np.int64), sampled)
         number = len(sampled[0])
         prompts: list[tuple[int, LogprobsTensors]] = []
         if reported and self._ranks.first:

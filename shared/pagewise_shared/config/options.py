@@ -299,9 +299,9 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     kernels: Annotated[
-        Literal["auto", "triton", "cpu", "openvino", "torch"],
+        Literal["auto", "triton", "cpu", "torch"],
         _help(
-            "what computes the model; auto: Triton's kernels on CUDA, operations in C (cpu) or OpenVINO on the CPU",
+            "what computes the model; auto: Triton's kernels on CUDA, operations in C (cpu) on the CPU",
             more="[kernels.md](kernels.md) describes them. On the CPU `triton` needs `TRITON_INTERPRET=1`, which is "
             "slow and only meant for trying the kernels.",
         ),
@@ -316,7 +316,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
             "quantise linear layers while they are loaded: int8 on the CPU, fp8 on GPUs; none: as the checkpoint is",
             more="A checkpoint that is quantised needs no option ([quantization.md](quantization.md)). Experts of "
             "mixtures are not quantised. Tokens change: [quantization.md](quantization.md#what-it-changes) says how "
-            "much. Executors that serve a model together need the same value, and all or none of them OpenVINO.",
+            "much. Executors that serve a model together need the same value.",
         ),
     ] = "none"
     deterministic: Annotated[
@@ -336,7 +336,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = True
     dependent_launch: DependentLaunch = True
-    block_size: Annotated[Positive, _help("tokens per KV block; with OpenVINO always 32", "N")] = 16
+    block_size: Annotated[Positive, _help("tokens per KV block", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
     kv_memory: Annotated[

@@ -40,7 +40,7 @@ def test_another_length_is_another_model_if_its_rope_depends_on_it(settings: dic
     assert ("--max-model-len None, and not 4096" in said) == is_other == bool(said)
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"device": "cuda"}, {"kernels": "openvino"}])
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"device": "cuda"}, {"kernels": "torch"}])
 def test_where_it_is_computed_matters_to_quantised_models(options: dict[str, Any]) -> None:
     assert found(PLAIN, **options) == ""
     assert found(QUANTISED, **options).endswith("(on which the tokens of a quantised model depend)")

@@ -10,7 +10,7 @@ from pagewise_executor.adapters.host import HostAdapters
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.adapters import AdapterFiles, open_adapter, read_adapter
-from pagewise_shared.errors import AdapterError, ModelError
+from pagewise_shared.errors import AdapterError
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import make_segments, mark_segments
@@ -374,8 +374,3 @@ def test_weights_in_other_shapes_than_the_header_said_are_refused(
 
     monkeypatch.setattr("pagewise_executor.adapters.host.open_adapter", exchanged)
     assert "have changed while they were read" in failing(runner, adapter)
-
-
-def test_kernels_that_cannot_compute_adapters_are_refused_by_name(llama: Path) -> None:
-    with pytest.raises(ModelError, match="--enable-lora"):
-        build_runner(llama, enable_lora=True, kernels="openvino")

@@ -18,7 +18,6 @@ from pagewise_executor.attention.prefill_libraries import (
     error_of,
     layer_shapes,
 )
-from pagewise_executor.engines.model_engine import TorchEngine
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
 from pagewise_shared.config import ExecutorConfig
@@ -403,14 +402,12 @@ def test_the_kinds_of_layers_are_those_that_compute(
 
     monkeypatch.setattr(PagedLayer, "attend", watched)
     run_requests(runner, [request([3, 4, 5], 1, "r")], num_blocks=20)
-    engine = runner._engine
-    assert isinstance(engine, TorchEngine)
-    modules = engine._layers
+    modules = runner._forward_pass._layers
     kv_shapes = [(shape.kv_heads, shape.head_dim) for shape in seen]
     assert layer_shapes(modules, kv_shapes, torch.float32) == seen
 
 
 def test_a_library_that_is_asked_for_by_name_is_not_dropped_with_the_triton_kernels() -> None:
-    config, found = ExecutorConfig(attention="fa3"), Candidates(["triton", "torch"], [])
-    with pytest.raises(ModelError, match=r"--attention fa3: it needs the Triton kernels; triton: heads of 320 are too"):
-        choose_kernels(config, found, torch.nn.Module(), PretrainedConfig(), [], [(1, 320)])
+    config, found = ExecutorConfig(attention="fa3"), Candidates(["triton"], [])
+    with pytest.raises(ModelError, match="--attention fa3: triton: heads of 320 are too"):
+        choose_kernels(config, found, PretrainedConfig(num_attention_heads=1), [(1, 320)])

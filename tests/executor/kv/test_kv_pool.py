@@ -13,25 +13,23 @@ EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 
 @pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
-@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 def test_blocks_are_copied_and_come_back(
     shapes: list[tuple[int, int]],
     layout: str,
-    heads_first: bool,
     triton: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    pool = KVPool(shapes, 7, 4, dtype, device, layout=layout, heads_first=heads_first, triton=triton)  # type: ignore[arg-type]
+    pool = KVPool(shapes, 7, 4, dtype, device, layout=layout, triton=triton)  # type: ignore[arg-type]
     assert pool.bytes_per_block == bytes_per_block(shapes, 4, dtype)
     tensors = [*pool.keys, *pool.values, *(tensor for scales in pool.scales if scales for tensor in scales)]
     assert len(tensors) == len(shapes) * (4 if dtype == FP8 else 2)
     for (heads, dim), keys in zip(shapes, pool.keys, strict=True):
         assert keys.shape == (7, 4, heads, dim)
         assert keys.stride(3) == 1
-        assert keys.stride()[1:3] == ((dim, 4 * dim) if heads_first else (heads * dim, dim))
+        assert keys.stride()[1:3] == (heads * dim, dim)
     for number, tensor in enumerate(tensors):  # each slot of each tensor holds something of its own
         values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number))
         tensor.copy_(values.to(tensor.dtype))

@@ -93,7 +93,7 @@ def test_a_layer_of_a_decode_step_is_eight_kernels(
     runner = ModelRunner(
         ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", num_blocks=8, profile=False, max_num_seqs=4)
     )
-    products = products_of(runner._engine.model, "qkv", "out", "gate_up", "down")  # type: ignore[attr-defined]
+    products = products_of(runner._forward_pass.model, "qkv", "out", "gate_up", "down")
     assert runner._graphs is not None
     graphs = runner._graphs.decodes
     record(lambda: graphs.compute(4))  # the first step of all makes buffers

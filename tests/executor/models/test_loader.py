@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,13 +161,12 @@ def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"kernels": "openvino", "dtype": "bfloat16"}, "--kernels openvino: it is used in float32 only"),
         ({"kernels": "cpu", "dtype": "float16"}, "--kernels cpu: "),
         ({"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8: "),
         ({"deterministic": True}, "--deterministic needs the Triton kernels"),
         ({"kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
         ({"kv_layout": "blocks"}, "--kv-layout blocks needs the Triton kernels"),
-        ({"kv_mapping": "mmu", "kernels": "cpu"}, "--kv-mapping mmu needs PyTorch's attention: not with --kernels cpu"),
+        ({"kv_mapping": "mmu", "kernels": "cpu"}, "--kv-mapping mmu needs --kernels torch: not cpu"),
         ({"kv_mapping": "mmu", "kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
         ({"kv_mapping": "mmu", "deterministic": True}, "--deterministic needs the Triton kernels"),
     ],
@@ -179,17 +177,6 @@ def test_what_cannot_be_is_refused_before_the_weights_are_read(
     spoil_weights(model)
     assert "cannot be loaded" in refused(model)
     assert refused(model, **options).startswith(why)
-
-
-def test_an_openvino_that_is_missing_is_told_before_anything_is_read(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil_weights(model)
-    monkeypatch.delitem(sys.modules, "pagewise_executor.models.openvino_model", raising=False)
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    why = refused(model, kernels="openvino")
-    assert why.startswith("--kernels openvino: it cannot be imported")
-    assert why.endswith("pip install 'pagewise[openvino]'")
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

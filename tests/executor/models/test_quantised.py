@@ -362,7 +362,6 @@ def test_options_that_do_not_go_with_quantised_weights_are_refused(tmp_path: Pat
         tmp_path, quantization="fp8"
     )
     assert "does not go together with --deterministic" in refused(tmp_path, deterministic=True, kernels="triton")
-    assert "does not go together with --kernels openvino" in refused(tmp_path, kernels="openvino")
     edit_config(tmp_path, no_such_key=1)
     assert "served of Llama, Mistral, Qwen2 and Qwen3" in refused(tmp_path)
     build_model("llama", tmp_path / "plain", num_hidden_layers=1)

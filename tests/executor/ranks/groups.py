@@ -20,7 +20,7 @@ from pagewise_executor.runner import Report
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import LoadAdapter, StepPlan, Welcome
 
-from tests.cpu_kernels import kernels_without_openvino
+from tests.cpu_kernels import auto_kernels
 from tests.executor.runners import BLOCK_SIZE
 
 
@@ -117,7 +117,7 @@ def config_of(path: Path, size: int, **options: object) -> ExecutorConfig:
     settings = {
         "dtype": "float32",
         "device": "cpu",
-        "kernels": kernels_without_openvino(),
+        "kernels": auto_kernels(),
         "block_size": BLOCK_SIZE,
         "num_blocks": 400,
         "profile": False,

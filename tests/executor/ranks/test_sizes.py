@@ -39,13 +39,13 @@ def test_ranks_agree_on_blocks_and_on_the_longest_sequence(tmp_path: Path, monke
 
 def test_an_executor_is_as_slow_as_its_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model("llama", tmp_path, num_hidden_layers=1)
-    choose = model_runner.choose_engine
+    choose = model_runner.choose_compute
 
-    def choose_engine(config, loaded, *others):  # type: ignore[no-untyped-def]
+    def choose_compute(config, loaded, *others):  # type: ignore[no-untyped-def]
         loaded.fallback = loaded.ranks.rank == 1
         return choose(config, loaded, *others)
 
-    monkeypatch.setattr(model_runner, "choose_engine", choose_engine)
+    monkeypatch.setattr(model_runner, "choose_compute", choose_compute)
     group = ThreadGroup(tmp_path, 2)
     assert group.info.fallback
     group.close()

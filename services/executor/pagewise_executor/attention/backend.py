@@ -1,12 +1,13 @@
 """The interface between the model's layers and an attention backend."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool, KVScales
+from pagewise_executor.kv.kv_pool import KVPool, KVScales, Layout
 
 
 class StepAttention(Protocol):
@@ -29,8 +30,38 @@ class StepAttention(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """Prepares the attention of each step of one model."""
+class AttentionBackend:
+    """Prepares the attention of each step of one model on ``device``. ``registry`` names the backends.
+
+    ``layouts``: the layout of the KV pool for each value of ``--kv-layout`` that the backend supports. ``float8``: it
+    reads float8 KV.
+    """
+
+    layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers"}
+    float8: ClassVar[bool] = False
+    _batch: InputBatch
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        """Check whether the backend works on a device; this is called before any weight is read.
+
+        Raises:
+            ModelError: it does not.
+        """
+
+    def allocate(self, size: int) -> torch.Tensor | None:
+        """Return the memory of a KV pool, uint8 [size]; None: the pool allocates its memory itself.
+
+        Raises:
+            ModelError: there is less memory.
+        """
+        return None
+
+    def free(self) -> None:
+        """Free the memory that ``allocate`` returned. No tensor of it may be used any more."""
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """Use the empty ``batch`` from now on, whose block tables name blocks of ``pool``.
@@ -38,15 +69,15 @@ class AttentionBackend(Protocol):
         Raises:
             ModelError: the backend cannot apply the block tables of this batch.
         """
-        ...
+        self._batch = batch
 
     def update_block_tables(self, work: StepWork) -> None:
-        """Take over what a step changes in the block tables. This is called before anything else of the step runs."""
-        ...
+        """Apply the changes that a step makes to the block tables. This is called before anything else of the step
+        runs. A backend that reads the block tables of the batch in each step has nothing to do."""
 
     def prepare(self, work: StepWork) -> StepAttention:
         """Prepare a step that the batch has applied and not advanced yet."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(slots=True)

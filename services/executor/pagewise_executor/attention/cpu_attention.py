@@ -4,10 +4,9 @@ import numpy as np
 import torch
 from pagewise_kernels.cpu.attention import CpuStep, Rotation
 
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.input_batch import StepWork
 
 
 class CpuStepAttention:
@@ -47,15 +46,8 @@ class CpuStepAttention:
         )
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Prepares the attention of one model's steps on the CPU."""
-
-    def reset(self, batch: InputBatch, pool: KVPool) -> None:
-        """See ``AttentionBackend``."""
-        self._batch = batch
-
-    def update_block_tables(self, work: StepWork) -> None:
-        """Do nothing: each step reads the block tables of the input batch."""
 
     def prepare(self, work: StepWork) -> CpuStepAttention:
         """See ``AttentionBackend``."""

@@ -1,16 +1,18 @@
 """Attention over page tables (``--kv-mapping mmu``): each row's context is a view of consecutive virtual addresses."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.decode import attend
 from pagewise_executor.attention.torch_attention import attend_chunk
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.kv.page_tables import Context, PageTables, PhysicalMemory
+from pagewise_executor.kv.kv_pool import KVPool, Layout
+from pagewise_executor.kv.page_tables import Context, PageTables, physical_memory
 from pagewise_executor.uploads import Uploads
 
 
@@ -57,19 +59,35 @@ class MappedStep:
         return output
 
 
-class MappedBackend:
-    """Prepares the attention of one model's steps over page tables in ``memory``, in which its pool lies."""
+class MappedBackend(AttentionBackend):
+    """Prepares the attention of one model's steps over page tables, in physical memory in which its pool lies."""
 
-    def __init__(self, memory: PhysicalMemory, device: torch.device) -> None:
-        self._memory = memory
-        self._upload = Uploads(device)
+    layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "tokens"}
+    """Page tables need tokens at equal distances."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._memory, self._upload = physical_memory(device), Uploads(device)
         self._pages: PageTables | None = None
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        """See ``AttentionBackend``."""
+        physical_memory(device)
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """See ``AttentionBackend``."""
+        return self._memory.allocate(size)
+
+    def free(self) -> None:
+        """See ``AttentionBackend``."""
+        self._memory.free()
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
         """See ``AttentionBackend``."""
+        super().reset(batch, pool)
         if self._pages is not None:
             self._pages.close()
-        self._batch = batch
         self._pages = PageTables(self._memory, pool, *batch.block_tables.shape)
 
     def update_block_tables(self, work: StepWork) -> None:

@@ -19,6 +19,7 @@ from pagewise_executor.attention.prefill_libraries import (
     PrefillLibrary,
     TriedLibrary,
 )
+from pagewise_executor.attention.registry import BACKENDS
 from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill
 from pagewise_executor.uploads import Uploads
 
@@ -39,13 +40,13 @@ _OURS = "gluon"
 
 
 def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
-    """Refuse what ``--attention`` asks for by name and these options do not allow.
+    """Refuse the attention of the Triton kernels that ``--attention`` names if these options do not allow it.
 
     Raises:
         ModelError: they do not; the text says why.
     """
     flaw = ""
-    if config.attention == "auto":
+    if config.attention == "auto" or BACKENDS[config.attention].kernels != "triton":
         return
     if config.kernels not in ("auto", "triton") or (device.type == "cpu" and config.kernels == "auto"):
         flaw = "it needs the Triton kernels, which run on a GPU"

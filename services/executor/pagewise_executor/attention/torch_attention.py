@@ -6,11 +6,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.context import ChunkContext, DecodeGroup, group_decodes
 from pagewise_executor.attention.decode import attend, decode_gathered, decode_in_place
-from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.input_batch import StepWork
 from pagewise_executor.uploads import Uploads
 
 
@@ -53,18 +52,12 @@ class TorchStep:
         return output
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Prepares the attention of one model's steps on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._upload = Uploads(device)
-
-    def reset(self, batch: InputBatch, pool: KVPool) -> None:
-        """See ``AttentionBackend``."""
-        self._batch = batch
-
-    def update_block_tables(self, work: StepWork) -> None:
-        """Do nothing: each step reads the block tables of the input batch."""
 
     def prepare(self, work: StepWork) -> TorchStep:
         """See ``AttentionBackend``."""

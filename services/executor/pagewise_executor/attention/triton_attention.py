@@ -1,8 +1,8 @@
 """Paged attention by the Triton kernels, which read block tables on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,11 @@ from pagewise_kernels.attention import (
 )
 from pagewise_kernels.kv_write import write_kv
 
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, TriedLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
-from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.kv_pool import KVPool, Layout
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
@@ -131,7 +131,7 @@ class TritonStep:
         return self.backend.plan_prefills(kind, self.chunks, self.backend.upload)
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """Prepares the attention of one model's steps on ``device``, for up to ``num_rows`` rows.
 
     ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
@@ -140,6 +140,9 @@ class TritonBackend:
     of layers that it supports, but for those of CUDA graphs; None: the kernels do. ``kinds``: those of the layers that
     have computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
     """
+
+    layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "blocks"}
+    float8 = True
 
     def __init__(
         self,
@@ -151,11 +154,11 @@ class TritonBackend:
         deterministic: bool = False,
         library: TriedLibrary | None = None,
     ) -> None:
+        super().__init__(device)
         self.deterministic, self.library = deterministic, library
         self.kinds: dict[LayerKind, bool] = {}
         self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
         self._max_model_len = max_model_len
-        self._device = device
         self.upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
         self._changed_tables: list[tuple[int, int, int]] = []
@@ -167,7 +170,7 @@ class TritonBackend:
         """See ``AttentionBackend``."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
-        self._batch = batch
+        super().reset(batch, pool)
         self._changed_tables.clear()
         self._shared, self._shared_blocks = _NOTHING_SHARED, 0
 

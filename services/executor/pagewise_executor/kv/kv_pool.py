@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.config import ExecutorConfig, parse_size, size_text
+from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.device_defaults import SizedConfig
@@ -45,14 +45,10 @@ class KVScales(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """K, V or their scales of one layer: shape [block_size, kv_heads, ..] and type of what one block holds of them.
-
-    ``heads_first``: in memory the heads come before the tokens.
-    """
+    """K, V or their scales of one layer: shape [block_size, kv_heads, ..] and type of what one block holds of them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    heads_first: bool = False
 
     @property
     def size(self) -> int:
@@ -71,8 +67,7 @@ class KVPool:
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
     a block is copied in one piece; "tokens" does so too, and in a block all layers of a token, so that the tokens of
-    blocks that follow each other lie at equal distances in each layer. ``heads_first``: in the memory of a block the
-    heads come before the tokens; only the strides of ``keys`` and ``values`` tell. ``triton``: the Triton kernels make
+    blocks that follow each other lie at equal distances in each layer. ``triton``: the Triton kernels make
     the copies. ``memory``: what the pool lies in, uint8 [num_blocks * bytes_per_block]; None: memory of its own.
     ``copied``: on a GPU, the event after the last copies inside the pool, which have read their sources then.
 
@@ -89,7 +84,6 @@ class KVPool:
         device: torch.device,
         *,
         layout: Layout = "layers",
-        heads_first: bool = False,
         triton: bool = False,
         memory: torch.Tensor | None = None,
     ) -> None:
@@ -101,12 +95,10 @@ class KVPool:
         self.copied: torch.cuda.Event | None = None
         self._triton = triton
         self._memory = memory
-        self._over = functools.partial(
-            KVPool, shapes, block_size=block_size, dtype=dtype, device=device, layout=layout, heads_first=heads_first
-        )
+        self._over = functools.partial(KVPool, shapes, block_size=block_size, dtype=dtype, device=device, layout=layout)
         # Each region is uint8 [parts, num_blocks, bytes]: parts of equal size, or the whole of each block.
         self.regions: list[torch.Tensor] = []
-        groups = _parts(shapes, block_size, dtype, heads_first)
+        groups = _parts(shapes, block_size, dtype)
         if layout == "layers":
             views = [view for group in groups for view in self._apart(group)]
         else:
@@ -236,13 +228,11 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _parts(
-    shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype, heads_first: bool = False
-) -> list[list[_Part]]:
+def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
     """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
-    groups = [[_Part((block_size, heads, dim), dtype, heads_first) for heads, dim in shapes * 2]]
+    groups = [[_Part((block_size, heads, dim), dtype) for heads, dim in shapes * 2]]
     if dtype == FP8:
-        groups.append([_Part((block_size, heads), torch.float32, heads_first) for heads, _ in shapes * 2])
+        groups.append([_Part((block_size, heads), torch.float32) for heads, _ in shapes * 2])
     return groups
 
 
@@ -262,37 +252,12 @@ def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
 
     Its rows may lie apart, and so may its tokens: uint8 [num_blocks, block_size, bytes of a token].
     """
-    if part.heads_first:
-        tokens, heads, *rest = part.shape
-        return memory.view(part.dtype).view(len(memory), heads, tokens, *rest).transpose(1, 2)
     return memory.view(part.dtype).view(len(memory), *part.shape)
 
 
 def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block: K and V of all layers, each of (kv_heads, head_dim), and the scales of float8."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
-
-
-def kv_dtype_for(config: ExecutorConfig, dtype: torch.dtype, kernels: str, device: torch.device) -> torch.dtype:
-    """Return the KV type that ``--kv-dtype`` asks for, for a model in ``dtype`` that runs on these kernels.
-
-    Raises:
-        ModelError: the type or the layout needs other kernels, or another GPU.
-    """
-    if config.kv_layout == "blocks" and kernels != "triton" and config.kv_mapping != "mmu":
-        raise ModelError("--kv-layout blocks needs the Triton kernels, or --kv-mapping mmu")
-    if config.kv_dtype == "auto":
-        return dtype
-    if kernels != "triton":
-        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
-    return FP8
-
-
-def layout_of(config: ExecutorConfig) -> Layout:
-    """Return the layout of the pool that ``--kv-layout`` asks for: page tables need tokens at equal distances."""
-    return "tokens" if (config.kv_layout, config.kv_mapping) == ("blocks", "mmu") else config.kv_layout
 
 
 def pool_size(

@@ -10,7 +10,6 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.kernel_choice import tries_openvino
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
@@ -25,15 +24,9 @@ def llama_checkpoint(
 ) -> LlamaCheckpoint | None:
     """Return the checkpoint if it can be loaded without transformers; else say why in the log.
 
-    OpenVINO converts models of transformers. Weights in eight bits are loaded here: transformers would make them large
-    first.
-
     Raises:
         ModelError: the checkpoint is quantised, and cannot be loaded here, or by ``family_checkpoint``.
     """
-    eight_bits = quantised is not None or config.quantization == "fp8"
-    if not eight_bits and tries_openvino(config, device):
-        return None
     try:
         return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
     except NotReadableError as error:

@@ -19,6 +19,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.progress import logged_bar
 
+from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.gpu_check import why_no_gpu, why_unfit
@@ -27,7 +28,7 @@ from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.few_rows import choose_few_rows
-from pagewise_executor.models.kernel_choice import Kernels, candidates, choose_kernels
+from pagewise_executor.models.kernel_choice import candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
@@ -49,7 +50,6 @@ from pagewise_executor.models.weight_report import (
 )
 
 if TYPE_CHECKING:
-    import openvino
     from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,11 @@ class LoadedModel:
     """A model that is ready to run, and its properties.
 
     ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
-    computes attention and the small operations of fused layers, or everything. ``compiled``: the model that OpenVINO
-    computes; then there is no ``model``, whose weights would take their memory twice, and no ``attention``.
-    ``fallback``: see ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each
-    layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part
-    of the model each; the model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part.
-    ``rope``: see ``fix_rope``.
+    computes attention and the small operations of fused layers, or everything. ``fallback``: see ``KernelChoice``.
+    ``weight_files``: what the weights were read from. ``rotations``: those of each layer's keys; empty if
+    ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part of the model each; the
+    model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part. ``rope``: see
+    ``fix_rope``.
     """
 
     model: torch.nn.Module
@@ -80,7 +79,6 @@ class LoadedModel:
     attention: list[torch.nn.Module]
     shapes: list[tuple[int, int]]
     kernels: Kernels
-    compiled: "dict[int, openvino.CompiledModel] | None" = None
     fallback: bool = False
     rotations: list[KeyRotation] = field(default_factory=list)
     no_segments: str = ""
@@ -88,14 +86,9 @@ class LoadedModel:
     shards: Shards | None = None
     rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
 
-    @property
-    def heads_first(self) -> bool:
-        """Whether the heads come before the tokens in the memory of the KV pool."""
-        return self.compiled is not None
-
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return what two executors must have in common to use each other's blocks."""
-        text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'} {self.heads_first}"
+        text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'}"
         if not self.ranks.alone:
             text += f" rank {self.ranks.rank} of {self.ranks.size}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -118,7 +111,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
-    able = candidates(config, text, device, dtype, quantised is not None)
+    able = candidates(config, device, dtype, quantised is not None)
     _tell_of_device(config, device, dtype, len(files))
     check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
@@ -134,24 +127,21 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     shapes = [kv_shape(module, text) for module in attention]
     # A model without weights cannot be tried before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
-    kernels, fallback, compiled = choose_kernels(config, able, model, text, attention, shapes)
-    if kernels == "openvino":
-        model, attention = torch.nn.Module(), []
-    else:
-        with _errors_of_loading(config, device):
-            read = (lambda part: stored.read(part, dtype)) if stored is not None else None
-            fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
-            connect(model, shards, vocab_size)
-        if compilation is not None:
-            compilation.wait()
-        if kernels == "triton" and device.type == "cuda" and not config.deterministic:
-            choose_few_rows(model, TritonOperations())
+    kernels, fallback = choose_kernels(config, able, text, shapes)
+    with _errors_of_loading(config, device):
+        read = (lambda part: stored.read(part, dtype)) if stored is not None else None
+        fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
+        connect(model, shards, vocab_size)
+    if compilation is not None:
+        compilation.wait()
+    if kernels == "triton" and device.type == "cuda" and not config.deterministic:
+        choose_few_rows(model, TritonOperations())
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, kernels, model, rope.length),
+        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
-        attention=attention, shapes=shapes, kernels=kernels, compiled=compiled, fallback=fallback, rotations=rotations,
+        attention=attention, shapes=shapes, kernels=kernels, fallback=fallback, rotations=rotations,
         no_segments=no_segments, ranks=ranks, shards=shards, rope=rope,
     )  # fmt: skip
 
@@ -193,16 +183,14 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}{kind}") from error
 
 
-def _variant(config: ExecutorConfig, kernels: Kernels, model: torch.nn.Module, length: int | None) -> str:
+def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None) -> str:
     """Return what a fingerprint says of a rope that was fixed for a ``length``, which makes other keys with another
-    one, and of quantised weights: they are another model, whose tokens are others.
-
-    OpenVINO rounds inputs in another way than the CPU operations do, so its tokens are others again; so are they where
-    a GPU has no FP8, so that inputs which should be rounded are not.
+    one, and of quantised weights: they are another model, whose tokens are others. So are they where a GPU has no FP8,
+    so that inputs which should be rounded are not.
     """
     name = "" if config.quantization == "none" else f"-{config.quantization}"
     fixed = "" if length is None else f"-{length}"
-    return fixed + name + "-openvino" * bool(name and kernels == "openvino") + "-exact-inputs" * has_exact_inputs(model)
+    return fixed + name + "-exact-inputs" * has_exact_inputs(model)
 
 
 def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from pagewise_executor.models.kernel_choice import Kernels
+from pagewise_executor.attention.registry import Kernels
 
 if TYPE_CHECKING:
     from pagewise_kernels.cpu.linear_int8 import Int8Weight

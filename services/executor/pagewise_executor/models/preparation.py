@@ -16,11 +16,11 @@ from pagewise_shared.progress import Progress
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
+from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers
 from pagewise_executor.models.grouped_experts import make_grouped
-from pagewise_executor.models.kernel_choice import Kernels
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
 from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pagewise_executor.models.kernel_choice import Kernels
+from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.models.packed_linear import is_conv1d
 from pagewise_executor.models.quantised_weight import (
     FP8,

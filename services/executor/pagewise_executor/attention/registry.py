@@ -1,0 +1,79 @@
+"""The attention backends by name."""
+
+import pkgutil
+from typing import Literal, NamedTuple
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from pagewise_executor.attention.backend import AttentionBackend
+from pagewise_executor.kv.kv_pool import FP8, Layout
+
+Kernels = Literal["torch", "triton", "cpu"]
+
+
+class Backend(NamedTuple):
+    """An attention backend. ``kernels``: those that compute the rest of the model. ``path``: of its class, which is
+    imported when it is used."""
+
+    kernels: Kernels
+    path: str
+
+    def load(self) -> type[AttentionBackend]:
+        """Import the class."""
+        found: type[AttentionBackend] = pkgutil.resolve_name(f"pagewise_executor.attention.{self.path}")
+        return found
+
+
+_TRITON = Backend("triton", "triton_attention:TritonBackend")
+BACKENDS = {
+    "cpu": Backend("cpu", "cpu_attention:CpuBackend"),
+    "torch": Backend("torch", "torch_attention:TorchBackend"),
+    "mmu": Backend("torch", "mapped_attention:MappedBackend"),
+    "triton": _TRITON,
+    # The Triton kernels with a library for prompts, see ``prefill_choice``.
+    "gluon": _TRITON,
+    "fa3": _TRITON,
+    "flashinfer": _TRITON,
+}
+"""By name: the value of ``--attention`` or ``--kv-mapping`` that asks for a backend, or of ``--kernels``."""
+
+
+def named_backends(config: ExecutorConfig) -> dict[str, Backend]:
+    """Return the backends that options name, by the option with its value."""
+    asked = {"--kv-mapping": config.kv_mapping, "--attention": config.attention}
+    return {f"{option} {name}": BACKENDS[name] for option, name in asked.items() if name in BACKENDS}
+
+
+def backend_of(config: ExecutorConfig, kernels: Kernels) -> type[AttentionBackend]:
+    """Return the backend that an option names, or the one of these kernels."""
+    return next(iter(named_backends(config).values()), BACKENDS[kernels]).load()
+
+
+def kv_dtype_for(
+    config: ExecutorConfig, dtype: torch.dtype, backend: type[AttentionBackend], device: torch.device
+) -> torch.dtype:
+    """Return the KV type that ``--kv-dtype`` asks for, for a model in ``dtype`` with this backend.
+
+    Raises:
+        ModelError: the type needs another backend, or another GPU.
+    """
+    if config.kv_dtype == "auto":
+        return dtype
+    if not backend.float8:
+        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
+    return FP8
+
+
+def layout_of(config: ExecutorConfig, backend: type[AttentionBackend]) -> Layout:
+    """Return the layout of the KV pool that ``--kv-layout`` asks for.
+
+    Raises:
+        ModelError: the backend does not support it.
+    """
+    if config.kv_layout not in backend.layouts:
+        raise ModelError("--kv-layout blocks needs the Triton kernels, or --kv-mapping mmu")
+    return backend.layouts[config.kv_layout]

@@ -1,0 +1,183 @@
+"""The forward pass of steps: the model over a flat batch, with the attention and the sampling of its kernels."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pagewise_executor.adapters.adapters import Adapters
+from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
+from pagewise_executor.attention.registry import backend_of, kv_dtype_for
+from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.rope_lengths import rope_positions
+from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
+from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
+from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.uploads import Array, Uploads
+
+if TYPE_CHECKING:
+    from pagewise_executor.attention.prefill_libraries import TriedLibrary
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+
+
+class ForwardPass:
+    """Runs a model over the KV pool, with ``attention`` between its layers, and the adapters of rows.
+
+    ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``graphs``: run some of the steps with
+    chunks. ``attention``: reads and writes the KV pool, whose blocks the tables of the input batch name.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        last_tokens: torch.Tensor,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._adapters, self._last_tokens = adapters, last_tokens
+        self.graphs: MixedGraphs | None = None
+        self.model, self._layers, self.attention = loaded.model, loaded.attention, attention
+        self.forward_context = ForwardContext()
+        self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
+
+    def attach(self, pool: KVPool) -> None:
+        """Use the K and V of ``pool`` from now on."""
+        self._pool = pool
+        tensors = zip(self._layers, pool.keys, pool.values, pool.scales, strict=True)
+        for number, (module, keys, values, scales) in enumerate(tensors):
+            module.paged_layer = PagedLayer(keys, values, self.forward_context, scales, number)  # type: ignore[assignment]
+
+    def detach(self) -> None:
+        """Use the pool no longer, so that its memory can be freed; free it if it is the backend's."""
+        del self._pool
+        for module in self._layers:
+            del module.paged_layer
+        self.attention.free()
+
+    def reset(self, batch: InputBatch) -> None:
+        """Use the empty ``batch`` from now on."""
+        self._batch = batch
+        self.attention.reset(batch, self._pool)
+
+    def compute(
+        self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Compute a step that the batch has applied and not advanced yet.
+
+        ``kept`` [n]: the indices of the flat batch (decodes first, then prefill chunks) whose logits are wanted.
+        ``also``: arrays that come to the device with those of the step, by the same copy.
+
+        Returns logits [n, vocab], which the next call may overwrite, and ``also``, on the device.
+        """
+        rows, flat = self._batch.flat_batch(work)
+        positions = rope_positions(self._rope_lengths, self._batch, rows, flat)
+        if self.graphs is not None and self.graphs.takes(work) and positions is flat:
+            return self.graphs.run(self._batch, work, kept, also)
+        self.forward_context.step = self.attention.prepare(work)
+        if self._adapters is not None:
+            self._adapters.slots.begin(self._batch.adapters[rows])
+        decoding, tokens, positions_there, wanted, *there = self._upload.together(
+            work.decoding, self._batch.chunk_tokens(work), positions, kept, *also
+        )
+        last = self._last_tokens[decoding]
+        ids = torch.cat([last, tokens]) if work.chunks else last
+        return self.forward(ids, positions_there, wanted), tuple(there)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
+        """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.
+
+        Returns the logits [n, vocab] at the indices ``kept`` [n], or at all of them if it is 0.
+        """
+        output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class StepCompute(NamedTuple):
+    """The forward pass and the sampling of an executor. ``graphs``: run steps of decodes alone, and some of the steps
+    with chunks; None: the forward pass runs all of them."""
+
+    forward_pass: ForwardPass
+    token_sampler: TokenSampler
+    penalties: Penalties
+    compute_logprobs: ComputeLogprobs
+    graphs: "StepGraphs | None" = None
+
+
+def choose_compute(
+    config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
+) -> StepCompute:
+    """Choose by ``loaded.kernels``. Triton kernels are checked before they are used.
+
+    ``last_tokens``: see ``ForwardPass``. ``adapters``: of the executor.
+
+    Raises:
+        ModelError: a Triton kernel does not work on this device.
+    """
+    device, backend = loaded.device, backend_of(config, loaded.kernels)
+    if loaded.kernels != "triton":
+        forward_pass = ForwardPass(loaded, backend(device), last_tokens, adapters)
+        penalties = TorchPenalties(loaded.vocab_size, device)
+        return StepCompute(forward_pass, TorchTokenSampler(device), penalties, compute_logprobs)
+    from pagewise_executor.attention.prefill_choice import choose_prefill_library
+    from pagewise_executor.attention.prefill_libraries import layer_shapes
+    from pagewise_executor.kernel_checks.run import check_kernels
+
+    shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
+    kv_dtype = kv_dtype_for(config, loaded.dtype, backend, device)
+    check_kernels(config, loaded, kv_dtype)
+    library, is_unfit = choose_prefill_library(config, device, shapes, kv_dtype)
+    loaded.fallback |= is_unfit
+    return triton_compute(config, loaded, last_tokens, adapters, library)
+
+
+def triton_compute(
+    config: SizedConfig,
+    loaded: LoadedModel,
+    last_tokens: torch.Tensor,
+    adapters: Adapters | None,
+    library: "TriedLibrary | None" = None,
+) -> StepCompute:
+    """Return the forward pass and the sampling by the Triton kernels. ``library``: see ``TritonBackend``."""
+    from pagewise_kernels.logprobs import token_logprobs
+
+    from pagewise_executor.adapters.triton_slots import TritonSlots
+    from pagewise_executor.attention.triton_attention import TritonBackend
+    from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
+    from pagewise_executor.cuda_graphs.model_body import ModelBody
+    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+
+    device, rows = loaded.device, config.max_num_seqs
+    backend = TritonBackend(
+        device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library
+    )
+    forward_pass = ForwardPass(loaded, backend, last_tokens, adapters)
+    token_sampler = TritonTokenSampler(rows, device)
+    slots = adapters.slots if adapters is not None else None
+    assert slots is None or isinstance(slots, TritonSlots)
+    decodes = DecodeGraphs(
+        forward_pass.forward,
+        forward_pass.forward_context,
+        backend,
+        token_sampler,
+        last_tokens,
+        config.block_size,
+        slots,
+    )
+    forward_pass.graphs = mixed = MixedGraphs(
+        ModelBody(loaded.model),
+        forward_pass.forward,
+        forward_pass.forward_context,
+        backend,
+        last_tokens,
+        config.block_size,
+        config.max_num_batched_tokens,
+        slots,
+    )
+    penalties = TritonPenalties(rows, loaded.vocab_size, device)
+    return StepCompute(forward_pass, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))
