@@ -5,10 +5,13 @@ to reserve, over a buddy allocator. They run under the same scheduler as everyth
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers import memory
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Copies
 
@@ -117,6 +120,12 @@ class ReservingKVManager(KVCacheManager):
         """Give the piece back."""
         self.buddy.free(self.pieces.pop(table.cache_salt))
         super().free(table, in_flight_step, output_tokens)
+
+
+def scheduler_over(kv: KVCacheManager, **options: Any) -> Scheduler:
+    """Return a scheduler with ``kv`` in the place of its own memory manager."""
+    with patch.object(memory, "KVCacheManager", lambda *_, **__: kv):
+        return Scheduler(num_blocks=kv.pool.num_blocks, block_size=kv.block_size, **options)
 
 
 def reserved_slots(kind: Reservation, num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> int:

@@ -19,7 +19,7 @@ from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_shared.progress import followed
 from pagewise_shared.traces import TraceRequest, read_trace
 
-from benchmarks.orca.reserving import Reservation, ReservingKVManager, reserved_slots
+from benchmarks.orca.reserving import Reservation, ReservingKVManager, reserved_slots, scheduler_over
 from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
@@ -89,14 +89,7 @@ def simulate(trace: list[TraceRequest], kind: Memory, block_size: int) -> dict[s
                 request.num_output_tokens,
                 MAX_MODEL_LEN,
             )
-    scheduler = Scheduler(
-        num_blocks=kv.pool.num_blocks,
-        block_size=block_size,
-        max_num_seqs=256,
-        max_num_batched_tokens=2560,
-        costs=costs.prefill,
-        kv=kv,
-    )
+    scheduler = scheduler_over(kv, max_num_seqs=256, max_num_batched_tokens=2560, costs=costs.prefill)
     watch = Watch(scheduler)
     outcome = Simulation([scheduler], costs, salt=str, watch=watch).run(trace)
     total = sum(watch.parts.values())

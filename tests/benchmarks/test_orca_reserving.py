@@ -3,12 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
 from pagewise_shared.traces import TraceRequest
 
-from benchmarks.orca.reserving import BuddyAllocator, ReservingKVManager, reserved_slots
+from benchmarks.orca.reserving import BuddyAllocator, ReservingKVManager, reserved_slots, scheduler_over
 
 
 @settings(max_examples=150, deadline=None)
@@ -48,9 +47,7 @@ def test_only_as_many_run_as_have_their_reservation() -> None:
     trace = [TraceRequest(0.0, 50, 20, unique=i) for i in range(12)]
     kv = ReservingKVManager(1024, 16, 2048)
     kv.reservations = {str(index): 256 for index in range(12)}
-    scheduler = Scheduler(
-        num_blocks=kv.pool.num_blocks, block_size=16, max_num_seqs=16, max_num_batched_tokens=512, kv=kv
-    )
+    scheduler = scheduler_over(kv, max_num_seqs=16, max_num_batched_tokens=512)
     running: list[int] = []
     outcome = Simulation(
         [scheduler], llama_3_8b(16), salt=str, watch=lambda now: running.append(len(scheduler.running))

@@ -16,7 +16,7 @@ class Bar(NamedTuple):
 
 
 Bars = dict[tuple[str, str], Bar]
-"""By the name of a case of ``compile_cases`` and the name of a kernel that it launches."""
+"""By the name of a case of ``benchmarks/compile/cases.py`` and the name of a kernel that it launches."""
 
 _OF_3_9: Bars = {
     # Tiles of 64 tokens, and the merge of parts. Three programs fit on a multiprocessor with 168 registers.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import triton
-from pagewise_kernels.machine_code import innermost_loops, too_early
 
+from benchmarks.compile.machine_code import innermost_loops, too_early
 from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_SPECIALISED, Bars
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -36,7 +36,7 @@ VARIANTS = (
 
 def compiled(target: int, *options: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "pagewise_kernels.compile", "--target", str(target), "--json", *options]
+    command = [sys.executable, "-m", "benchmarks.compile.run", "--target", str(target), "--json", *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "FP_FUSION" not in done.stderr, "Triton warns where a launch does not say"

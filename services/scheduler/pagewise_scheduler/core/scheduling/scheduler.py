@@ -23,7 +23,6 @@ from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
 from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepLimits, StepOutput
 from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.memory import make_memory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.core.tiers.transfers import Loads
@@ -38,9 +37,9 @@ class Scheduler:
     ``steps_in_flight``: those that have not come back, the oldest first.
 
     ``tiers``, ``salted``: below the device, see ``make_memory``. ``costs``: what the executor's steps and copies took
-    when it started. ``recovery``: how KV comes back from there and from peers. ``kv``: another memory manager, for
-    comparison. ``virtual_tokens``: what keys have been served, by other schedulers too.
-    ``features``: what else the executor can do. ``short_rope_len``: see ``rope_salt``.
+    when it started. ``recovery``: how KV comes back from there and from peers. ``virtual_tokens``: what keys have
+    been served, by other schedulers too. ``features``: what else the executor can do. ``short_rope_len``: see
+    ``rope_salt``.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class Scheduler:
         costs: Costs | None = None,
         recovery: RecoveryMode = "auto",
         eviction: Eviction = "lru",
-        kv: KVCacheManager | None = None,
         model_fingerprint: str = "",
         virtual_tokens: VirtualTokens | None = None,
         max_model_len: int = 2**31,
@@ -66,7 +64,7 @@ class Scheduler:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         self.kv, self.recoveries = make_memory(
             num_blocks=num_blocks, block_size=block_size, chunk=max_num_batched_tokens, tiers=tiers or {},
-            costs=costs or Costs(), recovery=recovery, eviction=eviction, model_fingerprint=model_fingerprint, kv=kv,
+            costs=costs or Costs(), recovery=recovery, eviction=eviction, model_fingerprint=model_fingerprint,
             salted=salted,
         )  # fmt: skip
         self.costs = self.recoveries.costs

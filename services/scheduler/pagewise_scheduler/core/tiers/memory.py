@@ -19,19 +19,17 @@ def make_memory(
     recovery: RecoveryMode,
     eviction: Eviction,
     model_fingerprint: str,
-    kv: KVCacheManager | None = None,
     salted: bool = True,
 ) -> tuple[KVCacheManager, Recoveries]:
     """Empty memory of ``num_blocks`` blocks on the device and of ``tiers`` below it.
 
     ``chunk``: tokens of one prefill chunk. ``tiers``: by the number of each, how many blocks it has, or its identity if
-    they have no ids. ``kv``: another memory manager, for comparison. ``salted``: see ``HashTier``.
+    they have no ids. ``salted``: see ``HashTier``.
     """
     sizes = {number: size for number, size in tiers.items() if size}
     model = CostModel(costs, block_size, chunk, sizes)
     policy = RecoveryPolicy(model, recovery)
-    if kv is None:
-        lower = {number: (size, model.tiers[number]) for number, size in sizes.items()}
-        order = make_policy(eviction, model, num_blocks)
-        kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint, salted=salted)
+    lower = {number: (size, model.tiers[number]) for number, size in sizes.items()}
+    order = make_policy(eviction, model, num_blocks)
+    kv = KVCacheManager(num_blocks, block_size, lower, order, policy, model_fingerprint, salted=salted)
     return kv, Recoveries(kv, model, policy)

@@ -22,7 +22,7 @@ def disassembled(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603  # nosec B603 # no shell
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # nosec B603 # no shell
 
 
 def too_early(code: str) -> list[str] | None:

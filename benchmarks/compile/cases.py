@@ -1,11 +1,10 @@
-"""What ``compile.py`` compiles: every kernel with the shapes and types of the models that are served."""
+"""The cases that ``run.py`` compiles: every kernel with the shapes and types of the models that are served."""
 
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import torch
-
 from pagewise_kernels.attention import (
     Chunk,
     DecodePlan,
