@@ -33,7 +33,6 @@ def check_family(
     path: Path,
     device: str,
     block_size: int,
-    attention: str = "sdpa",
     kernels: str = "auto",
     quantization: str = "none",
     shape: Mapping[str, int] | None = None,
@@ -42,7 +41,7 @@ def check_family(
     """``shape``: settings of the model that differ from the family's. ``options``: further ones of the executor."""
     build_model(family, path, seed=7, **(shape or {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else attention
+        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
     ).to(device)
     if quantization == "int8":
         pack_linears(model, "cpu", "int8")
