@@ -9,16 +9,15 @@ from pagewise_kernels.attention import (
     Chunk,
     DecodePlan,
     PrefillPlan,
-    Scales,
     decode_attention,
     prefill_attention,
 )
-from pagewise_kernels.attention.checks import FP8
 from pagewise_kernels.attention.config import TileConfig, decode_configs
 from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import choose_experts, sum_of_experts
+from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraTiles, add_lora
@@ -41,6 +40,12 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
+def _layer(dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> KVLayer:
+    pool = _empty(64, block_size, kv_heads, head_dim, dtype=dtype)
+    scale = _empty(64, block_size, kv_heads, dtype=torch.float32)
+    return KVLayer(pool, pool, Scales(scale, scale) if dtype == FP8 else None)
+
+
 def _attention(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -54,9 +59,7 @@ def _attention(
     config: TileConfig | None = None,
     block_size: int = 16,
 ) -> None:
-    keys, values = (_empty(64, block_size, kv_heads, head_dim, dtype=kv_dtype) for _ in range(2))
-    scale = _empty(64, block_size, kv_heads, dtype=torch.float32)
-    scales = Scales(scale, scale) if kv_dtype == FP8 else None
+    layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
     q = _empty(2048, heads, head_dim, dtype=dtype)
     if kind == "decode":
@@ -65,14 +68,14 @@ def _attention(
             window=window, deterministic=deterministic, max_context=32768, config=config,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
-        decode_attention(q[:8], keys, values, tables, plan, softcap=softcap, scales=scales)
+        decode_attention(q[:8], layer, tables, plan, softcap=softcap)
         return
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
         window=window, deterministic=deterministic,
     )  # fmt: skip
-    prefill_attention(q, keys, values, tables, chunks, softcap=softcap, scales=scales)
+    prefill_attention(q, layer, tables, chunks, softcap=softcap)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -126,12 +129,13 @@ def _add_other_shapes() -> None:
 
 def _specialised(heads: int, kv_heads: int, head_dim: int, block_size: int = 16) -> None:
     q = _empty(2048, heads, head_dim, dtype=torch.bfloat16)
-    pool = _empty(64, block_size, kv_heads, head_dim, dtype=torch.bfloat16)
     plan = PrefillPlan(
         [Chunk(0, 0, 2048, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=torch.bfloat16,
         device=_META, config=SPECIALISED,
     )  # fmt: skip
-    specialised_prefill_attention(q, pool, pool, _empty(8, 64, dtype=torch.int32), plan)
+    specialised_prefill_attention(
+        q, _layer(torch.bfloat16, kv_heads, head_dim, block_size), _empty(8, 64, dtype=torch.int32), plan
+    )
 
 
 def _add_specialised() -> None:
@@ -196,16 +200,12 @@ def _add_others() -> None:
 
 def _write_kv(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, head_dim: int) -> None:
     new = _empty(64, heads, head_dim, dtype=dtype)
-    pool = _empty(64, 16, heads, head_dim, dtype=kv_dtype)
-    scale = _empty(64, 16, heads, dtype=torch.float32)
-    write_kv(new, new, pool, pool, _empty(64, dtype=torch.int64), Scales(scale, scale) if kv_dtype == FP8 else None)
+    write_kv(new, new, _layer(kv_dtype, heads, head_dim), _empty(64, dtype=torch.int64))
 
 
 def _move_tokens(kv_dtype: torch.dtype, rotary_dim: int, *, interleaved: bool = False) -> None:
-    pool, slots = _empty(64, 16, 8, 128, dtype=kv_dtype), _empty(64, dtype=torch.int64)
-    scale, angles = _empty(64, 16, 8, dtype=torch.float32), _empty(64, rotary_dim // 2, dtype=torch.float32)
-    scales = Scales(scale, scale) if kv_dtype == FP8 else None
-    move_tokens(pool, pool, slots, slots, angles, angles, interleaved=interleaved, scales=scales)
+    slots, angles = _empty(64, dtype=torch.int64), _empty(64, rotary_dim // 2, dtype=torch.float32)
+    move_tokens(_layer(kv_dtype, 8, 128), slots, slots, angles, angles, interleaved=interleaved)
 
 
 def _rms_norm(dtype: torch.dtype) -> None:
@@ -216,11 +216,10 @@ def _rms_norm(dtype: torch.dtype) -> None:
 
 def _rope_write_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     angles, ids = _empty(4096, 64, dtype=dtype), _empty(64, dtype=torch.int64)
-    pool, scale = _empty(64, 16, 8, 128, dtype=kv_dtype), _empty(64, 16, 8, dtype=torch.float32)
-    scales = Scales(scale, scale) if kv_dtype == FP8 else None
+    layer = _layer(kv_dtype, 8, 128)
     for norm in (None, _empty(40, 128, dtype=dtype)):
         qkv = _empty(64, 48, 128, dtype=dtype)
-        rope_write_kv(qkv, ids, angles, angles, pool, pool, ids, head_norm=norm, eps=1e-6, scales=scales)
+        rope_write_kv(qkv, ids, angles, angles, layer, ids, head_norm=norm, eps=1e-6)
 
 
 def _silu_mul(dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -9,11 +10,11 @@ from pagewise_kernels.attention import (
     Chunk,
     DecodePlan,
     PrefillPlan,
-    Scales,
     decode_attention,
     prefill_attention,
 )
 from pagewise_kernels.attention.config import TileConfig, decode_configs
+from pagewise_kernels.kv_layer import KVLayer, Scales
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.bench import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, Bench
@@ -30,6 +31,11 @@ class Paged:
     values: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
+
+    @cached_property
+    def layer(self) -> KVLayer:
+        """K and V as kernels take them."""
+        return KVLayer(self.keys, self.values)
 
     @property
     def kv_bytes(self) -> int:
@@ -55,7 +61,7 @@ class Paged:
 
     def decode(self, plan: DecodePlan) -> Callable[[], object]:
         """The call that computes it."""
-        return lambda: decode_attention(self.q, self.keys, self.values, self.tables, plan)
+        return lambda: decode_attention(self.q, self.layer, self.tables, plan)
 
 
 def paged(bench: Bench, batch: int, context: int, *, shared: int = 0, prefill: bool = False) -> Paged:
@@ -91,7 +97,7 @@ def decode(bench: Bench) -> None:
 
         def planned(case: Paged = case, plan: DecodePlan = plan) -> object:
             plan.plan(case.lengths)
-            return decode_attention(case.q, case.keys, case.values, case.tables, plan)
+            return decode_attention(case.q, case.layer, case.tables, plan)
 
         bench.bytes(f"{name}, planned each time", "pagewise", planned, moved)
         bench.bytes(f"{name}, deterministic", "pagewise", case.decode(case.plan(deterministic=True)), moved)
@@ -106,9 +112,8 @@ def _decode_fp8(bench: Bench, name: str, case: Paged) -> None:
     scales = Scales(*(torch.ones(keys.shape[:3], device=keys.device) for _ in range(2)))
     plan = case.plan(kv_dtype=keys.dtype)
     moved = 2 * (keys.numel() + 4 * scales.keys.numel())
-    bench.bytes(
-        name, "pagewise", lambda: decode_attention(case.q, keys, values, case.tables, plan, scales=scales), moved
-    )
+    layer = KVLayer(keys, values, scales)
+    bench.bytes(name, "pagewise", lambda: decode_attention(case.q, layer, case.tables, plan), moved)
 
 
 def shared(bench: Bench) -> None:
@@ -153,7 +158,7 @@ def prefill(bench: Bench) -> None:
         done = 2 * heads * dim * size * size  # causal: half of 4 · n²
 
         def ours(case: Paged = case, plan: PrefillPlan = plan) -> object:
-            return prefill_attention(case.q, case.keys, case.values, case.tables, plan)
+            return prefill_attention(case.q, case.layer, case.tables, plan)
 
         bench.flops(name, "pagewise", ours, done, ">= 0.75 x FA3 (541 to 639 TFLOP/s)")
         for who, make in peers.prefill(case.q, case.keys, case.values, case.tables, case.lengths):

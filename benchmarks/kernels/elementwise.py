@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rms_norm import rms_norm
@@ -37,14 +38,15 @@ def elementwise(bench: Bench) -> None:
     bench.bytes("silu_mul", "pagewise", lambda: silu_mul(gate_up, gated), 3 * half * item)
     heads, dim = (2, 32) if bench.smoke else (KV_HEADS, HEAD_DIM)
     pool = torch.zeros(2, 2 * (tokens // BLOCK_SIZE + 1), BLOCK_SIZE, heads, dim, device=bench.device, dtype=dtype)
+    layer = KVLayer(*pool)
     k, v = random(tokens, heads, dim), random(tokens, heads, dim)
     slots = torch.randperm(pool.shape[1] * BLOCK_SIZE, device=bench.device)[:tokens]
-    bench.bytes("write_kv", "pagewise", lambda: write_kv(k, v, pool[0], pool[1], slots), 4 * k.numel() * item, ">= 85%")
+    bench.bytes("write_kv", "pagewise", lambda: write_kv(k, v, layer, slots), 4 * k.numel() * item, ">= 85%")
     qkv, angles, positions = random(tokens, 6 * heads, dim), random(tokens, dim // 2), torch.arange(tokens).to(slots)
     for name, norm in (("rope_write_kv", None), ("rope_write_kv with norm", random(5 * heads, dim))):
 
         def turn(norm: torch.Tensor | None = norm) -> None:
-            rope_write_kv(qkv, positions, angles, angles, pool[0], pool[1], slots, head_norm=norm, eps=1e-6)
+            rope_write_kv(qkv, positions, angles, angles, layer, slots, head_norm=norm, eps=1e-6)
 
         bench.bytes(name, "pagewise", turn, 2 * qkv.numel() * item, ">= 85%")
     blocks = torch.randperm(pool.shape[1], device=bench.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from pagewise_kernels.attention import DecodePlan, decode_attention
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import use_dependent_launch
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
@@ -47,7 +48,7 @@ def _decoder_layer(
     qkv_weight, out_weight = random(rows * dim, hidden), random(hidden, heads * dim)
     gate_up, down, norm = random(2 * inner, hidden), random(hidden, inner), random(hidden)
     blocks = -(-context // BLOCK_SIZE)
-    keys, values = (random(batch * blocks, BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    cache = KVLayer(*(random(batch * blocks, BLOCK_SIZE, kv_heads, dim) for _ in range(2)))
     tables = torch.randperm(batch * blocks).int().view(batch, blocks).to(device)
     plan = DecodePlan(max_queries=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, kv_dtype=dtype, device=device)
     plan.plan(torch.full((batch,), context, dtype=torch.int32).to(device))
@@ -60,11 +61,13 @@ def _decoder_layer(
 
     def call() -> torch.Tensor:
         qkv = multiply(rms_norm(x, norm, 1e-6, residual=residual), qkv_weight).view(batch, rows, dim)
-        rope_write_kv(qkv, positions, angles, angles, keys, values, slots)
-        seen = decode_attention(qkv[:, :heads], keys, values, tables, plan)
+        rope_write_kv(qkv, positions, angles, angles, cache, slots)
+        seen = decode_attention(qkv[:, :heads], cache, tables, plan)
         normed = rms_norm(multiply(seen.flatten(1), out_weight), norm, 1e-6, residual=residual)
         gated = skinny_linear(normed, gate_up, gated=True) if few else silu_mul(F.linear(normed, gate_up))
         return multiply(gated, down)
 
     weights = (qkv_weight, out_weight, gate_up, down)
-    return call, sum(weight.numel() * weight.itemsize for weight in weights) + 2 * keys.numel() * keys.itemsize
+    return call, sum(
+        weight.numel() * weight.itemsize for weight in weights
+    ) + 2 * cache.keys.numel() * cache.keys.itemsize

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pagewise_kernels.attention import Chunk, PrefillPlan
 from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
+from pagewise_kernels.kv_layer import KVLayer
 
 Make = Callable[[], Callable[[], Any]]
 
@@ -90,7 +91,8 @@ def prefill(
             [Chunk(0, 0, size, 0)], heads=q.shape[1], kv_heads=keys.shape[2], head_dim=q.shape[2], kv_dtype=keys.dtype,
             device=q.device, config=SPECIALISED,
         )  # fmt: skip
-        return lambda: specialised_prefill_attention(q, keys, values, tables, plan)
+        layer = KVLayer(keys, values)
+        return lambda: specialised_prefill_attention(q, layer, tables, plan)
 
     yield "torch sdpa", sdpa
     if q.device.type == "cuda":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.cpu_attention import CpuBackend
 from pagewise_executor.attention.mapped_attention import MappedBackend
 from pagewise_executor.attention.torch_attention import TorchBackend
@@ -151,7 +151,7 @@ def _step(
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     layers = [
-        PagedLayer(keys, values, ForwardContext(), None, number)
+        PagedLayer(keys, values, number=number)
         for number, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True))
     ]
 

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -87,19 +87,11 @@ def write_kv_kernel(
             tl.store(v_at, v, mask=inside)
 
 
-def write_kv(
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    scales: Scales | None = None,
-) -> None:
+def write_kv(new_keys: torch.Tensor, new_values: torch.Tensor, layer: KVLayer, slots: torch.Tensor) -> None:
     """Write K and V of each token into its slot, block * block_size + offset; a negative slot is skipped.
 
-    new_keys, new_values [tokens, kv_heads, head_dim]; keys, values [num_blocks, block_size, kv_heads, head_dim], any
-    strides but the last; slots int32 or int64 [tokens], no two alike. Into a float8_e4m3fn pool each token and head is
-    scaled by its own greatest value, which goes into ``scales``.
+    new_keys, new_values [tokens, kv_heads, head_dim]; slots int32 or int64 [tokens], no two alike. Into a float8_e4m3fn
+    pool each token and head is scaled by its own greatest value, which goes into the scales of the layer.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -109,50 +101,16 @@ def write_kv(
             f"new keys and values are alike, not {new_keys.dtype} {list(new_keys.shape)} and {new_values.dtype} "
             f"{list(new_values.shape)}"
         )
-    check_pool(new_keys, keys, values, slots, scales)
+    layer.check_new(new_keys, slots)
     tokens, heads, head_dim = new_keys.shape
-    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)
-    check_device(new_keys, new_values, keys, values, slots, k_scales, v_scales)
+    check_device(new_keys, new_values, layer.keys, slots)
     launch(
         write_kv_kernel,
         (tokens,),
-        new_keys, new_values, keys, values, k_scales, v_scales, slots,
+        new_keys, new_values, layer.keys, layer.values, *layer.scale_pointers, slots,
         new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        *(k_scales.stride() if scales is not None else (0, 0, 0)),
-        BLOCK_SIZE=keys.shape[1], HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), IS_FP8=keys.dtype == FP8, MOST=FP8_MOST,
+        *layer.strides, *layer.strides, *layer.scale_strides,
+        BLOCK_SIZE=layer.block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
+        DIM=power_of_two(head_dim), IS_FP8=layer.scales is not None, MOST=FP8_MOST,
         ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip
-
-
-def check_pool(
-    new: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, scales: Scales | None
-) -> None:
-    """Keys and values like ``new`` [tokens, kv_heads, head_dim] fit into the pool.
-
-    Raises:
-        ValueError: shapes or strides do not fit. TypeError: types do not.
-    """
-    if new.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape:
-        raise ValueError(
-            "new keys and values are [tokens, kv_heads, head_dim], and those of the pool [num_blocks, block_size, "
-            f"kv_heads, head_dim], not {list(new.shape)}, {list(keys.shape)} and {list(values.shape)}"
-        )
-    tokens, heads, head_dim = new.shape
-    if keys.shape[2:] != new.shape[1:] or slots.shape != (tokens,):
-        raise ValueError(
-            f"{tokens} tokens of {heads} heads of {head_dim} do not go into a pool {list(keys.shape)} by slots "
-            f"{list(slots.shape)}"
-        )
-    if slots.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"slots are int32 or int64, not {slots.dtype}")
-    fp8 = keys.dtype == FP8
-    if fp8:
-        check_fp8(keys.device)
-    if keys.dtype != values.dtype or keys.dtype not in (new.dtype, FP8):
-        raise TypeError(f"a pool of {keys.dtype} and {values.dtype} does not take {new.dtype}")
-    if fp8 != (scales is not None):
-        raise TypeError("float8 KV comes with scales, and no other KV does")
-    if any(tensor.stride(-1) != 1 for tensor in (new, keys, values)):
-        raise ValueError("the elements of a head lie next to each other")

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.kv_write import FP8_MOST, check_pool, round_to_e4m3
+from pagewise_kernels.kv_layer import KVLayer
+from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -115,51 +115,53 @@ def rope_write_kv(
     positions: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     slots: torch.Tensor,
     *,
     head_norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    scales: Scales | None = None,
 ) -> None:
     """Rotate the queries of qkv [tokens, heads + 2 · kv_heads, head_dim] in place; write keys and values into the pool.
 
     positions int64 [tokens]: rows of cos and sin [max_positions, head_dim / 2]; they have to be below max_positions.
-    Element i of a query or key is turned against element i + head_dim / 2. keys, values [num_blocks, block_size,
-    kv_heads, head_dim], slots and scales: as in ``write_kv``. With ``head_norm`` [heads + kv_heads, head_dim] queries
+    Element i of a query or key is turned against element i + head_dim / 2. ``layer`` and slots: as in
+    ``write_kv``. With ``head_norm`` [heads + kv_heads, head_dim] queries
     and keys have an RMSNorm with these weights before. What qkv holds of keys and values stays.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if qkv.dim() != 3 or keys.dim() != 4 or qkv.shape[1] <= 2 * keys.shape[2] or qkv.shape[2] % 2 or qkv.stride(2) != 1:
+    kv_heads = layer.kv_heads
+    if qkv.dim() != 3 or qkv.shape[1] <= 2 * kv_heads or qkv.shape[2] % 2:
         raise ValueError(
             "rope_write_kv takes qkv [tokens, heads + 2 * kv_heads, head_dim] with an even head_dim, not "
-            f"{list(qkv.shape)} beside keys {list(keys.shape)}"
+            f"{list(qkv.shape)} beside {kv_heads} KV heads"
         )
     tokens, rows, head_dim = qkv.shape
-    kv_heads, half = keys.shape[2], head_dim // 2
-    check_pool(qkv[:, rows - kv_heads :], keys, values, slots, scales)
-    if cos.dim() != 2 or cos.shape[1] != half or sin.shape != cos.shape or sin.stride() != cos.stride():
-        raise ValueError(f"cos and sin [max_positions, {half}] are alike, not {list(cos.shape)} and {list(sin.shape)}")
-    if cos.stride(1) != 1 or positions.shape != (tokens,) or positions.dtype != torch.int64:
-        raise ValueError(f"positions are int64 [{tokens}] and angles contiguous, not {positions.dtype}")
+    half = head_dim // 2
+    layer.check_new(qkv[:, rows - kv_heads :], slots)
+    _check_angles(positions, cos, sin, tokens, half)
     if head_norm is not None and (head_norm.shape != (rows - kv_heads, head_dim) or not head_norm.is_contiguous()):
         raise ValueError(f"head_norm is [{rows - kv_heads}, {head_dim}], not {list(head_norm.shape)}")
     norm = qkv if head_norm is None else head_norm
-    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (slots, slots)
-    check_device(qkv, positions, cos, sin, norm, keys, values, slots, k_scales, v_scales)
+    check_device(qkv, positions, cos, sin, norm, layer.keys, slots)
     padded = power_of_two(half)
     tile_rows = min(max(1, _TILE // padded), power_of_two(rows))
     launch(
         rope_write_kv_kernel,
         (tokens, triton.cdiv(rows, tile_rows)),
-        qkv, positions, cos, sin, norm, keys, values, k_scales, v_scales, slots,
+        qkv, positions, cos, sin, norm, layer.keys, layer.values, *layer.scale_pointers, slots,
         qkv.stride(0), qkv.stride(1), cos.stride(0),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        *(k_scales.stride() if scales is not None else (0, 0, 0)), float(eps),
+        *layer.strides, *layer.strides, *layer.scale_strides, float(eps),
         HEADS=rows - 2 * kv_heads, KV_HEADS=kv_heads, HALF=half, HALF_PADDED=padded, ROWS=tile_rows,
-        BLOCK_SIZE=keys.shape[1], HAS_NORM=head_norm is not None, IS_FP8=keys.dtype == FP8, MOST=FP8_MOST,
+        BLOCK_SIZE=layer.block_size, HAS_NORM=head_norm is not None, IS_FP8=layer.scales is not None, MOST=FP8_MOST,
         ROUND_FIRST=interpreted(), num_warps=4,
     )  # fmt: skip
+
+
+def _check_angles(positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, tokens: int, half: int) -> None:
+    """Raise ValueError if these are not positions int64 [tokens], and cos and sin [max_positions, half] by position."""
+    if cos.dim() != 2 or cos.shape[1] != half or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(f"cos and sin [max_positions, {half}] are alike, not {list(cos.shape)} and {list(sin.shape)}")
+    if cos.stride(1) != 1 or positions.shape != (tokens,) or positions.dtype != torch.int64:
+        raise ValueError(f"positions are int64 [{tokens}] and angles contiguous, not {positions.dtype}")

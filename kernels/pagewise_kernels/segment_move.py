@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import FP8, Scales, check_fp8
+from pagewise_kernels.kv_layer import KVLayer, check_slots
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -87,60 +87,44 @@ def move_tokens_kernel(
 
 
 def move_tokens(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     sources: torch.Tensor,
     targets: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
     interleaved: bool = False,
-    scales: Scales | None = None,
 ) -> None:
     """Move tokens of one layer from slots to slots, block * block_size + offset; no target is a source.
 
-    keys, values [num_blocks, block_size, kv_heads, head_dim], any strides but the last; sources, targets int32 or int64
-    [tokens]; cos, sin float32 [tokens, pairs]: by what each token's keys are rotated, in the first 2 * pairs elements
-    of a head. ``interleaved``: the elements of a pair lie side by side, else ``pairs`` apart. Into a float8_e4m3fn pool
-    each token and head is scaled anew, in ``scales``. Source: RoPE, arXiv 2104.09864.
+    sources, targets int32 or int64 [tokens]; cos, sin float32 [tokens, pairs]: by what each token's keys are rotated,
+    in the first 2 * pairs elements of a head. ``interleaved``: the elements of a pair lie side by side, else ``pairs``
+    apart. In a float8_e4m3fn pool each token and head is scaled anew. Source: RoPE, arXiv 2104.09864.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
     tokens = len(sources)
-    if keys.dim() != 4 or keys.shape != values.shape:
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} are no layer of a pool")
-    if sources.shape != (tokens,) or targets.shape != (tokens,) or cos.shape != sin.shape or len(cos) != tokens:
+    if not (sources.shape == targets.shape == cos.shape[:1]) or cos.shape != sin.shape:
         raise ValueError(
             f"sources {list(sources.shape)}, targets {list(targets.shape)}, cos {list(cos.shape)} and sin "
             f"{list(sin.shape)} are not of the same tokens"
         )
-    _, block_size, heads, head_dim = keys.shape
-    pairs = cos.shape[1]
+    heads, head_dim, pairs = layer.kv_heads, layer.head_dim, cos.shape[1]
     if 2 * pairs > head_dim:
         raise ValueError(f"{pairs} pairs of elements are not in a head of {head_dim}")
-    if any(slots.dtype not in (torch.int32, torch.int64) for slots in (sources, targets)):
-        raise TypeError(f"slots are int32 or int64, not {sources.dtype} and {targets.dtype}")
-    if cos.dtype != torch.float32 or sin.dtype != torch.float32 or keys.dtype != values.dtype:
-        raise TypeError(f"cos and sin are float32, keys and values of one type, not {cos.dtype}, {keys.dtype}")
-    fp8 = keys.dtype == FP8
-    if fp8:
-        check_fp8(keys.device)
-    if fp8 != (scales is not None):
-        raise TypeError("float8 KV comes with scales, and no other KV does")
-    if any(tensor.stride(-1) != 1 for tensor in (keys, values)) or not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError("the elements of a head lie next to each other, and cos and sin are contiguous")
+    check_slots(sources, targets)
+    if {cos.dtype, sin.dtype} != {torch.float32} or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise TypeError(f"cos and sin are float32 and contiguous, not {cos.dtype} and {sin.dtype}")
     if not tokens:
         return
-    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (sources, sources)
-    check_device(keys, values, sources, targets, cos, sin, k_scales, v_scales)
+    check_device(layer.keys, sources, targets, cos, sin)
     launch(
         move_tokens_kernel,
         (tokens,),
-        keys, values, k_scales, v_scales, sources, targets, cos, sin,
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        *(k_scales.stride() if scales is not None else (0, 0, 0)),
-        BLOCK_SIZE=block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, IS_FP8=fp8, MOST=FP8_MOST,
-        ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
+        layer.keys, layer.values, *layer.scale_pointers, sources, targets, cos, sin,
+        *layer.strides, *layer.strides, *layer.scale_strides,
+        BLOCK_SIZE=layer.block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
+        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, IS_FP8=layer.scales is not None,
+        MOST=FP8_MOST, ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_kernels.attention import decode_attention
-from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.launch import launch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError

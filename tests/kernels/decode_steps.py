@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from pagewise_kernels.attention import DecodePlan, decode_attention
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.rms_norm import rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.sampling import SamplingTensors, sample
@@ -81,11 +82,11 @@ class DecodeSteps:
         residual = torch.zeros_like(x)
         heads = self._heads
         for number, (norm, qkv_weight, out_weight, mlp_norm, gate_up, down) in enumerate(self._layers):
-            keys, values = self.keys[number], self.values[number]
+            layer = KVLayer(self.keys[number], self.values[number])
             normed = rms_norm(x, norm, 1e-5, residual=residual)
             qkv = self._multiply(normed, qkv_weight).view(len(x), heads + 2 * self._kv_heads, self._dim)
-            rope_write_kv(qkv, self._positions, self._cos, self._sin, keys, values, self._slots)
-            seen = decode_attention(qkv[:, :heads], keys, values, self._tables, self._plan)
+            rope_write_kv(qkv, self._positions, self._cos, self._sin, layer, self._slots)
+            seen = decode_attention(qkv[:, :heads], layer, self._tables, self._plan)
             x = self._multiply(seen.flatten(1), out_weight)
             normed = rms_norm(x, mlp_norm, 1e-5, residual=residual)
             if number % 2:

@@ -24,6 +24,7 @@ from pagewise_kernels.attention import Chunk, PrefillPlan
 from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 from pagewise_kernels.block_copy import copy_blocks
 from pagewise_kernels.handles import Handles
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import pretend_gpu
 from pagewise_kernels.rms_norm import rms_norm
 
@@ -131,7 +132,7 @@ def check_specialised_warps(driver: FakeDriver) -> None:
     out, tables = torch.empty_like(q), torch.zeros(1, 40, dtype=torch.int32)
     with driver.recorded() as recorded:
         for _ in range(3):  # through Triton, and by handles
-            specialised_prefill_attention(q, pool, pool, tables, plan, out=out)
+            specialised_prefill_attention(q, KVLayer(pool, pool), tables, plan, out=out)
     assert set(recorded) == {recorded[0]}
     assert len(recorded) == 3
     assert recorded[0].threads == 3 * 128

@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass
 
 import torch
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
+from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
+from pagewise_kernels.kv_layer import KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 
 from tests.kernels import oracles
@@ -48,12 +49,14 @@ class Case:
             stored = [torch.zeros(shape, device=device).to(FP8) for _ in range(2)]
             self.scales = Scales(*(torch.zeros(shape[:3], device=device) for _ in range(2)))
             flat = (t.flatten(0, 1) for t in (self.keys, self.values))
-            write_kv(*flat, *stored, torch.arange(num_blocks * self.block_size, device=device), self.scales)
+            layer = KVLayer(*stored, self.scales)
+            write_kv(*flat, layer, torch.arange(num_blocks * self.block_size, device=device))
             self.stored = stored
             pairs = zip(stored, (self.scales.keys, self.scales.values), strict=True)
             self.keys, self.values = (s.float() * scale[..., None] for s, scale in pairs)
         else:
             self.stored = [self.keys, self.values]
+        self.layer = KVLayer(*self.stored, self.scales)
 
     def queries(self, count: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(2)
@@ -76,18 +79,14 @@ class Case:
     def decode(self, q: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
         plan = self.decode_plan(deterministic)
         plan.plan(torch.tensor(self.lengths, dtype=torch.int32, device=q.device))
-        return decode_attention(
-            q, *self.stored, self.tables, plan, softcap=self.softcap, scale=self.scale, scales=self.scales
-        )
+        return decode_attention(q, self.layer, self.tables, plan, softcap=self.softcap, scale=self.scale)
 
     def prefill(self, q: torch.Tensor, chunks: list[Chunk], deterministic: bool = False) -> torch.Tensor:
         plan = PrefillPlan(
             chunks, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             kv_dtype=self.stored[0].dtype, device=q.device, window=self.window, deterministic=deterministic,
         )  # fmt: skip
-        return prefill_attention(
-            q, *self.stored, self.tables, plan, softcap=self.softcap, scale=self.scale, scales=self.scales
-        )
+        return prefill_attention(q, self.layer, self.tables, plan, softcap=self.softcap, scale=self.scale)
 
     def chunks(self, sizes: list[int]) -> list[Chunk]:
         """The last ``sizes[i]`` tokens of each context, one after the other in the batch."""

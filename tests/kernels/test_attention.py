@@ -10,12 +10,12 @@ from pagewise_kernels.attention import (
     Chunk,
     DecodePlan,
     PrefillPlan,
-    Scales,
     StaticPrefillPlan,
     decode_attention,
     prefill_attention,
 )
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
+from pagewise_kernels.kv_layer import KVLayer, Scales
 
 from tests.kernels.paged_case import SMALL, TOLERANCE, Case
 
@@ -95,7 +95,7 @@ def test_rows_that_pad_a_batch_get_zeros(device: torch.device) -> None:
     plan = case.decode_plan()
     plan.plan(torch.tensor(case.lengths, dtype=torch.int32, device=device))
     out = torch.full_like(q, 7.0)
-    decode_attention(q, *case.stored, case.tables, plan, out=out)
+    decode_attention(q, case.layer, case.tables, plan, out=out)
     assert not out[[1, 3]].any()
     torch.testing.assert_close(out[2:3].double(), case.expected(q[2:3], 2, 29), atol=2e-5, rtol=2e-5)
 
@@ -123,10 +123,10 @@ def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device
         positions[chunk.first : chunk.first + chunk.size] = own.to(device)
     of_decodes = case.decode_plan()
     of_decodes.plan(lengths)
-    given = {"softcap": case.softcap, "scale": case.scale, "scales": case.scales}
-    decode_attention(q[:4], *case.stored, case.tables, of_decodes, out=out[:4], **given)
+    given = {"softcap": case.softcap, "scale": case.scale}
+    decode_attention(q[:4], case.layer, case.tables, of_decodes, out=out[:4], **given)
     assert (out[decodes:] == 7).all(), "what is no decode is left alone"
-    prefill_attention(q, *case.stored, case.tables, plan, out=out, **given)
+    prefill_attention(q, case.layer, case.tables, plan, out=out, **given)
     assert not out[19:].any()
     parts = [Chunk(row, case.lengths[row] - 1, 1, row) for row in range(decodes)] + chunks
     for part in parts:
@@ -145,7 +145,7 @@ def test_plans_of_another_device_are_refused(device: torch.device) -> None:
             plan.plan(*given)
     plan.units = plan.units.to("meta")
     with pytest.raises(ValueError, match="tensors lie on different devices"):
-        decode_attention(case.queries(5), *case.stored, case.tables, plan)
+        decode_attention(case.queries(5), case.layer, case.tables, plan)
 
 
 @pytest.mark.interpreted
@@ -160,7 +160,7 @@ def test_a_step_with_contexts_that_are_too_long_does_not_spoil_the_next_one() ->
     q = case.queries(3)
     for lengths in ((80, 112, 60), (64, 60, 40)):
         plan.plan(torch.tensor(lengths, dtype=torch.int32))
-        result = decode_attention(q, *case.stored, case.tables, plan)
+        result = decode_attention(q, case.layer, case.tables, plan)
     for row, length in enumerate((64, 60, 40)):
         expected = case.expected(q[row : row + 1], row, length - 1)
         torch.testing.assert_close(result[row : row + 1].double(), expected, atol=2e-5, rtol=2e-5)
@@ -206,8 +206,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exc
     case = Case(lengths=(9, 30))
     case.pool(torch.device("cpu"))
     given = {"q": case.queries(2), "keys": case.keys, "values": case.values, "tables": case.tables} | change
+    pool = [given.pop(name) for name in ("keys", "values", "scales") if name in given]
     with pytest.raises(error, match=said):
-        decode_attention(plan=case.decode_plan(), **given)  # type: ignore[arg-type]
+        decode_attention(layer=KVLayer(*pool), plan=case.decode_plan(), **given)  # type: ignore[arg-type]
 
 
 REAL = {

@@ -17,6 +17,7 @@ from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_kernels.cpu.build import FOLDER, Variant
 from pagewise_kernels.cpu.operations import PackedWeight, rms_norm, silu_mul
+from pagewise_kernels.kv_layer import KVLayer
 
 from tests.cpu_kernels import need_cpu_kernels, variants
 from tests.kernels import oracles
@@ -84,7 +85,7 @@ class Case:
         )  # fmt: skip
         scale = self.head_dim**-0.5
         found = step.attend(
-            q, k, v, keys, values, scale=scale, window=self.window, softcap=self.softcap, rotation=rotation
+            q, k, v, KVLayer(keys, values), scale=scale, window=self.window, softcap=self.softcap, rotation=rotation
         )
         tolerance = {"rtol": TOLERANCE[self.dtype], "atol": 3 * TOLERANCE[self.dtype]}  # rounded three times
         torch.testing.assert_close(keys, expected_keys, **tolerance)
@@ -215,7 +216,7 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours(build: Variant) -> No
         step = CpuStep(
             np.array([13, 10]), tables, np.array([0, 1]), np.array([2, 7]), np.zeros((0, 4), np.int64), block_size=4
         )
-        found = step.attend(torch.randn(2, 4, 16), k, v, keys, values, scale=0.25)
+        found = step.attend(torch.randn(2, 4, 16), k, v, KVLayer(keys, values), scale=0.25)
         assert not found[0].isfinite().any()
         assert found[1].isfinite().all()
 
@@ -271,9 +272,9 @@ def test_what_does_not_fit_is_refused() -> None:
     step = CpuStep(ints, tables, ints, ints + 1, none, block_size=4)
     pool, q = torch.zeros(3, 4, 2, 16), torch.zeros(1, 4, 16)
     with pytest.raises(ValueError, match="cannot be"):
-        step.attend(q, q, q, pool, pool, scale=1.0)
+        step.attend(q, q, q, KVLayer(pool, pool), scale=1.0)
     with pytest.raises(TypeError, match="one type"):
-        step.attend(q.half(), *torch.zeros(2, 1, 2, 16).half(), pool.half(), pool.half(), scale=1.0)
+        step.attend(q.half(), *torch.zeros(2, 1, 2, 16).half(), KVLayer(pool.half(), pool.half()), scale=1.0)
     with pytest.raises(TypeError, match="one type"):
         rms_norm(q[0], torch.zeros(16).bfloat16(), 1e-5)
     with pytest.raises(ValueError, match="rows"):

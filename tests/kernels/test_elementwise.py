@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_kernels.attention import Scales
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.kv_layer import KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.quantised import FP8, quantise_rows
@@ -46,7 +46,7 @@ def test_kv_goes_where_the_slots_say(dtype: torch.dtype, real: bool, device: tor
     keys, values = (torch.zeros(num_blocks, block_size, heads, dim, device=device, dtype=dtype) for _ in range(2))
     slots = torch.randperm(num_blocks * block_size, device=device)[:tokens]
     slots[2] = -1  # a row that pads
-    write_kv(k, v, keys, values, slots)
+    write_kv(k, v, KVLayer(keys, values), slots)
     written = torch.arange(tokens, device=device) != 2
     for pool, new in ((keys, k), (values, v)):
         flat = pool.flatten(0, 1)
@@ -63,7 +63,7 @@ def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.de
     pool = [torch.zeros(4, 2, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
     scales = Scales(*(torch.zeros(4, 2, 2, device=device) for _ in range(2)))
     slots = torch.tensor([7, 0, 3, 4, 5, 1], device=device)
-    write_kv(k, v, *pool, slots, scales)
+    write_kv(k, v, KVLayer(*pool, scales), slots)
     for stored, scale, new in zip(pool, (scales.keys, scales.values), (k, v), strict=True):
         back = stored.float().flatten(0, 1)[slots] * scale.flatten(0, 1)[slots][..., None]
         # The smallest numbers are multiples of 2^-9 times the scale.
@@ -71,16 +71,16 @@ def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.de
 
 
 def test_kv_that_does_not_fit_is_refused() -> None:
-    new, pool = torch.zeros(3, 2, 8), torch.zeros(4, 2, 2, 8)
+    new, layer = torch.zeros(3, 2, 8), KVLayer(*torch.zeros(2, 4, 2, 2, 8))
     slots = torch.arange(3)
     with pytest.raises(ValueError, match="do not go into a pool"):
-        write_kv(new, new, pool, pool, torch.arange(4))
+        write_kv(new, new, layer, torch.arange(4))
     with pytest.raises(TypeError, match="slots are int32 or int64"):
-        write_kv(new, new, pool, pool, slots.float())
+        write_kv(new, new, layer, slots.float())
     with pytest.raises(TypeError, match=r"does not take torch\.float16"):
-        write_kv(new.half(), new.half(), pool, pool, slots)
+        write_kv(new.half(), new.half(), layer, slots)
     with pytest.raises(ValueError, match="next to each other"):
-        write_kv(new.transpose(1, 2).contiguous().transpose(1, 2), new, pool, pool, slots)
+        write_kv(new.transpose(1, 2).contiguous().transpose(1, 2), new, layer, slots)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_heads_are_normalised_and_rotated_and_kv_goes_into_the_pool(
     positions = torch.tensor([29, 0, 3, 3, 17], device=device)
     keys, values = (torch.zeros(4, 3, kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
     slots = torch.tensor([7, 0, -1, 11, 5], device=device)  # one of them pads
-    rope_write_kv(qkv, positions, cos, sin, keys, values, slots, head_norm=weight, eps=1e-5)
+    rope_write_kv(qkv, positions, cos, sin, KVLayer(keys, values), slots, head_norm=weight, eps=1e-5)
     expected = before[:, :rotated]
     if weight is not None:
         expected = oracles.rms_norm(expected, weight, 1e-5)
@@ -217,15 +217,15 @@ def test_rotated_keys_are_scaled_like_others_for_an_fp8_pool(dtype: torch.dtype,
     slots = torch.tensor([5, 2, 3, 0], device=device)
     shape = (3, block_size, kv_heads, dim)
     plain = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)]
-    rope_write_kv(qkv.clone(), positions, cos, sin, *plain, slots)
+    rope_write_kv(qkv.clone(), positions, cos, sin, KVLayer(*plain), slots)
     pools, scales = [], []
     for fused in (True, False):
         pool = [torch.zeros(shape, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
         scale = Scales(*(torch.zeros(shape[:3], device=device) for _ in range(2)))
         if fused:
-            rope_write_kv(qkv, positions, cos, sin, *pool, slots, scales=scale)
+            rope_write_kv(qkv, positions, cos, sin, KVLayer(*pool, scale), slots)
         else:
-            write_kv(plain[0].flatten(0, 1)[slots], v, *pool, slots, scale)
+            write_kv(plain[0].flatten(0, 1)[slots], v, KVLayer(*pool, scale), slots)
         pools.append([tensor.float() for tensor in pool])
         scales.append(scale)
     for found, expected in zip(pools[0], pools[1], strict=True):
@@ -282,18 +282,19 @@ def test_wrong_shapes_are_refused() -> None:
         rms_norm(x, torch.zeros(7), 1e-6)
     with pytest.raises(ValueError, match="are alike"):
         rms_norm(x, torch.zeros(8), 1e-6, residual=torch.zeros(4, 8, dtype=torch.float16))
-    qkv, pool, ids = torch.zeros(4, 5, 8), torch.zeros(3, 2, 2, 8), torch.arange(4)
+    qkv, pool, ids = torch.zeros(4, 5, 8), torch.zeros(2, 3, 2, 2, 8), torch.arange(4)
+    layer = KVLayer(*pool)
     angles = torch.zeros(4, 4)
     with pytest.raises(ValueError, match="rope_write_kv takes"):
-        rope_write_kv(qkv[:, :4], ids, angles, angles, pool, pool, ids)
+        rope_write_kv(qkv[:, :4], ids, angles, angles, layer, ids)
     with pytest.raises(ValueError, match=r"cos and sin \[max_positions, 4\]"):
-        rope_write_kv(qkv, ids, angles[:, :3], angles[:, :3], pool, pool, ids)
+        rope_write_kv(qkv, ids, angles[:, :3], angles[:, :3], layer, ids)
     with pytest.raises(ValueError, match="positions are int64"):
-        rope_write_kv(qkv, ids.int(), angles, angles, pool, pool, ids)
+        rope_write_kv(qkv, ids.int(), angles, angles, layer, ids)
     with pytest.raises(ValueError, match=r"head_norm is \[3, 8\]"):
-        rope_write_kv(qkv, ids, angles, angles, pool, pool, ids, head_norm=torch.zeros(8))
+        rope_write_kv(qkv, ids, angles, angles, layer, ids, head_norm=torch.zeros(8))
     with pytest.raises(TypeError, match=r"does not take torch\.float32"):
-        rope_write_kv(qkv, ids, angles, angles, pool.half(), pool.half(), ids)
+        rope_write_kv(qkv, ids, angles, angles, KVLayer(*pool.half()), ids)
     with pytest.raises(ValueError, match="linear takes"):
         linear(x, torch.zeros(3, 7))
     with pytest.raises(TypeError, match="of one floating-point type"):

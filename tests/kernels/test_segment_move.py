@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_kernels.attention import Scales
+from pagewise_kernels.kv_layer import KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.segment_move import move_tokens
 
@@ -35,7 +35,7 @@ def test_keys_are_rotated_and_values_copied(
     expected = flat_keys.clone()
     expected[targets] = rotation.rotate(flat_keys[sources].float(), cos, sin).to(dtype)
     flat_values[targets] = flat_values[sources]
-    move_tokens(keys, values, sources, targets, cos, sin, interleaved=interleaved)
+    move_tokens(KVLayer(keys, values), sources, targets, cos, sin, interleaved=interleaved)
     # The products and the sum of a rotation may be rounded together.
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(keys.flatten(0, 1), expected, atol=tolerance, rtol=tolerance)
@@ -46,12 +46,11 @@ def test_fp8_keys_are_scaled_anew(device: torch.device) -> None:
     k, v = (torch.randn(6, 2, 16, device=device) * 100 for _ in range(2))
     keys, values = (torch.zeros(4, 4, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scales = Scales(*(torch.zeros(4, 4, 2, device=device) for _ in range(2)))
-    write_kv(k, v, keys, values, torch.arange(6, device=device), scales)
+    layer = KVLayer(keys, values, scales)
+    write_kv(k, v, layer, torch.arange(6, device=device))
     rotation = KeyRotation(torch.rand(8, device=device))
     cos, sin = rotation.angles(torch.full((6,), 1000, device=device))
-    move_tokens(
-        keys, values, torch.arange(6, device=device), torch.arange(8, 14, device=device), cos, sin, scales=scales
-    )
+    move_tokens(layer, torch.arange(6, device=device), torch.arange(8, 14, device=device), cos, sin)
 
     def read(pool: torch.Tensor, scale: torch.Tensor, start: int) -> torch.Tensor:
         at = slice(start, start + 6)
@@ -65,12 +64,15 @@ def test_fp8_keys_are_scaled_anew(device: torch.device) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     pool = torch.zeros(4, 2, 2, 16)
+    layer = KVLayer(pool, pool)
     slots, angles = torch.arange(3), torch.zeros(3, 8)
     with pytest.raises(ValueError, match="not of the same tokens"):
-        move_tokens(pool, pool, slots, slots[:2], angles, angles)
+        move_tokens(layer, slots, slots[:2], angles, angles)
     with pytest.raises(ValueError, match="9 pairs of elements are not in a head of 16"):
-        move_tokens(pool, pool, slots, slots, torch.zeros(3, 9), torch.zeros(3, 9))
+        move_tokens(layer, slots, slots, torch.zeros(3, 9), torch.zeros(3, 9))
     with pytest.raises(TypeError, match="int32 or int64"):
-        move_tokens(pool, pool, slots.float(), slots, angles, angles)
+        move_tokens(layer, slots.float(), slots, angles, angles)
     with pytest.raises(TypeError, match="float8 KV comes with scales"):
-        move_tokens(pool, pool, slots, slots, angles, angles, scales=Scales(pool, pool))
+        KVLayer(pool, pool, Scales(pool, pool))
+    with pytest.raises(ValueError, match="scales are float32"):
+        KVLayer(*(pool.to(torch.float8_e4m3fn) for _ in range(2)), Scales(pool, pool))

@@ -31,7 +31,7 @@ def check(case: Case, plan: DecodePlan, q: torch.Tensor) -> None:
     rows = torch.arange(len(case.lengths), dtype=torch.int32, device=q.device).flip(0)
     plan.plan(torch.tensor(case.lengths, dtype=torch.int32, device=q.device), rows)
     result = decode_attention(  # tables stand in another order than queries
-        q, *case.stored, case.tables.flip(0), plan, softcap=case.softcap, scale=case.scale, scales=case.scales
+        q, case.layer, case.tables.flip(0), plan, softcap=case.softcap, scale=case.scale
     )
     for row, length in enumerate(case.lengths):
         expected = case.expected(q[row : row + 1], row, length - 1) if length else torch.zeros_like(result[:1]).double()

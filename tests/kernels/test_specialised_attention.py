@@ -8,6 +8,7 @@ import pytest
 import torch
 from pagewise_kernels.attention import Chunk, PrefillPlan
 from pagewise_kernels.attention.specialised import SPECIALISED, flaw_of_specialised, specialised_prefill_attention
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import watch_launches
 
 from tests.kernels import oracles
@@ -66,7 +67,7 @@ def attended(
         chunks, heads=heads, kv_heads=kv_heads, head_dim=dim, kv_dtype=dtype, device=CPU, config=SPECIALISED
     )
     with launches() as found:
-        out = specialised_prefill_attention(q, keys, values, tables, plan, scale=0.2)
+        out = specialised_prefill_attention(q, KVLayer(keys, values), tables, plan, scale=0.2)
     (arguments, constants), out[:] = found[0], float("nan")
     names = ("KV_HEADS", "GROUP", "BLOCK_SIZE", "BLOCK_STRIDE", "DIM", "TILE", "STAGES")
     with on_threads(KERNEL, change) as module:
@@ -160,5 +161,5 @@ def test_what_it_cannot_compute_is_refused() -> None:
     q, pool, tables = torch.zeros(4, 4, 64, dtype=BF16), torch.zeros(4, 16, 2, 64, dtype=BF16), torch.zeros(1, 4).int()
     plan = PrefillPlan([Chunk(0, 0, 4, 0)], heads=4, kv_heads=2, head_dim=64, kv_dtype=BF16, device=CPU)
     with launches() as found, pytest.raises(ValueError, match="the plan is for another kernel"):
-        specialised_prefill_attention(q, pool, pool, tables, plan)
+        specialised_prefill_attention(q, KVLayer(pool, pool), tables, plan)
     assert not found

@@ -1,6 +1,5 @@
 """Attention over paged KV: decode and prefill."""
 
-from pagewise_kernels.attention.checks import Scales
 from pagewise_kernels.attention.decode import DecodePlan, decode_attention
 from pagewise_kernels.attention.prefill import Chunk, PrefillPlan, StaticPrefillPlan, prefill_attention
 
@@ -8,7 +7,6 @@ __all__ = [
     "Chunk",
     "DecodePlan",
     "PrefillPlan",
-    "Scales",
     "StaticPrefillPlan",
     "decode_attention",
     "prefill_attention",

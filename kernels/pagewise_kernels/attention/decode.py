@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.attention.checks import Scales, check_attention, check_out
+from pagewise_kernels.attention.checks import check_attention, check_out
 from pagewise_kernels.attention.config import (
     DETERMINISTIC_SPLIT,
     TileConfig,
@@ -17,6 +17,7 @@ from pagewise_kernels.attention.decode_kernel import DECODE_FIELDS
 from pagewise_kernels.attention.plan_kernel import plan_decode_kernel
 from pagewise_kernels.attention.run import Parts, run_decode
 from pagewise_kernels.attention.sharing import no_shared, shared_table, views
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -174,26 +175,24 @@ class DecodePlan:
 
 def decode_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     tables: torch.Tensor,
     plan: DecodePlan,
     *,
     out: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
-    keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides; tables int32 [rows, blocks].
+    tables int32 [rows, blocks].
     ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros. ``scale``:
     head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    shape = check_attention(q, keys, values, tables, scales)
+    shape = check_attention(q, layer, tables)
     out = check_out(q, out)
     queries = q.shape[0]
     if queries > plan.max_queries or plan.parts.values.shape[1:] != q.shape[1:]:
@@ -201,8 +200,8 @@ def decode_attention(
             f"the plan is for {plan.max_queries} queries of {list(plan.parts.values.shape[1:])}, q is {list(q.shape)}"
         )
     run_decode(
-        q, keys, values, tables, out, shape, plan.config,
+        q, layer, tables, out, shape, plan.config,
         units=plan.units, programs=plan.programs, parts=plan.parts, order=plan.order,
-        scale=scale, softcap=softcap, has_window=plan.window is not None, scales=scales, strict=plan.deterministic,
+        scale=scale, softcap=softcap, has_window=plan.window is not None, strict=plan.deterministic,
     )  # fmt: skip
     return out

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.attention.checks import Scales, check_attention, check_out
+from pagewise_kernels.attention.checks import check_attention, check_out
 from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, prefill_config
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.run import run_prefill
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import interpreted, num_sms
 from pagewise_kernels.shapes import power_of_two
 
@@ -156,33 +157,31 @@ def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None)
 
 def prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     tables: torch.Tensor,
     plan: PrefillPlan | StaticPrefillPlan,
     *,
     out: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Causal attention of the chunks of ``plan``, whose own K and V are in the pool already.
 
-    q [tokens, heads, head_dim]; keys, values [num_blocks, block_size, kv_heads, head_dim], of equal strides;
+    q [tokens, heads, head_dim];
     tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. Returns ``out`` [tokens, heads, head_dim], of
     which only the chunks' rows are written.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    shape = check_attention(q, keys, values, tables, scales)
+    shape = check_attention(q, layer, tables)
     out = check_out(q, out)
     if len(plan.positions) > q.shape[0]:
         raise ValueError(f"the plan has queries up to row {len(plan.positions)}, q has {q.shape[0]}")
     run_prefill(
-        q, keys, values, tables, out, shape, plan.config,
+        q, layer, tables, out, shape, plan.config,
         positions=plan.positions, units=plan.units, num_units=plan.unit_count, programs=plan.programs,
-        scale=scale, softcap=softcap, window=plan.window, scales=scales,
+        scale=scale, softcap=softcap, window=plan.window,
         split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic,
     )  # fmt: skip
     return out

@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from pagewise_kernels.attention.checks import Scales, Shape
+from pagewise_kernels.attention.checks import Shape
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.decode_kernel import decode_attention_kernel
 from pagewise_kernels.attention.kernel import attention_kernel
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -43,8 +44,7 @@ def _parts_at_once(size: int, num_warps: int) -> int:
 
 def run_prefill(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     tables: torch.Tensor,
     out: torch.Tensor,
     shape: Shape,
@@ -57,7 +57,6 @@ def run_prefill(
     scale: float | None,
     softcap: float | None,
     window: int | None,
-    scales: Scales | None,
     split: int,
     strict: bool,
 ) -> None:
@@ -70,23 +69,21 @@ def run_prefill(
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, positions)  # by a handle an address of the host would go to the device as it is
-    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (positions, positions)
     launch(
         attention_kernel,
         (programs,),
-        q, keys, values, k_scales, v_scales, out, tables, positions, units, num_units,
-        *q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *_scale_strides(scales), *out.stride()[:2],
+        q, layer.keys, layer.values, *layer.scale_pointers, out, tables, positions, units, num_units,
+        *q.stride()[:2], *layer.strides, *layer.strides, *layer.scale_strides, *out.stride()[:2],
         tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0), int(window or 0),
         SPLIT=split, HAS_WINDOW=window is not None,
-        **_options(q, shape, config, softcap, scales, strict),
+        **_options(q, layer, shape, config, softcap, strict),
     )  # fmt: skip
 
 
 def run_decode(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     tables: torch.Tensor,
     out: torch.Tensor,
     shape: Shape,
@@ -99,7 +96,6 @@ def run_decode(
     scale: float | None,
     softcap: float | None,
     has_window: bool,
-    scales: Scales | None,
     strict: bool,
 ) -> None:
     """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
@@ -111,23 +107,22 @@ def run_decode(
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, units)  # by a handle an address of the host would go to the device as it is
-    k_scales, v_scales = (scales.keys, scales.values) if scales is not None else (units, units)
     # Where tensor cores read keys and values from registers, float8 goes there in pairs. These sum up even dimensions
     # before odd ones, and chunks do not.
-    even = all(size % 2 == 0 for size in (*keys.stride()[:3], q.shape[2]))
+    even = all(size % 2 == 0 for size in (*layer.strides, q.shape[2]))
     # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
-    pairs = scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict
+    pairs = layer.scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict
     rows = power_of_two(shape.group)
     launch(
         decode_attention_kernel,
         (programs,),
-        q, keys, values, k_scales, v_scales, out, parts.values, parts.highs, parts.totals, tables, units,
+        q, layer.keys, layer.values, *layer.scale_pointers, out, parts.values, parts.highs, parts.totals, tables, units,
         parts.first, parts.number, parts.arrivals, units if order is None else order,
-        *q.stride()[:2], *keys.stride()[:3], *_scale_strides(scales), *out.stride()[:2], tables.stride(0),
+        *q.stride()[:2], *layer.strides, *layer.scale_strides, *out.stride()[:2], tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0),
         ROWS=rows, HAS_WINDOW=has_window, PAIRS=pairs, HAS_ORDER=order is not None,
         PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps),
-        **_options(q, shape, config, softcap, scales, strict),
+        **_options(q, layer, shape, config, softcap, strict),
         maxnreg=_registers(config),
     )  # fmt: skip
 
@@ -139,18 +134,14 @@ def _positive(scale: float | None, shape: Shape) -> float:
     return float(scale)
 
 
-def _scale_strides(scales: Scales | None) -> tuple[int, ...]:
-    return (0, 0, 0) if scales is None else scales.keys.stride()
-
-
 def _options(
-    q: torch.Tensor, shape: Shape, config: TileConfig, softcap: float | None, scales: Scales | None, strict: bool
+    q: torch.Tensor, layer: KVLayer, shape: Shape, config: TileConfig, softcap: float | None, strict: bool
 ) -> dict[str, object]:
     """Return the constants and options that both kernels are compiled with.
 
     Float8 KV becomes float16, which holds all of its values, in one instruction for two of them.
     """
-    if scales is not None and q.dtype != torch.float32:
+    if layer.scales is not None and q.dtype != torch.float32:
         compute = tl.float16
     else:  # the interpreter computes with numpy, which has no bfloat16
         compute = tl.float32 if interpreted() else _COMPUTE[q.dtype]
@@ -163,7 +154,7 @@ def _options(
         "M": config.rows,
         "TILE": config.tile,
         "HAS_SOFTCAP": bool(softcap),
-        "HAS_SCALES": scales is not None,
+        "HAS_SCALES": layer.scales is not None,
         "COMPUTE": compute,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "num_warps": config.num_warps,

@@ -7,6 +7,7 @@ import torch
 from pagewise_kernels.attention.checks import check_attention, check_out
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.prefill import PrefillPlan
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import capability, check_device, launch, num_sms
 
 SPECIALISED = TileConfig(rows=128, tile=128, num_warps=4, num_stages=2)
@@ -32,8 +33,7 @@ def flaw_of_specialised(
 
 def specialised_prefill_attention(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    layer: KVLayer,
     tables: torch.Tensor,
     plan: PrefillPlan,
     *,
@@ -45,28 +45,29 @@ def specialised_prefill_attention(
     Raises:
         ValueError: shapes, strides or devices do not fit, or the kernel cannot compute them. TypeError: types do not.
     """
-    shape = check_attention(q, keys, values, tables, None)
+    shape = check_attention(q, layer, tables)
     out = check_out(q, out)
     check_device(q, plan.units)
     if plan.config != SPECIALISED or plan.window is not None or plan.deterministic:
         raise ValueError("the plan is for another kernel")
-    flaw = flaw_of_specialised(q.shape[1], keys.shape[2], q.shape[2], keys.shape[1], q.dtype, q.device)
-    if flaw or keys.dtype != q.dtype:
-        raise ValueError(f"attention by specialised warps: {flaw or f'KV in {keys.dtype}, queries in {q.dtype}'}")
-    piece = 16 * keys.stride(1) if shape.block_size > 16 else keys.stride(0)
-    if keys.stride(0) % piece:
-        raise ValueError(f"attention by specialised warps: blocks are {keys.stride(0)} apart, no multiple of {piece}")
+    flaw = flaw_of_specialised(q.shape[1], layer.kv_heads, layer.head_dim, layer.block_size, q.dtype, q.device)
+    if flaw or layer.dtype != q.dtype:
+        raise ValueError(f"attention by specialised warps: {flaw or f'KV in {layer.dtype}, queries in {q.dtype}'}")
+    of_block, of_token, of_head = layer.strides
+    piece = 16 * of_token if shape.block_size > 16 else of_block
+    if of_block % piece:
+        raise ValueError(f"attention by specialised warps: blocks are {of_block} apart, no multiple of {piece}")
     from pagewise_kernels.attention.specialised_kernel import specialised_prefill_kernel
 
-    strides = piece, keys.stride(1), keys.stride(2)
+    strides = piece, of_token, of_head
     launch(
         specialised_prefill_kernel,
         (min(plan.programs, num_sms(q.device)),),
-        q, keys, values, out, tables, plan.units, plan.unit_count,
+        q, layer.keys, layer.values, out, tables, plan.units, plan.unit_count,
         *q.stride()[:2], *strides, *strides, *out.stride()[:2], tables.stride(0),
         (scale if scale is not None else shape.head_dim**-0.5) * math.log2(math.e),
         KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_SIZE=shape.block_size,
-        BLOCK_STRIDE=keys.stride(0) // piece, DIM=shape.head_dim, TILE=SPECIALISED.tile,
+        BLOCK_STRIDE=of_block // piece, DIM=shape.head_dim, TILE=SPECIALISED.tile,
         STAGES=SPECIALISED.num_stages, num_warps=SPECIALISED.num_warps,
     )  # fmt: skip
     return out

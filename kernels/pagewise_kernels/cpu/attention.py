@@ -10,6 +10,7 @@ import torch
 from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
+from pagewise_kernels.kv_layer import KVLayer
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 60
@@ -91,8 +92,7 @@ class CpuStep:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        layer: KVLayer,
         *,
         scale: float,
         window: int | None = None,
@@ -101,25 +101,24 @@ class CpuStep:
     ) -> torch.Tensor:
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
-        ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim], any strides but the last. All have one type,
-        float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With ``rotation``, queries and
-        keys are rotated first, and ``q`` is changed in place. Returns [tokens, heads, head_dim].
+        All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
+        ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. Returns [tokens, heads,
+        head_dim].
 
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
         """
-        _check_tensors(self, q, k, v, keys, values, rotation)
+        self._check(q, k, v, layer, rotation)
         out = empty(q.shape, q.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         a.q_token, a.q_head, _ = q.stride()
         a.k_token, a.k_head, _ = k.stride()
         a.v_token, a.v_head, _ = v.stride()
-        a.keys, a.values = keys.data_ptr(), values.data_ptr()
-        a.key_block, a.key_slot, a.key_head, _ = keys.stride()
-        a.value_block, a.value_slot, a.value_head, _ = values.stride()
+        a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
+        a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.strides
         _, a.heads, a.dim = q.shape
-        a.kv_heads = k.shape[1]
+        a.kv_heads = layer.kv_heads
         a.bf16 = q.dtype == torch.bfloat16
         a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
         a.num_prefixes = 0 if window else self._num_prefixes  # windows of equal lengths begin at different tokens
@@ -131,6 +130,30 @@ class CpuStep:
         if self._library.pagewise_attend(self._at):
             raise MemoryError("no memory for the parts of an attention step")
         return out
+
+    def _check(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, rotation: Rotation | None
+    ) -> None:
+        tokens, heads, dim = q.shape
+        if (self.tokens, self.block_size) != (tokens, layer.block_size) or not (
+            k.shape == v.shape == (tokens, layer.kv_heads, layer.head_dim) and dim == layer.head_dim
+        ):
+            raise ValueError(
+                f"{self.tokens} tokens in blocks of {self.block_size}: q, k, v, keys and values cannot be "
+                f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}, {list(layer.keys.shape)} and "
+                f"{list(layer.values.shape)}"
+            )
+        if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{heads} heads of {dim} with {layer.kv_heads} KV heads are not supported")
+        if {q.dtype, k.dtype, v.dtype} != {layer.dtype} or q.dtype not in TYPES or q.device.type != "cpu":
+            raise TypeError(
+                "attention takes tensors of one type, float32 or bfloat16, on the CPU, not "
+                f"{q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
+            )
+        if {q.stride(2), k.stride(2), v.stride(2)} != {1}:
+            raise ValueError("the elements of a head lie next to each other in q, k and v")
+        if rotation is not None:
+            _check_rotation(rotation, tokens, heads + layer.kv_heads, dim, q.dtype)
 
 
 def _check_step(
@@ -170,41 +193,10 @@ def _within(values: Int64s, low: int, high: int) -> bool:
     return not len(values) or bool(values.min() >= low and values.max() < high)
 
 
-def _check_tensors(
-    step: CpuStep,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rotation: Rotation | None,
-) -> None:
-    tokens, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    if (
-        tokens != step.tokens
-        or k.shape != (tokens, kv_heads, dim)
-        or v.shape != k.shape
-        or keys.shape != (len(keys), step.block_size, kv_heads, dim)
-        or values.shape != keys.shape
-    ):
-        raise ValueError(
-            f"{step.tokens} tokens in blocks of {step.block_size}: q, k, v, keys and values cannot be {list(q.shape)}, "
-            f"{list(k.shape)}, {list(v.shape)}, {list(keys.shape)} and {list(values.shape)}"
-        )
-    if heads % kv_heads or heads // kv_heads > MAX_GROUP or not 1 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"{heads} heads of {dim} with {kv_heads} KV heads are not supported")
-    for tensor in (q, k, v, keys, values):
-        if tensor.dtype != q.dtype or tensor.dtype not in TYPES or tensor.device.type != "cpu":
-            raise TypeError(f"attention takes tensors of one type, float32 or bfloat16, on the CPU, not {tensor.dtype}")
-        if tensor.stride(-1) != 1:
-            raise ValueError("the elements of a head lie next to each other in q, k, v, keys and values")
-    if rotation is not None:
-        for tensor in rotation.cos, rotation.sin:
-            if tensor.shape != (tokens, dim) or dim % 2 or tensor.dtype != q.dtype or not tensor.is_contiguous():
-                raise ValueError(f"cos and sin are contiguous {q.dtype} [tokens, head_dim], not {list(tensor.shape)}")
-        norm = rotation.head_norm
-        if norm is not None and (
-            norm.shape != (heads + kv_heads, dim) or norm.dtype != q.dtype or not norm.is_contiguous()
-        ):
-            raise ValueError(f"head_norm is {q.dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")
+def _check_rotation(rotation: Rotation, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    for tensor in rotation.cos, rotation.sin:
+        if (tensor.shape, tensor.dtype) != ((tokens, dim), dtype) or dim % 2 or not tensor.is_contiguous():
+            raise ValueError(f"cos and sin are contiguous {dtype} [tokens, head_dim], not {list(tensor.shape)}")
+    norm = rotation.head_norm
+    if norm is not None and ((norm.shape, norm.dtype) != ((heads, dim), dtype) or not norm.is_contiguous()):
+        raise ValueError(f"head_norm is {dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")

@@ -47,9 +47,9 @@ class ForwardPass:
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""
         self._pool = pool
-        tensors = zip(self._layers, pool.keys, pool.values, pool.scales, strict=True)
-        for number, (module, keys, values, scales) in enumerate(tensors):
-            module.paged_layer = PagedLayer(keys, values, self.forward_context, scales, number)  # type: ignore[assignment]
+        for number, (module, layer) in enumerate(zip(self._layers, pool.layers, strict=True)):
+            paged = PagedLayer(layer.keys, layer.values, layer.scales, self.forward_context, number)
+            module.paged_layer = paged  # type: ignore[assignment]
 
     def detach(self) -> None:
         """Use the pool no longer, so that its memory can be freed; free it if it is the backend's."""

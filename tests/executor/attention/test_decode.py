@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pagewise_executor.attention.backend import ForwardContext, PagedLayer
+from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.attention.context import DecodeGroup
 from pagewise_executor.attention.decode import decode_gathered, decode_in_place
 
@@ -14,7 +14,7 @@ def test_attention_in_place_is_attention(window: int | None, softcap: float | No
     torch.manual_seed(0)
     block_size, dim = 4, 24
     keys, values = torch.randn(2, 64, block_size, kv_heads, dim)
-    layer = PagedLayer(keys, values, ForwardContext())
+    layer = PagedLayer(keys, values)
     lengths = torch.tensor([1, 4, 5, 30, 37])
     blocks = torch.randperm(64)[: 5 * 10].view(5, 10)
     q = torch.randn(5, heads, dim)
@@ -40,7 +40,7 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours() -> None:
     keys[3] = float("nan")
     values[3] = float("inf")
     group = DecodeGroup(torch.arange(2), torch.tensor([[3, 0], [1, 2]]), torch.tensor([2, 7]), longest=7)
-    layer = PagedLayer(keys, values, ForwardContext())
+    layer = PagedLayer(keys, values)
     for _ in range(2):  # twice: what the first left behind must not matter
         found = decode_in_place(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
         assert not found[0].isfinite().any()

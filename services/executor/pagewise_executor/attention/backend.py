@@ -1,13 +1,14 @@
 """The interface between the model's layers and an attention backend."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
+from pagewise_kernels.kv_layer import KVLayer
 
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool, KVScales, Layout
+from pagewise_executor.kv.kv_pool import KVPool, Layout
 
 
 class StepAttention(Protocol):
@@ -87,18 +88,14 @@ class ForwardContext:
     step: StepAttention | None = None
 
 
-@dataclass(slots=True)
-class PagedLayer:
+@dataclass(slots=True, eq=False)
+class PagedLayer(KVLayer):
     """One layer of the KV pool, attached to the layer's attention module; ``number`` counts them.
 
-    ``keys``, ``values``: [num_blocks, block_size, kv_heads, head_dim]. ``scales``: the scales of float8 KV, else None.
     ``forward_context.step`` is set before each forward pass.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    forward_context: ForwardContext
-    scales: KVScales | None = None
+    forward_context: ForwardContext = field(default_factory=ForwardContext)
     number: int = 0
 
     def attend(

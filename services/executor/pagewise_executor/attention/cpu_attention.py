@@ -41,9 +41,7 @@ class CpuStepAttention:
     ) -> torch.Tensor:
         """Do the same after the norm and rotation of queries and keys; ``q`` is changed in place by them."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        return self._step.attend(
-            q, k, v, layer.keys, layer.values, scale=scale, window=window, softcap=softcap, rotation=rotation
-        )
+        return self._step.attend(q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation)
 
 
 class CpuBackend(AttentionBackend):

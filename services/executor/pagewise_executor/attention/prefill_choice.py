@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -183,8 +184,10 @@ def chunk_milliseconds(
         )  # fmt: skip
         on_device = torch.from_numpy(tables).to(device)
 
+        layer = KVLayer(keys, values)
+
         def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return prefill_attention(q, keys, values, on_device, plan, scale=shape.scale, softcap=shape.softcap)
+            return prefill_attention(q, layer, on_device, plan, scale=shape.scale, softcap=shape.softcap)
 
     attend(q, keys, values)  # compiles
     torch.cuda.synchronize(device)

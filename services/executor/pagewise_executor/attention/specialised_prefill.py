@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from pagewise_kernels.kv_layer import KVLayer
 
 from pagewise_executor.attention.prefill_libraries import (
     TOLERANCE,
@@ -68,7 +69,7 @@ class SpecialisedPrefill:
         )  # fmt: skip
 
         def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return specialised_prefill_attention(q, keys, values, blocks, plan, scale=shape.scale)
+            return specialised_prefill_attention(q, KVLayer(keys, values), blocks, plan, scale=shape.scale)
 
         return attend
 

@@ -11,7 +11,6 @@ from pagewise_kernels.attention import (
     Chunk,
     DecodePlan,
     PrefillPlan,
-    Scales,
     StaticPrefillPlan,
     decode_attention,
     prefill_attention,
@@ -75,7 +74,7 @@ class TritonStep:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See ``StepAttention.attend``."""
-        write_kv(k, v, layer.keys, layer.values, self.slots, scales_of(layer))
+        write_kv(k, v, layer, self.slots)
         return self.attend_written(layer, q, scale, window, softcap)
 
     def attend_written(
@@ -86,24 +85,13 @@ class TritonStep:
         Raises:
             RuntimeError: a static step has no plan for this kind of layer.
         """
-        scales = scales_of(layer)
-        kind = LayerKind(q.shape[1], layer.keys.shape[2], q.shape[2], layer.keys.dtype, window)
+        kind = LayerKind(q.shape[1], layer.kv_heads, layer.head_dim, layer.dtype, window)
         self.backend.kinds.setdefault(kind, False)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
         if decodes:
             plan = _once(self.decode_plans, kind, self._plan_decodes)
-            decode_attention(
-                q[:decodes],
-                layer.keys,
-                layer.values,
-                self.tables,
-                plan,
-                out=out[:decodes],
-                scale=scale,
-                softcap=softcap,
-                scales=scales,
-            )
+            decode_attention(q[:decodes], layer, self.tables, plan, out=out[:decodes], scale=scale, softcap=softcap)
         if self.is_static and kind not in self.prefill_plans:
             raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
         library = None
@@ -117,9 +105,7 @@ class TritonStep:
             out[decodes:] = attend(q[decodes:], layer.keys, layer.values)
         elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
-            prefill_attention(
-                q, layer.keys, layer.values, self.tables, chunks, out=out, scale=scale, softcap=softcap, scales=scales
-            )
+            prefill_attention(q, layer, self.tables, chunks, out=out, scale=scale, softcap=softcap)
         return out
 
     def _plan_decodes(self, kind: LayerKind) -> DecodePlan:
@@ -291,11 +277,6 @@ def chunks_of(work: StepWork) -> list[Chunk]:
         chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
         offset += chunk.size
     return chunks
-
-
-def scales_of(layer: PagedLayer) -> Scales | None:
-    """Return the scales of a layer's float8 KV, as kernels take them."""
-    return Scales(*layer.scales) if layer.scales is not None else None
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:

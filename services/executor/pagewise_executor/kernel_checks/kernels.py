@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, Scales, decode_attention, prefill_attention
-from pagewise_kernels.attention.checks import FP8
+from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import sum_of_experts
+from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.logprobs import token_logprobs
@@ -61,10 +61,6 @@ class _Paged(NamedTuple):
     written: tuple[torch.Tensor, torch.Tensor]
     tables: torch.Tensor
 
-    @property
-    def scales(self) -> Scales | None:
-        return Scales(*self.layer.scales) if self.layer.scales is not None else None
-
     def expected(self, q: torch.Tensor, row: int, start: int, shape: AttentionShape) -> torch.Tensor:
         """Return PyTorch's attention of q [queries, heads, head_dim] from position ``start`` on."""
         k, v = (t[self.tables[row].long()].flatten(0, 1)[: start + len(q)] for t in self.written)
@@ -73,7 +69,7 @@ class _Paged(NamedTuple):
 
 def _empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> PagedLayer:
     pool = KVPool([(shape.kv_heads, shape.head_dim)], num_blocks, use.block_size, use.kv_dtype, use.device)
-    return PagedLayer(pool.keys[0], pool.values[0], ForwardContext(), pool.scales[0])
+    return PagedLayer(pool.keys[0], pool.values[0], pool.scales[0])
 
 
 def _stored(layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +96,7 @@ def _write_kv(use: KernelUse) -> Iterator[Compared]:
     for shape in use.attention:
         layer, slots = _empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
         k, v = (use.draw(len(slots), shape.kv_heads, shape.head_dim, seed=seed) for seed in range(2))
-        write_kv(k, v, layer.keys, layer.values, slots, Scales(*layer.scales) if layer.scales is not None else None)
+        write_kv(k, v, layer, slots)
         for found, expected in zip(_stored(layer), (k, v), strict=True):
             yield Compared(found.flatten(0, 1)[slots], expected, _TOLERANCE[use.kv_dtype])
 
@@ -125,16 +121,13 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
     norm = HeadNorm(weight, 1e-6) if use.has_head_norm else None
     layer, qkv, recorder = _empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
     expected = TorchOperations().attend(
-        PagedLayer(layer.keys, layer.values, ForwardContext(recorder)), qkv.clone(),
+        PagedLayer(layer.keys, layer.values, layer.scales, ForwardContext(recorder)), qkv.clone(),
         FusedShape(shape.heads, shape.kv_heads, shape.scale, None),
         Rotation(*(torch.cat([table, table], 1)[positions] for table in (cos, sin))), norm,
     )  # fmt: skip
 
-    scales = Scales(*layer.scales) if layer.scales is not None else None
-    rope_write_kv(
-        qkv, positions, cos, sin, layer.keys, layer.values, slots, scales=scales,
-        head_norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0,
-    )  # fmt: skip
+    weight, eps = norm or (None, 0.0)
+    rope_write_kv(qkv, positions, cos, sin, layer, slots, head_norm=weight, eps=eps)
     yield Compared(qkv[:, : shape.heads], expected, _TOLERANCE[use.dtype])
     for found, written in zip(_stored(layer), recorder.written, strict=True):
         yield Compared(found.flatten(0, 1)[slots[:2]], written[:2], _TOLERANCE[use.kv_dtype])
@@ -150,10 +143,7 @@ def _decode_attention(use: KernelUse) -> Iterator[Compared]:
             max_context=max(_CONTEXTS),
         )  # fmt: skip
         plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
-        found = decode_attention(
-            q, paged.layer.keys, paged.layer.values, paged.tables, plan, scale=shape.scale, softcap=shape.softcap,
-            scales=paged.scales,
-        )  # fmt: skip
+        found = decode_attention(q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap)
         for row, length in enumerate(_CONTEXTS):  # apart: the longer the context, the smaller the values
             own = slice(row, row + 1)
             yield Compared(found[own], paged.expected(q[own], row, length - 1, shape), _TOLERANCE[use.dtype])
@@ -168,10 +158,7 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
             chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=use.kv_dtype,
             device=use.device, window=shape.window, deterministic=use.deterministic,
         )  # fmt: skip
-        found = prefill_attention(
-            q, paged.layer.keys, paged.layer.values, paged.tables, plan, scale=shape.scale, softcap=shape.softcap,
-            scales=paged.scales,
-        )  # fmt: skip
+        found = prefill_attention(q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap)
         for chunk in chunks:
             own = slice(chunk.first, chunk.first + chunk.size)
             expected = paged.expected(q[own], chunk.table, chunk.start, shape)
@@ -298,9 +285,7 @@ def _move_tokens(use: KernelUse) -> Iterator[Compared]:
     layer, (keys, values) = paged.layer, (each.flatten(0, 1) for each in paged.written)
     sources, targets, distances = use.ints(3, 0), use.ints(2 * use.block_size, use.block_size + 1), use.ints(7, 1000)
     cos, sin = use.rotation.angles(distances)
-    move_tokens(
-        layer.keys, layer.values, sources, targets, cos, sin, interleaved=use.rotation.interleaved, scales=paged.scales
-    )
+    move_tokens(layer, sources, targets, cos, sin, interleaved=use.rotation.interleaved)
     moved_keys, moved_values = (each.flatten(0, 1)[targets] for each in _stored(layer))
     yield Compared(moved_keys, use.rotation.rotate(keys[sources], cos, sin), _TOLERANCE[use.kv_dtype])
     yield Compared(moved_values, values[sources])

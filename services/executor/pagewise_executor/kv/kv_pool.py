@@ -7,11 +7,12 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
 
@@ -26,7 +27,6 @@ Raw = Any
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks", "tokens"]
 
-FP8 = torch.float8_e4m3fn
 
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 * 2**30
@@ -34,13 +34,6 @@ _OUTSIDE_MOST = 2**30
 """Bytes of a GPU that this process may have taken without torch: for its context, kernels and libraries."""
 _MOST_OF_FREE = 0.98
 """The share of the memory that is free on a GPU of which a pool may be made: allocations have gaps."""
-
-
-class KVScales(NamedTuple):
-    """The scales of float8 KV, one per token and head: float32 [num_blocks, block_size, kv_heads] each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +55,8 @@ class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``device``: of CUDA, always
+    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: the
+    same as kernels take it. ``device``: of CUDA, always
     with an index, because threads that copy to and from the pool make it their current device.
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
@@ -106,9 +100,10 @@ class KVPool:
         layers = len(shapes)
         self.keys, self.values = views[:layers], views[layers : 2 * layers]
         scales = views[2 * layers :]
-        self.scales: list[KVScales | None] = [
-            KVScales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
+        self.scales: list[Scales | None] = [
+            Scales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
         ]
+        self.layers = list(map(KVLayer, self.keys, self.values, self.scales))
 
     def over(self, memory: torch.Tensor, num_blocks: int) -> "KVPool":
         """Return a pool in the layout of this one that lies in ``memory`` uint8 [num_blocks * bytes_per_block]."""

@@ -8,7 +8,7 @@ from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
 from pagewise_executor.input_batch import InputBatch, Int64s
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_executor.kv.kv_pool import KVPool, KVScales
+from pagewise_executor.kv.kv_pool import KVPool
 
 _TOKENS_AT_ONCE = 8192
 """The most tokens that are moved at once: their keys of one layer take memory in float32 meanwhile."""
@@ -38,41 +38,18 @@ class SegmentMover:
         pool, size = self._pool, self._pool.block_size
         source, target = (sources // size, sources % size), (targets // size, targets % size)
         angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for keys, values, scales, rotation in zip(pool.keys, pool.values, pool.scales, self._rotations, strict=True):
+        for layer, rotation in zip(pool.layers, self._rotations, strict=True):
             number = rotation.frequencies.data_ptr()
             if number not in angles:
                 angles[number] = rotation.angles(distances)
             cos, sin = angles[number]
             if self._triton:
-                self._launch(keys, values, sources, targets, cos, sin, rotation, scales)
+                from pagewise_kernels.segment_move import move_tokens
+
+                move_tokens(layer, sources, targets, cos, sin, interleaved=rotation.interleaved)
             else:  # float8 needs the Triton kernels
-                keys[target] = rotation.rotate(keys[source].float(), cos, sin).to(keys.dtype)
-                values[target] = values[source]
-
-    @staticmethod
-    def _launch(
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sources: torch.Tensor,
-        targets: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rotation: KeyRotation,
-        scales: KVScales | None,
-    ) -> None:
-        from pagewise_kernels.attention import Scales
-        from pagewise_kernels.segment_move import move_tokens
-
-        move_tokens(
-            keys,
-            values,
-            sources,
-            targets,
-            cos,
-            sin,
-            interleaved=rotation.interleaved,
-            scales=Scales(*scales) if scales is not None else None,
-        )
+                layer.keys[target] = rotation.rotate(layer.keys[source].float(), cos, sin).to(layer.dtype)
+                layer.values[target] = layer.values[source]
 
     def _upload(self, numbers: Int64s) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._pool.device, non_blocking=True)

@@ -193,16 +193,15 @@ class TritonOperations:
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
         """See ``Operations``."""
-        from pagewise_executor.attention.triton_attention import TritonStep, scales_of
+        from pagewise_executor.attention.triton_attention import TritonStep
 
         step = layer.forward_context.step
         assert isinstance(step, TritonStep)
         assert rotation.positions is not None
         weight, eps = head_norm if head_norm is not None else (None, 0.0)
         self._rope_write_kv(
-            qkv, rotation.positions, rotation.cos, rotation.sin, layer.keys, layer.values, step.slots,
-            head_norm=weight, eps=eps, scales=scales_of(layer),
-        )  # fmt: skip
+            qkv, rotation.positions, rotation.cos, rotation.sin, layer, step.slots, head_norm=weight, eps=eps
+        )
         return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 

@@ -1,0 +1,104 @@
+"""K and V of one layer of the KV pool, as kernels take them."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+_SLOT_TYPES = (torch.int32, torch.int64)
+
+
+class Scales(NamedTuple):
+    """Scales of FP8 KV, one per token and head: ``keys`` and ``values`` float32 [num_blocks, block_size, kv_heads]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class KVLayer:
+    """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of float8 KV.
+
+    They are checked here, once for a pool, and not at each launch. ``strides``: of a block, a token and a head;
+    ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or what stands for them.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: Scales | None = None
+    block_size: int = field(init=False)
+    kv_heads: int = field(init=False)
+    head_dim: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    strides: tuple[int, ...] = field(init=False)
+    scale_strides: tuple[int, ...] = field(init=False)
+    scale_pointers: Scales = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys, values = self.keys, self.values
+        if keys.dim() != 4 or (keys.shape, keys.device) != (values.shape, values.device):
+            raise ValueError(
+                "keys and values are [num_blocks, block_size, kv_heads, head_dim] on one device, not "
+                f"{list(keys.shape)} on {keys.device} and {list(values.shape)} on {values.device}"
+            )
+        if keys.stride() != values.stride() or keys.stride(3) != 1:
+            raise ValueError(
+                "keys and values have equal strides, and the elements of a head lie next to each other, not "
+                f"{keys.stride()} and {values.stride()}"
+            )
+        if keys.dtype != values.dtype or (keys.dtype == FP8) != (self.scales is not None):
+            raise TypeError(
+                "keys and values are of one type, and float8 KV comes with scales, and no other KV does, not "
+                f"{keys.dtype} and {values.dtype}{', with scales' if self.scales else ''}"
+            )
+        _, self.block_size, self.kv_heads, self.head_dim = keys.shape
+        self.dtype, self.strides, self.scale_strides = keys.dtype, keys.stride()[:3], (0, 0, 0)
+        self.scale_pointers = Scales(keys, values)
+        if self.scales is not None:
+            _check_scales(self.scales, keys)
+            self.scale_pointers, self.scale_strides = self.scales, self.scales.keys.stride()
+
+    def check_new(self, new: torch.Tensor, slots: torch.Tensor) -> None:
+        """Check that ``new`` [tokens, kv_heads, head_dim] can be written to ``slots`` [tokens].
+
+        Raises:
+            ValueError: shapes or strides do not fit. TypeError: types do not.
+        """
+        if new.dim() != 3 or new.shape[1:] != self.keys.shape[2:] or slots.shape != new.shape[:1]:
+            raise ValueError(
+                f"new keys and values {list(new.shape)} do not go into a pool {list(self.keys.shape)} by slots "
+                f"{list(slots.shape)}"
+            )
+        if new.stride(2) != 1:
+            raise ValueError("the elements of a head lie next to each other in new keys and values")
+        check_slots(slots)
+        if self.dtype not in (new.dtype, FP8):
+            raise TypeError(f"a pool of {self.dtype} does not take {new.dtype}")
+
+
+def _check_scales(scales: Scales, keys: torch.Tensor) -> None:
+    """Check the scales of float8 ``keys``, and whether the device knows float8_e4m3fn.
+
+    Raises:
+        ValueError: shapes, types, strides or devices do not fit.
+    """
+    if keys.device.type == "cuda" and (found := torch.cuda.get_device_capability(keys.device)) < (8, 9):
+        raise ValueError(f"float8 KV needs compute capability 8.9, {keys.device} has {found}")
+    for scale in scales:
+        if (scale.shape, scale.dtype, scale.device) != (keys.shape[:3], torch.float32, keys.device):
+            raise ValueError(
+                f"scales are float32 {list(keys.shape[:3])} on {keys.device}, not {scale.dtype} {list(scale.shape)} on "
+                f"{scale.device}"
+            )
+    if scales.keys.stride() != scales.values.stride():
+        raise ValueError(f"scales have equal strides, not {scales.keys.stride()} and {scales.values.stride()}")
+
+
+def check_slots(*slots: torch.Tensor) -> None:
+    """Raise TypeError if slots are not int32 or int64."""
+    if wrong := [each.dtype for each in slots if each.dtype not in _SLOT_TYPES]:
+        raise TypeError(f"slots are int32 or int64, not {wrong[0]}")
