@@ -20,7 +20,7 @@ from pagewise_kernels.experts import choose_experts, sum_of_experts
 from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
-from pagewise_kernels.lora import LoraTiles, add_lora
+from pagewise_kernels.lora import LoraLayer, LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.quantised import quantise_rows, scaled_linear
@@ -272,7 +272,8 @@ def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:
     ins, outs = 4096, 6144
     for ends in ((4096, 5120, outs), (outs,)):
         a, b = _empty(4, len(ends) * rank, ins, dtype=dtype), _empty(4, outs, rank, dtype=dtype)
-        add_lora(_empty(100, ins, dtype=dtype), _empty(100, outs, dtype=dtype), a, b, ends, tiles)
+        x, y = (_empty(100, size, dtype=dtype) for size in (ins, outs))
+        add_lora(x, y, LoraLayer(a, b, ends), tiles)
 
 
 def _decode_inputs() -> None:

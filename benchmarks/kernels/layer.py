@@ -48,7 +48,8 @@ def _decoder_layer(
     qkv_weight, out_weight = random(rows * dim, hidden), random(hidden, heads * dim)
     gate_up, down, norm = random(2 * inner, hidden), random(hidden, inner), random(hidden)
     blocks = -(-context // BLOCK_SIZE)
-    cache = KVLayer(*(random(batch * blocks, BLOCK_SIZE, kv_heads, dim) for _ in range(2)))
+    keys, values = (random(batch * blocks, BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    cache = KVLayer(keys, values)
     tables = torch.randperm(batch * blocks).int().view(batch, blocks).to(device)
     plan = DecodePlan(max_queries=batch, heads=heads, kv_heads=kv_heads, head_dim=dim, kv_dtype=dtype, device=device)
     plan.plan(torch.full((batch,), context, dtype=torch.int32).to(device))
@@ -67,7 +68,4 @@ def _decoder_layer(
         gated = skinny_linear(normed, gate_up, gated=True) if few else silu_mul(F.linear(normed, gate_up))
         return multiply(gated, down)
 
-    weights = (qkv_weight, out_weight, gate_up, down)
-    return call, sum(
-        weight.numel() * weight.itemsize for weight in weights
-    ) + 2 * cache.keys.numel() * cache.keys.itemsize
+    return call, sum(tensor.nbytes for tensor in (qkv_weight, out_weight, gate_up, down, keys, values))

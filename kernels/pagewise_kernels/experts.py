@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch
-from pagewise_kernels.matmul import COMPUTE_TYPES
+from pagewise_kernels.products import FLOATS, compute_options
 from pagewise_kernels.shapes import power_of_two
 
 _FEW_IDS, _MANY_IDS = 128, 1024
@@ -290,15 +290,15 @@ def sum_of_experts(
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
     (tokens, hidden), (experts, size, inner) = x.shape, down.shape
-    if size != hidden or gate_up.shape != (experts, 2 * inner, hidden) or x.stride(1) != 1:
+    if (size, gate_up.shape) != (hidden, (experts, 2 * inner, hidden)) or x.stride(1) != 1:
         raise ValueError(f"x {list(x.shape)} does not fit {list(gate_up.shape)} and {list(down.shape)}")
-    if chosen.shape != (tokens, chosen.shape[-1]) or weights.shape != chosen.shape:
+    if chosen.shape[:-1] != (tokens,) or weights.shape != chosen.shape:
         raise ValueError(
             f"experts {list(chosen.shape)} and weights {list(weights.shape)} are not those of {tokens} rows"
         )
     if any(not tensor.is_contiguous() for tensor in (gate_up, down, chosen, weights)):
         raise ValueError("weights and experts are contiguous")
-    if x.dtype not in COMPUTE_TYPES or {gate_up.dtype, down.dtype} != {x.dtype} or chosen.dtype != torch.int32:
+    if x.dtype not in FLOATS or (gate_up.dtype, down.dtype, chosen.dtype) != (x.dtype, x.dtype, torch.int32):
         raise TypeError(f"x and weights are of one floating-point type, experts int32, not {x.dtype}, {chosen.dtype}")
     check_device(x, gate_up, down, chosen, weights)
     top_k, pairs, device = chosen.shape[1], chosen.numel(), x.device
@@ -321,8 +321,7 @@ def sum_of_experts(
         "TOP_K": top_k,
         "ROWS": tile.rows,
         "INNER": step,
-        "COMPUTE": tl.float32 if interpreted() else COMPUTE_TYPES[x.dtype],
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        **compute_options(x.dtype),
         "num_warps": tile.num_warps,
         "num_stages": tile.stages,
     }

@@ -182,7 +182,7 @@ def _freeze(kernel: Any, compiled: Any, num_arguments: int) -> _Handle:
         ValueError: it is not called as expected. AttributeError, TypeError: it lacks what is expected.
     """
     is_constant = [bool(parameter.is_constexpr) for parameter in kernel.params]
-    if any(is_constant[:num_arguments]) or not all(is_constant[num_arguments:]):
+    if (is_constant.count(False), is_constant) != (num_arguments, sorted(is_constant)):
         raise ValueError("its constants are not those arguments that are given by name")
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     parameters = list(inspect.signature(launcher).parameters)

@@ -162,20 +162,20 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def check_device(*tensors: torch.Tensor) -> None:
-    """All tensors lie on one device, and kernels can run there.
+def check_device(first: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """All tensors lie on one device, and kernels can run there. None stands for no tensor.
 
     Raises:
         ValueError: they do not, or cannot.
     """
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device:
-            devices = {str(tensor.device) for tensor in tensors}
+    device = first.device
+    for tensor in others:
+        if tensor is not None and tensor.device != device:
+            devices = {str(each.device) for each in (first, *others) if each is not None}
             raise ValueError(f"tensors lie on different devices: {', '.join(sorted(devices))}")
     if _watcher is None and device.type != device_type():
         wanted = "the CPU, because TRITON_INTERPRET=1 is set" if _INTERPRETED else "a CUDA device"
-        raise ValueError(f"tensors lie on {tensors[0].device}, these kernels run on {wanted}")
+        raise ValueError(f"tensors lie on {device}, these kernels run on {wanted}")
 
 
 @functools.cache

@@ -15,13 +15,13 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
+from pagewise_kernels.products import FLOATS, compute_options
+from pagewise_kernels.shapes import power_of_two
 
 MAX_PARTS = 3
 """Linear layers that may be joined to one."""
 LEAST_RANK = 16
 """Tensor cores multiply no smaller matrices: lower ranks are padded with zeros."""
-
-_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class LoraTiles(NamedTuple):
@@ -136,54 +136,77 @@ def padded_rank(rank: int) -> int:
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def add_lora(
-    x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: tuple[int, ...], tiles: LoraTiles
-) -> None:
-    """Add B A x to y [tokens, outs] in place, for the tokens in ``tiles``; x [tokens, ins].
+class LoraLayer:
+    """The adapters of a linear layer, of which each slot has one; they are checked here, and not at each launch.
 
-    ``a`` [slots, parts · rank, ins] and ``b`` [slots, outs, rank]: of each adapter, whose B has been scaled; the rank
-    is padded (``padded_rank``). ``ends`` [parts]: where the outputs of each part end.
+    ``a`` [slots, parts · rank, ins] and ``b`` [slots, outs, rank], whose B has been scaled; the rank is padded
+    (``padded_rank``). ``ends`` [parts]: where the outputs of each part end.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, ends: tuple[int, ...]) -> None:
+        (slots, self.size_shrunk, self.ins), (*_, self.outs, self.rank) = a.shape, b.shape
+        sizes = (slots, len(ends) * padded_rank(self.rank), ends[-1], padded_rank(self.rank))
+        if not 1 <= len(ends) <= MAX_PARTS or sizes != (len(b), self.size_shrunk, self.outs, self.rank):
+            raise ValueError(
+                f"{len(ends)} parts of rank {self.rank} that end at {ends} are not {list(a.shape)} and {list(b.shape)}"
+            )
+        if a.dtype != b.dtype or a.dtype not in FLOATS or not (a.is_contiguous() and b.is_contiguous()):
+            raise TypeError(f"a and b are contiguous, of one floating-point type, not {a.dtype} and {b.dtype}")
+        self.a, self.b = a, b
+        self.edges = (0, ends[0], ends[min(1, len(ends) - 1)], self.outs)
+
+
+class _Tile(NamedTuple):
+    """``inner``, ``columns``: of a program that shrinks, and of one that expands. ``chunk``: ranks that are multiplied
+    at once. ``split``: programs that share the inputs of a token."""
+
+    inner: int
+    columns: int
+    chunk: int
+    split: int
+
+
+def _tile(layer: LoraLayer, rows: int) -> _Tile:
+    wide, few = layer.a.dtype == torch.float32, rows == LEAST_RANK
+    chunk, split = min(layer.rank, 16 if wide else 64), 8 if few and layer.ins >= 1024 else 1
+    if interpreted():
+        return _Tile(32, 32, chunk, split)
+    return _Tile(32 if wide else 128 if few else 64, 64, chunk, split)
+
+
+def add_lora(x: torch.Tensor, y: torch.Tensor, layer: LoraLayer, tiles: LoraTiles) -> None:
+    """Add B A x to y [tokens, outs] in place, for the tokens in ``tiles``; x [tokens, ins].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    (slots, shrunk_size, ins), (_, outs, rank) = a.shape, b.shape
-    parts = len(ends)
-    if not 1 <= parts <= MAX_PARTS or shrunk_size != parts * rank or rank != padded_rank(rank) or ends[-1] != outs:
-        raise ValueError(f"{parts} parts of rank {rank} that end at {ends} are not {list(a.shape)} and {list(b.shape)}")
-    if x.shape != (len(x), ins) or y.shape != (len(x), outs) or len(b) != slots:
-        raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} do not fit {list(a.shape)} and {list(b.shape)}")
-    if x.stride(1) != 1 or y.stride(1) != 1 or not a.is_contiguous() or not b.is_contiguous():
-        raise ValueError("rows of x and y, and all of a and b, have to be contiguous")
-    if x.dtype not in _COMPUTE or {y.dtype, a.dtype, b.dtype} != {x.dtype}:
-        raise TypeError(f"x, y, a and b are of one floating-point type, not {x.dtype}, {y.dtype}, {a.dtype}, {b.dtype}")
+    a, b, size_shrunk = layer.a, layer.b, layer.size_shrunk
+    if (x.shape, y.shape) != ((len(x), layer.ins), (len(x), layer.outs)) or x.stride(1) != 1 or y.stride(1) != 1:
+        raise ValueError(
+            f"x {list(x.shape)} and y {list(y.shape)} do not fit {list(a.shape)} and {list(b.shape)}, or their rows are"
+            " not contiguous"
+        )
+    if x.dtype != a.dtype or y.dtype != a.dtype:
+        raise TypeError(f"x, y, a and b are of one floating-point type, not {x.dtype}, {y.dtype} and {a.dtype}")
     check_device(x, y, a, b, tiles.tiles, tiles.order)
-    num_ordered, rows = len(tiles.order), tiles.rows
-    wide = x.dtype == torch.float32
-    split = 8 if rows == LEAST_RANK and ins >= 1024 else 1
-    inner = 32 if interpreted() or wide else 128 if rows == LEAST_RANK else 64
-    columns = 32 if interpreted() else 64
-    shrunk = torch.empty(split, num_ordered, shrunk_size, dtype=torch.float32, device=x.device)
-    compute = {
-        "COMPUTE": tl.float32 if interpreted() else _COMPUTE[x.dtype],
-        "PRECISION": "ieee" if wide else "tf32",
-        "num_warps": 4,
-        "num_stages": 3,
-    }
-    shrink_columns = min(64, triton.next_power_of_2(shrunk_size))
+    num_ordered, rows, tile = len(tiles.order), tiles.rows, _tile(layer, tiles.rows)
+    shrunk = torch.empty(tile.split, num_ordered, size_shrunk, dtype=torch.float32, device=x.device)
+    options = {"SPLIT": tile.split, "ROWS": rows, "num_warps": 4, "num_stages": 3, **compute_options(x.dtype)}
+    shrink_columns = min(64, power_of_two(size_shrunk))
     launch(
         lora_shrink_kernel,
-        (len(tiles.tiles), triton.cdiv(shrunk_size, shrink_columns), split),
+        (len(tiles.tiles), triton.cdiv(size_shrunk, shrink_columns), tile.split),
         x, a, tiles.tiles, tiles.order, shrunk, num_ordered, x.stride(0),
-        SIZE_IN=ins, SIZE_OUT=shrunk_size, ROWS=rows, COLUMNS=shrink_columns, INNER=inner, SPLIT=split, **compute,
+        SIZE_IN=layer.ins, SIZE_OUT=size_shrunk, COLUMNS=shrink_columns, INNER=tile.inner, **options,
     )  # fmt: skip
-    first, second = ends[0], ends[min(1, parts - 1)]
-    edges = (0, first, second, outs)
-    column_tiles = sum(triton.cdiv(stop - start, columns) for start, stop in pairwise(edges))
+    column_tiles = sum(triton.cdiv(stop - start, tile.columns) for start, stop in pairwise(layer.edges))
     launch(
         lora_expand_kernel,
         (len(tiles.tiles), column_tiles),
         shrunk, b, tiles.tiles, tiles.order, y, num_ordered, y.stride(0),
-        RANK=rank, SIZE_SHRUNK=shrunk_size, SIZE_OUT=outs, FIRST=first, SECOND=second, ROWS=rows, COLUMNS=columns,
-        CHUNK=min(rank, 16 if wide else 64), SPLIT=split, **compute,
+        RANK=layer.rank, SIZE_SHRUNK=size_shrunk, SIZE_OUT=layer.outs, FIRST=layer.edges[1], SECOND=layer.edges[2],
+        COLUMNS=tile.columns, CHUNK=tile.chunk, **options,
     )  # fmt: skip

@@ -10,8 +10,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import check_device, interpreted, launch
-
-COMPUTE_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+from pagewise_kernels.products import FLOATS, check_product, compute_options
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,26 +65,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ValueError(
-            f"linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and {list(weight.shape)}"
-        )
-    if x.dtype not in COMPUTE_TYPES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise TypeError(f"x, weight and bias are of one floating-point type, not {x.dtype} and {weight.dtype}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias is [{len(weight)}], not {list(bias.shape)}")
-    check_device(*(tensor for tensor in (x, weight, bias) if tensor is not None))
+    check_product("linear", x, weight, bias)
+    if x.dtype not in FLOATS or weight.dtype != x.dtype:
+        raise TypeError(f"x and weight are of one floating-point type, not {x.dtype} and {weight.dtype}")
+    check_device(x, weight, bias)
     rows, size_in = x.shape
     size_out = weight.shape[0]
     out = torch.empty(rows, size_out, dtype=x.dtype, device=x.device)
-    tile = (16, 32, 32) if interpreted() else (64, 64, 64) if x.dtype != torch.float32 else (32, 64, 32)
+    wide = x.dtype == torch.float32
+    tile = (16, 32, 32) if interpreted() else (32, 64, 32) if wide else (64, 64, 64)
     launch(
         linear_kernel,
         (triton.cdiv(rows, tile[0]), triton.cdiv(size_out, tile[1])),
         x, weight, weight if bias is None else bias, out, rows, x.stride(0), weight.stride(0), out.stride(0),
         SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=tile[2], HAS_BIAS=bias is not None,
-        COMPUTE=tl.float32 if interpreted() else COMPUTE_TYPES[x.dtype],
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
-        num_stages=4 if x.dtype != torch.float32 else 3,
+        num_warps=4, num_stages=3 if wide else 4, **compute_options(x.dtype),
     )  # fmt: skip
     return out

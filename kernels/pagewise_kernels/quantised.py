@@ -13,16 +13,18 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import capability, check_device, interpreted, launch
+from pagewise_kernels.products import FLOATS, check_product, check_types, compute_options
 from pagewise_kernels.shapes import power_of_two
 
-FP8 = torch.float8_e4m3fn
 MOST = {FP8: FP8_MOST, torch.int8: 127.0}
 """The largest value of each type that weights and inputs may have."""
 
 _LARGEST = 65536
-_WIDE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_SUMS = {} if interpreted() else {torch.int8: tl.int32}
+"""The type of a sum of products, if it is not float32."""
 
 
 @triton.jit
@@ -99,20 +101,20 @@ def quantise_rows(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or x.stride(1) != 1 or not x.shape[1] >= 1:
+    if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"quantise_rows takes contiguous rows [rows, size], not {list(x.shape)}")
-    if x.dtype not in _WIDE or dtype not in MOST:
+    if x.dtype not in FLOATS or dtype not in MOST:
         raise TypeError(f"quantise_rows makes float8_e4m3fn or int8 of floats, not {dtype} of {x.dtype}")
     rows, size = x.shape
-    group = size if group is None else min(group, size)
+    group = min(group or size, size)
     if not 1 <= group <= _LARGEST:
         raise ValueError(f"groups of {group} are not supported, those of 1 to {_LARGEST} are")
-    if static_scale is not None and (static_scale.numel() != 1 or group != size or static_scale.dtype != torch.float32):
+    if static_scale is not None and (static_scale.numel(), static_scale.dtype, group) != (1, torch.float32, size):
         raise ValueError("a static scale is one float32 for all rows, without groups")
     values = torch.empty(rows, size, dtype=dtype, device=x.device)
     num_groups = triton.cdiv(size, group)
     scales = torch.empty(rows, num_groups, dtype=torch.float32, device=x.device)
-    check_device(x, values, *([static_scale] if static_scale is not None else []))
+    check_device(x, values, static_scale)
     padded = power_of_two(group)
     groups = max(1, min(power_of_two(num_groups), 2048 // padded))
     launch(
@@ -222,17 +224,10 @@ def scaled_linear(
     Raises:
         ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ValueError(f"scaled_linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and "
-                         f"{list(weight.shape)}")  # fmt: skip
+    check_product("scaled_linear", x, weight, bias)
     quantised = x_scales is not None
-    dtype = x.dtype if dtype is None else dtype
-    if weight.dtype not in MOST or (x.dtype != weight.dtype if quantised else x.dtype not in _WIDE):
-        raise TypeError(
-            f"x is of the weight's type with scales, or of floats without, not {x.dtype} and {weight.dtype}"
-        )
-    if dtype not in _WIDE:
-        raise TypeError(f"the result is float16, bfloat16 or float32, not {dtype}")
+    dtype = dtype or x.dtype
+    check_types(x, weight, dtype, quantised=quantised)
     rows, size_in = x.shape
     size_out = weight.shape[0]
     block_out, block_in = min(block[0], size_out), min(block[1], size_in)
@@ -240,32 +235,39 @@ def scaled_linear(
         weight_scales, (triton.cdiv(size_out, block_out), triton.cdiv(size_in, block_in)),
         f"weights {list(weight.shape)} in blocks {list(block)}",
     )  # fmt: skip
-    group = size_in if group is None else min(group, size_in)
+    group = min(group or size_in, size_in)
     if x_scales is not None:
         _check_scales(x_scales, (rows, triton.cdiv(size_in, group)), f"{rows} rows in groups of {group}")
-    if bias is not None and (bias.shape != (size_out,) or not bias.is_contiguous()):
-        raise ValueError(f"bias is [{size_out}], contiguous, not {list(bias.shape)}")
-    check_device(*(tensor for tensor in (x, x_scales, weight, weight_scales, bias) if tensor is not None))
-    from_bits = weight.dtype == FP8 and not quantised and (interpreted() or capability(x.device) < 89)
-    if weight.dtype == FP8 and quantised and capability(x.device) < 89 and not interpreted():
-        raise ValueError("products of float8 need compute capability 8.9")
+    check_device(x, x_scales, weight, weight_scales, bias)
+    from_bits = _computes_from_bits(x, weight)
     tile, num_warps, num_stages = _tile(rows, x.dtype)
     inner = _part(tile[2], size_in, block_in, group, quantised)
     out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
-    compute = tl.int8 if weight.dtype == torch.int8 else tl.float8e4nv
+    row_scales = weight_scales if x_scales is None else x_scales  # not read, or read
     launch(
         scaled_linear_kernel,
         (triton.cdiv(rows, tile[0]), triton.cdiv(size_out, tile[1])),
-        x, weight_scales if x_scales is None else x_scales, weight.view(torch.uint8) if from_bits else weight,
-        weight_scales, weight_scales if bias is None else bias, out, rows, x.stride(0),
-        0 if x_scales is None else x_scales.stride(0), weight.stride(0), weight_scales.stride(0), out.stride(0),
+        x, row_scales, weight.view(torch.uint8) if from_bits else weight, weight_scales,
+        weight_scales if bias is None else bias, out, rows, x.stride(0), row_scales.stride(0), weight.stride(0),
+        weight_scales.stride(0), out.stride(0),
         SIZE_IN=size_in, SIZE_OUT=size_out, ROWS=tile[0], COLUMNS=tile[1], INNER=inner, BLOCK_OUT=block_out,
         BLOCK_IN=block_in, X_GROUP=group, HAS_BIAS=bias is not None, HAS_X_SCALES=quantised, FROM_BITS=from_bits,
-        COMPUTE=tl.float32 if interpreted() else compute if quantised else _WIDE[x.dtype],
-        SUM=tl.int32 if quantised and weight.dtype == torch.int8 and not interpreted() else tl.float32,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+        SUM=_SUMS.get(x.dtype, tl.float32), num_warps=num_warps, num_stages=num_stages, **compute_options(x.dtype),
     )  # fmt: skip
     return out
+
+
+def _computes_from_bits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether weights in float8 are converted from their bits, because the device knows no float8.
+
+    Raises:
+        ValueError: x is float8, and the device knows none.
+    """
+    if weight.dtype != FP8 or (capability(x.device) >= 89 and not interpreted()):
+        return False
+    if x.dtype == FP8 and not interpreted():
+        raise ValueError("products of float8 need compute capability 8.9")
+    return x.dtype != FP8
 
 
 def computable(size_in: int, block_in: int, group: int | None = None, *, quantised: bool) -> bool:

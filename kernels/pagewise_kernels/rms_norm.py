@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
+from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, launch
-from pagewise_kernels.quantised import FP8, scale_of
+from pagewise_kernels.quantised import scale_of
 from pagewise_kernels.shapes import power_of_two
 
 _LARGEST = 16384
@@ -113,7 +114,7 @@ def _launch(
     offset: float,
 ) -> None:
     """Compute the norm into ``out``, with ``scales`` rounded."""
-    if x.dim() != 2 or weight.shape != x.shape[1:] or not weight.is_contiguous():
+    if (x.dim(), weight.shape, weight.stride()) != (2, x.shape[1:], (1,)):
         raise ValueError(
             f"rms_norm takes x [rows, size] and a weight [size], not {list(x.shape)}, {list(weight.shape)}"
         )

@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
+from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
 from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch, num_sms
-from pagewise_kernels.matmul import COMPUTE_TYPES
-from pagewise_kernels.quantised import FP8, scale_of
-from pagewise_kernels.shapes import power_of_two
+from pagewise_kernels.products import FLOATS, check_product, check_types, compute_options
+from pagewise_kernels.quantised import scale_of
+from pagewise_kernels.shapes import check_rows, power_of_two
 
 MOST_ROWS = 256
 """With more rows products take as long as the tensor cores do, for which libraries are better. Up to there theirs have
@@ -209,29 +210,20 @@ def skinny_linear(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ValueError(
-            f"skinny_linear takes x [rows, in] and weight [out, in], not {list(x.shape)} and {list(weight.shape)}"
-        )
-    (rows, size_in), outs = x.shape, len(weight)
-    size_out = outs // 2 if gated else outs
-    dtype = x.dtype if dtype is None else dtype
-    rounded = _check_types(x, weight, bias, x_scales, weight_scales, dtype)
-    if rows > MOST_ROWS or (gated and outs % 2) or (bias is not None and bias.shape != (outs,)):
-        raise ValueError(
-            f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, a bias of each output, two for a gate"
-        )
-    given = [tensor for tensor in (bias, x_scales, weight_scales) if tensor is not None]
-    if any(not tensor.is_contiguous() for tensor in given):
-        raise ValueError("bias and scales are contiguous")
-    check_device(x, weight, *given)
+    check_product("skinny_linear", x, weight, bias)
+    (rows, size_in), outs, ways = x.shape, len(weight), 1 + gated
+    size_out, dtype = outs // ways, dtype or x.dtype
+    rounded = _check_types(x, weight, x_scales, weight_scales, dtype)
+    if rows > MOST_ROWS or outs % ways:
+        raise ValueError(f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, and two for a gate")
+    check_device(x, weight, bias, x_scales, weight_scales)
     sms = num_sms(x.device)
     tile = _tile(rows, size_out, weight.dtype, gated, sms, is_hopper(x.device))
     tiles = triton.cdiv(size_out, tile.columns) * triton.cdiv(rows, tile.rows)
     part_size = tile.inner * triton.cdiv(size_in, tile.inner * tile.parts)
     num_parts = triton.cdiv(size_in, part_size)
     out = torch.empty(rows, size_out, dtype=dtype, device=x.device)
-    shape = (num_parts if num_parts > 1 else 0, 2 if gated else 1, tiles, tile.columns, tile.rows)
+    shape = (num_parts * (num_parts > 1), ways, tiles, tile.columns, tile.rows)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     launch(
         skinny_linear_kernel,
@@ -241,9 +233,7 @@ def skinny_linear(
         x.stride(0), weight.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, GATED=gated, HAS_BIAS=bias is not None,
         HAS_SCALES=weight_scales is not None, ROUNDED_SIZE=power_of_two(size_in) if rounded else 0,
-        WHOLE=size_in % part_size == 0,
-        COMPUTE=tl.float32 if interpreted() else tl.float8e4nv if weight.dtype == FP8 else COMPUTE_TYPES[weight.dtype],
-        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32", MOST=FP8_MOST,
+        WHOLE=size_in % part_size == 0, MOST=FP8_MOST, **compute_options(weight.dtype),
         PREFETCHED=_PREFETCHED_BYTES // weight.element_size(), num_warps=tile.num_warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -252,30 +242,27 @@ def skinny_linear(
 def _check_types(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
     x_scales: torch.Tensor | None,
     weight_scales: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> bool:
     """Return whether the rows of x have to be rounded to float8; raise TypeError or ValueError if types do not fit."""
-    if dtype not in COMPUTE_TYPES or (bias is not None and bias.dtype not in COMPUTE_TYPES):
-        raise TypeError(f"result and bias are float16, bfloat16 or float32, not {dtype}")
     if weight_scales is None:
-        if x_scales is not None or x.dtype != weight.dtype or x.dtype not in COMPUTE_TYPES:
+        if x_scales is not None or weight.dtype != x.dtype or not {x.dtype, dtype} <= FLOATS.keys():
             raise TypeError(
-                f"without scales x and weight are of one floating-point type, not {x.dtype}, {weight.dtype}"
+                "without scales x and weight are of one floating-point type, as the result is, not "
+                f"{x.dtype}, {weight.dtype} and {dtype}"
             )
         return False
+    if weight.dtype != FP8:
+        raise TypeError(f"weights with scales are float8_e4m3fn, not {weight.dtype}")
     rounded = x_scales is None
-    if weight.dtype != FP8 or (x.dtype not in COMPUTE_TYPES if rounded else x.dtype != FP8):
-        raise TypeError(
-            f"weights with scales are float8_e4m3fn, and so is x with scales, not {weight.dtype}, {x.dtype}"
-        )
+    check_types(x, weight, dtype, quantised=not rounded)
     if rounded and len(x) > MOST_ROUNDED_ROWS:
         raise ValueError(f"{len(x)} rows cannot be rounded by the product, {MOST_ROUNDED_ROWS} can")
-    for scales, size in ((x_scales, len(x)), (weight_scales, len(weight))):
-        if scales is not None and (scales.shape != (size,) or scales.dtype != torch.float32):
-            raise ValueError(f"scales are float32 [{size}], not {scales.dtype} {list(scales.shape)}")
+    for name, scales, rows in (("x_scales", x_scales, len(x)), ("weight_scales", weight_scales, len(weight))):
+        if scales is not None:
+            check_rows(name, scales, rows, torch.float32)
     return rounded
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.kv_layer import KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
-from pagewise_kernels.quantised import FP8, quantise_rows
+from pagewise_kernels.quantised import quantise_rows
 from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
+from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, padded_rank
 
 TOLERANCE: dict[torch.dtype, Any] = {
     torch.float32: {"atol": 1e-4, "rtol": 1e-4},
@@ -54,7 +54,7 @@ def test_each_token_gets_what_its_adapter_adds(
             shrunk = (a[slot].float() @ x[token].float()).view(parts, padded)
             for part, (start, stop) in enumerate(zip((0, *ends), ends, strict=False)):
                 expected[token, start:stop] += b[slot, start:stop].float() @ shrunk[part]
-    add_lora(x, y, a, b, ends, tiles_of(slots, rows, device))
+    add_lora(x, y, LoraLayer(a, b, ends), tiles_of(slots, rows, device))
     torch.testing.assert_close(y.float(), expected, **TOLERANCE[dtype])
     assert torch.equal(y[1].float(), expected[1]), "a token without an adapter has changed"
 
@@ -64,8 +64,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     a, b = torch.zeros(2, 16, 32, device=device), torch.zeros(2, 48, 16, device=device)
     tiles = tiles_of([0, 0, 1, 1], 16, device)
     with pytest.raises(ValueError, match="do not fit"):
-        add_lora(x[:, :16], y, a, b, (48,), tiles)
+        add_lora(x[:, :16], y, LoraLayer(a, b, (48,)), tiles)
     with pytest.raises(ValueError, match="parts of rank"):
-        add_lora(x, y, a, b, (24, 48), tiles)
+        LoraLayer(a, b, (24, 48))
     with pytest.raises(TypeError, match="one floating-point type"):
-        add_lora(x, y.half(), a, b, (48,), tiles)
+        add_lora(x, y.half(), LoraLayer(a, b, (48,)), tiles)

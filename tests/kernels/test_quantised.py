@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_kernels.quantised import FP8, MOST, computable, quantise_rows, scaled_linear
+from pagewise_kernels.kv_layer import FP8
+from pagewise_kernels.quantised import MOST, computable, quantise_rows, scaled_linear
 
 from tests.kernels import oracles
 

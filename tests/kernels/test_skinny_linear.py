@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_kernels.quantised import FP8, quantise_rows
+from pagewise_kernels.kv_layer import FP8
+from pagewise_kernels.quantised import quantise_rows
 from pagewise_kernels.skinny_linear import MOST_ROUNDED_ROWS, MOST_ROWS, skinny_linear
 
 from tests.kernels import oracles
@@ -101,17 +102,21 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     for error, match, call in (
         (ValueError, "skinny_linear takes", lambda: skinny_linear(x, weight[:, :7])),
         (ValueError, "at most 256 rows", lambda: skinny_linear(torch.zeros(MOST_ROWS + 1, 64, device=device), weight)),
-        (ValueError, "two for a gate", lambda: skinny_linear(x, weight[:7], gated=True)),
-        (ValueError, "a bias of each", lambda: skinny_linear(x, weight, outs[:7])),
-        (ValueError, "are contiguous", lambda: skinny_linear(x, weight, torch.ones(16, device=device)[::2])),
+        (ValueError, "and two for a gate", lambda: skinny_linear(x, weight[:7], gated=True)),
+        (ValueError, "a value of each output", lambda: skinny_linear(x, weight, outs[:7])),
+        (ValueError, "bias is .*contiguous", lambda: skinny_linear(x, weight, torch.ones(16, device=device)[::2])),
         (TypeError, "of one floating-point type", lambda: skinny_linear(x, weight.half())),
-        (TypeError, "result and bias are", lambda: skinny_linear(x, weight, dtype=torch.int32)),
+        (TypeError, "as the result is", lambda: skinny_linear(x, weight, dtype=torch.int32)),
         (TypeError, "with scales are float8", lambda: skinny_linear(x, weight, weight_scales=outs)),
-        (TypeError, "so is x with", lambda: skinny_linear(x, small, x_scales=rows, weight_scales=outs, dtype=x.dtype)),
+        (
+            TypeError,
+            "of the weight's type with scales",
+            lambda: skinny_linear(x, small, x_scales=rows, weight_scales=outs, dtype=x.dtype),
+        ),
         (ValueError, "3 rows cannot be rounded", lambda: skinny_linear(x, small, weight_scales=outs)),
         (
             ValueError,
-            r"scales are float32 \[3\]",
+            "x_scales has one value for each of 3 rows",
             lambda: skinny_linear(values, small, x_scales=outs, weight_scales=outs, dtype=x.dtype),
         ),
     ):

@@ -36,7 +36,7 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
         config = deterministic_config(group, dim, kv_bytes, device)
         return replace(config, num_stages=5) if dim <= 128 and kv_bytes < 4 else config
     if rows >= 64 and kv_bytes < 4:  # many heads share K and V: with four warps, sums do not fit into registers
-        return TileConfig(rows, 64 if dim <= 128 else 32, 8, 3, programs=1)
+        return TileConfig(rows, min(64, 8192 // dim), 8, 3, programs=1)
     # Two buffers of about 16 KiB of K and as much of V: three programs fit into the shared memory of Hopper, two into
     # that of other devices.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
@@ -58,10 +58,8 @@ def prefill_config(
     smallest = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(smallest, 16, 4, 1)
-    if deterministic:
+    if deterministic or kv_bytes == 4:  # without tensor cores registers are the limit
         return deterministic_config(group, dim, kv_bytes, device)
-    if kv_bytes == 4:  # no tensor cores: registers are the limit
-        return TileConfig(smallest, 32 if dim <= 128 else 16, 4, 2)
     if longest * group <= 64:
         rows = power_of_two(min(longest * group, 64))
         return TileConfig(max(smallest, rows), 64 if dim <= 128 else 32, 4, 2)

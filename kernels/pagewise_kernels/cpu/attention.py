@@ -135,9 +135,9 @@ class CpuStep:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, rotation: Rotation | None
     ) -> None:
         tokens, heads, dim = q.shape
-        if (self.tokens, self.block_size) != (tokens, layer.block_size) or not (
-            k.shape == v.shape == (tokens, layer.kv_heads, layer.head_dim) and dim == layer.head_dim
-        ):
+        new = (tokens, layer.kv_heads, layer.head_dim)
+        found, expected = (self.tokens, self.block_size, dim), (tokens, layer.block_size, layer.head_dim)
+        if (*found, k.shape, v.shape) != (*expected, new, new):
             raise ValueError(
                 f"{self.tokens} tokens in blocks of {self.block_size}: q, k, v, keys and values cannot be "
                 f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}, {list(layer.keys.shape)} and "
@@ -166,31 +166,35 @@ def _check_step(
     prefixes: Int64s,
     members: Int64s,
 ) -> None:
-    if tables.ndim != 2 or tables.dtype != np.int32 or (tables.size and tables.strides[1] != 4):
+    if tables.ndim != 2 or tables.dtype != np.int32 or not tables[:1].flags.c_contiguous:
         raise ValueError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
-    if any(array.dtype != np.int64 for array in (slots, rows, lengths, chunks, prefixes, members)):
+    if {array.dtype for array in (slots, rows, lengths, chunks, prefixes, members)} != {np.dtype(np.int64)}:
         raise ValueError("slots, rows, lengths, chunks and prefixes are int64")
     if (chunks.shape, prefixes.shape, lengths.shape) != ((len(chunks), 4), (len(prefixes), 3), rows.shape):
         raise ValueError("a chunk has four numbers, a prefix three, and each decode a length: the batch is none")
-    room, (offset, row, start, size), (begin, count, shared) = tables.shape[1] * block_size, chunks.T, prefixes.T
-    ranges: tuple[tuple[Int64s, int, int], ...] = (
+    room, (offset, row, start, size) = tables.shape[1] * block_size, chunks.T
+    if len(rows) > len(slots) or not _within(
         (rows, 0, len(tables)), (lengths, 1, room + 1), (row, 0, len(tables)), (start, 0, room), (size, 1, room + 1),
         (start + size, 0, room + 1), (offset, len(rows), len(slots) + 1), (offset + size, 0, len(slots) + 1),
-    )  # fmt: skip
-    if len(rows) > len(slots) or not all(_within(*each) for each in ranges):
+    ):  # fmt: skip
         raise ValueError("decodes or chunks are outside the batch or the block tables")
-    if not len(prefixes):
-        return
-    most = len(members) + 1
-    ranges = ((begin, 0, most), (count, 1, most), (begin + count, 0, most), (shared, 1, room), (members, 0, len(rows)))
-    if not all(_within(*each) for each in ranges) or len(np.unique(members)) < len(members):
+    if len(prefixes):
+        _check_prefixes(prefixes, members, lengths, room)
+
+
+def _check_prefixes(prefixes: Int64s, members: Int64s, lengths: Int64s, room: int) -> None:
+    """Check the prefixes that decodes with contexts of ``lengths`` share. ``room``: the tokens of a block table."""
+    (begin, count, shared), most = prefixes.T, len(members) + 1
+    ranges = ((begin, 0, most), (count, 1, most), (begin + count, 0, most), (shared, 1, room))
+    if not _within(*ranges, (members, 0, len(lengths))) or len(np.unique(members)) < len(members):
         raise ValueError("prefixes are of decodes of the batch, each in at most one of them")
     if any((lengths[members[b : b + n]] <= tokens).any() for b, n, tokens in prefixes.tolist()):
         raise ValueError("a prefix is shorter than each context that it begins")
 
 
-def _within(values: Int64s, low: int, high: int) -> bool:
-    return not len(values) or bool(values.min() >= low and values.max() < high)
+def _within(*ranges: tuple[Int64s, int, int]) -> bool:
+    """Return whether all numbers of each array are in its range."""
+    return all(not len(values) or (values.min() >= low and values.max() < high) for values, low, high in ranges)
 
 
 def _check_rotation(rotation: Rotation, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:

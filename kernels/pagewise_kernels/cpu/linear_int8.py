@@ -32,7 +32,7 @@ class Int8Weight:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
     ) -> None:
         wanted = torch.float32 if scales is None else torch.int8
-        if weight.dim() != 2 or weight.dtype != wanted or weight.device.type != "cpu":
+        if (weight.dim(), weight.dtype, weight.device.type) != (2, wanted, "cpu"):
             raise TypeError(f"weights are {wanted} [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
         self._library = load_library()
         panel, group = self._library.pagewise_int8_panel(), self._library.pagewise_int8_group()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pagewise_kernels.kv_layer import FP8
 from pagewise_shared.config import ExecutorConfig, build_config, parse_size, size_text
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
@@ -21,7 +22,7 @@ from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
-from pagewise_executor.kv.kv_pool import FP8, bytes_per_block
+from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import attention_modules, kv_shape, transformers_config
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import check_supported

@@ -4,8 +4,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from pagewise_executor.kv.kv_pool import FP8, KVPool, bytes_per_block
+from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
+from pagewise_kernels.kv_layer import FP8
 from pagewise_shared.errors import ModelError
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]

@@ -7,7 +7,7 @@ CUDA graphs read it from buffers that stay; a step without adapters runs a graph
 
 import numpy as np
 import torch
-from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
+from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, padded_rank
 
 from pagewise_executor.adapters.host import LayerFactors
 from pagewise_executor.adapters.layers import AdaptedLinear, AdapterContext
@@ -38,8 +38,14 @@ class TritonSlots:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
 
-        self._a = [zeros(len(layer.parts) * self._rank, layer.ins) for layer in layers]
-        self._b = [zeros(layer.outs, self._rank) for layer in layers]
+        self._slots = [
+            LoraLayer(
+                zeros(len(layer.parts) * self._rank, layer.ins),
+                zeros(layer.outs, self._rank),
+                tuple(part.stop for part in layer.parts),
+            )
+            for layer in layers
+        ]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         ints = {"dtype": torch.int32, "device": device}
         most_tiles = max(_most_tiles(size, num_slots) for size in {num_tokens, min(num_tokens, _LARGE_BATCH)})
@@ -57,7 +63,7 @@ class TritonSlots:
 
     def _copy(self, slot: int, factors: LayerFactors) -> None:
         for layer in self._layers:
-            a, b = self._a[layer.number][slot], self._b[layer.number][slot]
+            a, b = self._slots[layer.number].a[slot], self._slots[layer.number].b[slot]
             a.zero_()
             b.zero_()
             for part, own_a, own_b in ((one.part, one.a, one.b) for one in factors.get(layer.number, ())):
@@ -73,15 +79,15 @@ class TritonSlots:
             return
         rows = _rows_of_tile(len(slots))
         tiles, order = self._upload.together(*make_tiles(slots, rows))
-        self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._a, self._b)
+        self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._slots)
 
     def warm_up(self) -> None:
         """Compile what computes adapters."""
         for rows in (LEAST_RANK, _LARGE_ROWS):
             tiles, order = make_tiles(np.zeros(1, np.int64), rows)
-            step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._a, self._b)
-            for layer, a, b in zip(self._layers, self._a, self._b, strict=True):
-                step.add(layer, a.new_zeros(1, layer.ins), b.new_zeros(1, layer.outs))
+            step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._slots)
+            for layer, slots in zip(self._layers, self._slots, strict=True):
+                step.add(layer, slots.a.new_zeros(1, layer.ins), slots.b.new_zeros(1, layer.outs))
 
     # ---- steps from static buffers -------------------------------------------------------------------
 
@@ -104,19 +110,18 @@ class TritonSlots:
         adapter."""
         tiles = self._static_tiles[: _most_tiles(size, self._num_slots)]
         static = LoraTiles(tiles, self._static_order[:size], _rows_of_tile(size))
-        self._context.step = _TritonStep(static, self._a, self._b) if uses else None
+        self._context.step = _TritonStep(static, self._slots) if uses else None
 
 
 class _TritonStep:
     """See ``StepAdapters``."""
 
-    def __init__(self, tiles: LoraTiles, a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
-        self._tiles, self._a, self._b = tiles, a, b
+    def __init__(self, tiles: LoraTiles, slots: list[LoraLayer]) -> None:
+        self._tiles, self._slots = tiles, slots
 
     def add(self, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
         """See ``StepAdapters``."""
-        ends = tuple(part.stop for part in layer.parts)
-        add_lora(x, y, self._a[layer.number], self._b[layer.number], ends, self._tiles)
+        add_lora(x, y, self._slots[layer.number], self._tiles)
 
 
 def make_tiles(slots: Int64s, rows: int) -> tuple[Int32s, Int32s]:

@@ -4,11 +4,12 @@ import pkgutil
 from typing import Literal, NamedTuple
 
 import torch
+from pagewise_kernels.kv_layer import FP8
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionBackend
-from pagewise_executor.kv.kv_pool import FP8, Layout
+from pagewise_executor.kv.kv_pool import Layout
 
 Kernels = Literal["torch", "triton", "cpu"]
 

@@ -16,7 +16,7 @@ from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.logprobs import token_logprobs
-from pagewise_kernels.lora import LEAST_RANK, LoraTiles, add_lora, padded_rank
+from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, padded_rank
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.segment_move import move_tokens
@@ -126,8 +126,7 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
         Rotation(*(torch.cat([table, table], 1)[positions] for table in (cos, sin))), norm,
     )  # fmt: skip
 
-    weight, eps = norm or (None, 0.0)
-    rope_write_kv(qkv, positions, cos, sin, layer, slots, head_norm=weight, eps=eps)
+    rope_write_kv(qkv, positions, cos, sin, layer, slots, head_norm=norm.weight if norm else None, eps=1e-6)
     yield Compared(qkv[:, : shape.heads], expected, _TOLERANCE[use.dtype])
     for found, written in zip(_stored(layer), recorder.written, strict=True):
         yield Compared(found.flatten(0, 1)[slots[:2]], written[:2], _TOLERANCE[use.kv_dtype])
@@ -241,7 +240,7 @@ def _lora(use: KernelUse) -> Iterator[Compared]:
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected[row] += b[slot].float() @ (a[slot].float() @ x[row].float())
-    add_lora(x, y, a, b, (size,), LoraTiles(tiles, order, LEAST_RANK))
+    add_lora(x, y, LoraLayer(a, b, (size,)), LoraTiles(tiles, order, LEAST_RANK))
     yield Compared(y, expected, _TOLERANCE[use.dtype])
 
 
