@@ -21,6 +21,7 @@ import torch
 from pagewise.ports import holder_of, next_free
 from pagewise_executor import gpu_check
 from pagewise_executor.models import weight_memory
+from pagewise_executor.models.weight_files import TensorInfo
 from pagewise_executor.models.weight_memory import check_weights
 from pagewise_shared import model_files
 from pagewise_shared.config import ExecutorConfig
@@ -225,11 +226,11 @@ def test_why_torch_uses_no_gpu(nvidia: Path, tmp_path: Path, monkeypatch: pytest
     assert gpu_check.why_no_gpu(nvidia, None) == ""
 
 
-HEADERS: dict[Path, dict[str, Any]] = {
+HEADERS = {
     Path("model.safetensors"): {
-        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [1000, 1000], "data_offsets": [0, 2_000_000]},
-        "model.layers.0.mlp.up_proj.weight": {"dtype": "BF16", "shape": [2000, 5000], "data_offsets": [0, 20_000_000]},
-        "model.norm.weight": {"dtype": "BF16", "shape": [1000], "data_offsets": [0, 2000]},
+        "model.embed_tokens.weight": TensorInfo("BF16", [1000, 1000], (0, 2_000_000)),
+        "model.layers.0.mlp.up_proj.weight": TensorInfo("BF16", [2000, 5000], (0, 20_000_000)),
+        "model.norm.weight": TensorInfo("BF16", [1000], (0, 2000)),
     }
 }
 

@@ -34,9 +34,10 @@ from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.compilation import Ahead
+from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.llama import LlamaForCausalLM
-from pagewise_executor.models.llama_config import LlamaConfig, read_llama_config
+from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.loader import LoadedModel, attention_modules, kv_shape
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
@@ -79,14 +80,11 @@ def compile_ahead(ahead: Ahead, threads: int) -> None:
 
 def _loaded(config: SizedConfig, text: LlamaConfig, vocab_size: int) -> LoadedModel:
     """Return a model of one layer of each kind, whose tensors hold no data."""
-    windows = text.windows
-    kinds = [windows.index(window) for window in dict.fromkeys(windows)]
-    if text.layer_types is not None:
-        text.layer_types = tuple(text.layer_types[layer] for layer in kinds)
-    text.num_hidden_layers, text.max_window_layers = len(kinds), min(text.max_window_layers, 1)
+    kinds = list(dict.fromkeys(text.windows))
+    text.num_hidden_layers = len(kinds)
     dtype = (text.dtype or torch.bfloat16) if config.dtype == "auto" else getattr(torch, config.dtype)
     most = config.max_model_len if isinstance(config.max_model_len, int) else text.max_position_embeddings
-    model = LlamaForCausalLM(text).eval().requires_grad_(False).to(_META, dtype)
+    model = LlamaForCausalLM(text, kinds).eval().requires_grad_(False).to(_META, dtype)
     attention = attention_modules(config.model, model, text)
     prepare(config, model, "triton", len(attention), most, _META)
     return LoadedModel(

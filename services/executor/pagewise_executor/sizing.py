@@ -26,6 +26,7 @@ from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import attention_modules, kv_shape, transformers_config
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import check_supported
+from pagewise_executor.models.weight_files import TensorInfo
 from pagewise_executor.models.weight_memory import weight_bytes
 
 CONTEXT_BYTES = 2**30
@@ -76,7 +77,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             found, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
-    header = {name: {"shape": list(weight.shape)} for name, weight in model.named_parameters()}  # tied ones once
+    header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
     weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size) // config.tensor_parallel

@@ -13,8 +13,9 @@ import torch
 import transformers
 from pagewise_executor.models import loader
 from pagewise_executor.models.checkpoint_choice import llama_checkpoint
+from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.llama import LlamaForCausalLM
-from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
+from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.weight_files import checked_headers, weight_files
 from pagewise_shared.config import ExecutorConfig
 

@@ -1,8 +1,9 @@
 """The weight files of a model, which are compared with it and read part by part."""
 
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import re
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,26 +14,25 @@ from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import Shards, vocabulary_names
-from pagewise_executor.models.stored_linear import place_stored, stored_tensors, take_stored
-from pagewise_executor.models.weight_files import Headers, open_weights
-from pagewise_executor.models.weight_report import FLOATS, Differences, Mismatch, check_differences, check_values
+from pagewise_executor.models.stored_linear import StoredTensor, place_stored, stored_tensors, take_stored
+from pagewise_executor.models.weight_files import FileTensor, Headers, open_weights
+from pagewise_executor.models.weight_report import Differences, Mismatch, check_differences, check_values
 
 log = logging.getLogger(__name__)
 
-_FREQUENCIES = ".rotary_emb.inv_freq"
+_FREQUENCIES = re.compile(r"\.rotary_emb\.inv_freq$")
 """Old checkpoints carry the frequencies of RoPE, which follow from the configuration."""
 
 
 class Checkpoint:
     """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
 
-    ``rope``: what ``fix_rope`` has made of the model.
+    ``rope``: the result of ``fix_rope`` of the model.
 
-    ``model``: a causal language model with a head ``lm_head``; its weights have no data before they are read.
-    ``headers``: of each file, as safetensors has them: by the name of a tensor its ``dtype`` and ``shape``. ``device``:
-    where weights go. ``quantised``: how linear layers are stored in eight bits, if they are. ``tied``: the head has the
-    weights of the embedding, unless the files have others for it. ``named``: from the name of a tensor in the files to
-    that in the model, None if the model does not have it.
+    ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``; its weights have no data before they are read.
+    ``headers``: of the files. ``device``: where weights go. ``quantised``: how linear layers are stored in eight bits,
+    if they are. ``tied``: the head has the weights of the embedding, unless the files have others for it. ``named``:
+    from the name of a tensor in the files to its name in the model; None if the model does not have it.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model, and are not quantised; or they have a
@@ -44,6 +44,7 @@ class Checkpoint:
 
     def __init__(
         self,
+        name: str,
         model: nn.Module,
         headers: Headers,
         device: torch.device,
@@ -52,71 +53,59 @@ class Checkpoint:
         tied: bool,
         named: Callable[[str], str | None] = str,
     ) -> None:
-        self.model, self.device, self._headers = model, device, headers
-        self._quantised = quantised is not None
-        self._name = str(next(iter(headers)).parent) if quantised is None else quantised.name
-        embedding, head = (f"{name}.weight" for name in vocabulary_names(model))
-        modules = {name for name, _ in model.named_modules()}
-        # By the name in the model, that in the file.
-        self._names: dict[Path, dict[str, str]] = {file: {} for file in headers}
-        types: dict[str, str] = {}
-        for file, header in headers.items():
-            for name in header:
-                if name.endswith(_FREQUENCIES) or (quantised is not None and not quantised.is_read(name)):
-                    continue
-                if (own := named(name)) is None:
-                    continue
-                if own.rpartition(".")[0] not in modules and f"model.{own}".rpartition(".")[0] in modules:
-                    own = f"model.{own}"  # the files are those of a decoder, which transformers saves without a prefix
-                if own in types:
-                    raise NotReadableError(f"it has its weight {own} twice, by different names")
-                self._names[file][own] = name
-                types[own] = header[name]["dtype"]
-        if tied and head in types and embedding not in types:
-            for names in self._names.values():
-                if head in names:
-                    names[embedding] = names.pop(head)
-            types[embedding] = types.pop(head)
-        self._tied, self._has_head = tied, any(name.startswith("lm_head.") for name in types)
+        self.model, self.device, self._name, self._headers, self._tied = model, device, name, headers, tied
+        unread = _FREQUENCIES if quantised is None else quantised.unread
+        self._tensors = tensors = _tensors_of(model, headers, unread, named)
+        names = vocabulary_names(model)
+        embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
+        if tied and head in tensors and embedding not in tensors:
+            tensors[embedding] = tensors.pop(head)
         if quantised is not None:
-            known = {own: name for names in self._names.values() for own, name in names.items()}
-            place_stored(self.model, quantised, types, known)
-        self._stored = stored_tensors(self.model)
+            place_stored(model, quantised, tensors)
+        self._wanted = {own: StoredTensor(None, list(weight.shape)) for own, weight in model.state_dict().items()}
+        self._wanted |= stored_tensors(model)
+        self._takes_embedding = tied and not any(own.startswith("lm_head.") for own in tensors)
+        if self._takes_embedding:
+            del self._wanted["lm_head.weight"]
         self._shards: Shards | None = None
-        self._compare(types)
+        self._check(self._differences(), exactly=quantised is None)
 
-    def _compare(self, types: Mapping[str, str]) -> None:
-        """Compare the tensors of the files with the weights of the model, and keep the names of those that it has.
+    def _differences(self) -> Differences:
+        """Compare the tensors of the files with the weights of the model, and keep those that the model has.
+
+        Raises:
+            NotReadableError: a weight is of another type.
+        """
+        mismatched, unexpected = [], []
+        for own, (_, name, info) in list(self._tensors.items()):
+            if (weight := self._wanted.get(own)) is None:
+                unexpected.append(name)
+                del self._tensors[own]
+            elif weight.shape_of(info.shape) != weight.shape:
+                mismatched.append(Mismatch(name, info.shape, weight.shape))
+            elif info.dtype not in weight.types:
+                raise NotReadableError(f"its weight {name} is of type {info.dtype}")
+        return Differences(self._wanted.keys() - self._tensors.keys(), mismatched, unexpected)
+
+    def _check(self, found: Differences, *, exactly: bool) -> None:
+        """Check that the files have the weights of the model.
+
+        ``exactly``: any difference counts, because transformers can load the model, and reports the differences.
 
         Raises:
             NotReadableError, ModelError: see the class.
         """
-        wanted = {name: list(weight.shape) for name, weight in self.model.state_dict().items()}
-        if self._tied and not self._has_head:
-            del wanted["lm_head.weight"]
-        mismatched, unexpected = [], []
-        for file, names in self._names.items():
-            for own, name in list(names.items()):
-                shape = self._headers[file][name]["shape"]
-                stored = self._stored.get(own)
-                if own not in wanted:
-                    unexpected.append(name)
-                    del names[own]
-                elif (stored.shape_of(shape) if stored else shape) != wanted[own]:
-                    mismatched.append(Mismatch(name, shape, wanted[own]))
-                elif types[own] not in (stored.types if stored else FLOATS):
-                    raise NotReadableError(f"its weight {name} is of type {types[own]}")
-        missing = wanted.keys() - types.keys()
-        if not self._quantised:  # transformers loads it, and reports what it finds
+        missing, mismatched, unexpected = found
+        if exactly:
             if flawed := [*sorted(missing), *(each.name for each in mismatched), *unexpected]:
                 raise NotReadableError(f"its weight {flawed[0]} is missing, or has an unexpected name or shape")
             return
-        if not missing and not mismatched:
-            modules = dict(self.model.named_modules())
-            for name in unexpected:
-                if name.rpartition(".")[0] in modules:  # a scale or a bias, which changes what a layer computes
-                    raise NotReadableError(f"its tensor {name} is none that is known of this layer")
-        check_differences(self._name, self._headers, Differences(missing, mismatched, unexpected))
+        modules = dict(self.model.named_modules())
+        # A scale or a bias, which changes the results of a layer.
+        foreign = [name for name in unexpected if name.rpartition(".")[0] in modules]
+        if foreign and not missing and not mismatched:
+            raise NotReadableError(f"its tensor {foreign[0]} is none that is known of this layer")
+        check_differences(self._name, self._headers, found)
 
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return the part of the model that this rank holds, which is the only one, and how the model is divided."""
@@ -134,27 +123,24 @@ class Checkpoint:
             RuntimeError: there is not enough memory. ValueError: stored tensors are not what they should be.
             UnknownShardError: a quantised weight cannot be divided.
         """
-        if part == "lm_head" and self._tied and not self._has_head:
+        if part == "lm_head" and self._takes_embedding:
             self.model.lm_head.weight = self.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
             return
-        weights, read = {}, []
-        for file, names in self._names.items():
-            own = {name: there for name, there in names.items() if name.startswith(f"{part}.")}
-            if not own:
-                continue
-            # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
+        weights, floats = {}, []
+        tensors = ((own, one) for own, one in self._tensors.items() if own.startswith(f"{part}."))
+        # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
+        for file, group in groupby(tensors, key=lambda entry: entry[1].file):
             with open_weights(file) as opened:
-                for name, there in own.items():
-                    stored = self._stored.get(name)
-                    kind = dtype if stored is None else stored.dtype
+                for own, (_, name, _) in group:
+                    wanted = self._wanted[own]
                     # A copy even where the type is the same: the original is the file, which may change or go.
-                    tensor = self._read_one(opened, name, there).to(self.device, kind, copy=True)
+                    tensor = self._read_one(opened, own, name).to(self.device, wanted.dtype or dtype, copy=True)
                     if tensor.is_floating_point():
-                        read.append((there, tensor))
-                    weights[name.removeprefix(f"{part}.")] = tensor if stored is None else tensor.view(stored.shape)
+                        floats.append((name, tensor))
+                    weights[own.removeprefix(f"{part}.")] = tensor.view(wanted.shape) if wanted.dtype else tensor
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
         take_stored(self.model, part, dtype, self._shards)
-        check_values(self._name, read, self._headers)
+        check_values(self._name, floats, self._headers)
         if part == "lm_head" and self._tied:
             self._tie_equal()
 
@@ -172,7 +158,32 @@ class Checkpoint:
                 "which are used", self._name,
             )  # fmt: skip
 
-    def _read_one(self, opened: Any, name: str, there: str) -> torch.Tensor:
-        if self._shards is None or name in self._stored:
-            return opened.get_tensor(there)  # type: ignore[no-any-return]
-        return self._shards.read(opened.get_slice(there), name, list(self.model.get_parameter(name).shape))
+    def _read_one(self, opened: Any, own: str, name: str) -> torch.Tensor:
+        if self._shards is None or self._wanted[own].dtype is not None:
+            return opened.get_tensor(name)  # type: ignore[no-any-return]
+        return self._shards.read(opened.get_slice(name), own, list(self.model.get_parameter(own).shape))
+
+
+def _tensors_of(
+    model: nn.Module, headers: Headers, unread: re.Pattern[str], named: Callable[[str], str | None]
+) -> dict[str, FileTensor]:
+    """Return the tensors of the files by their names in the model, but for those whose names match ``unread``.
+
+    ``named``: see ``Checkpoint``.
+
+    Raises:
+        NotReadableError: two tensors have one name in the model.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, FileTensor] = {}
+    for file, header in headers.items():
+        for name, info in header.items():
+            own = None if unread.search(name) else named(name)
+            if own is None:
+                continue
+            if own.rpartition(".")[0] not in modules and f"model.{own}".rpartition(".")[0] in modules:
+                own = f"model.{own}"  # the files are those of a decoder, which transformers saves without a prefix
+            if own in found:
+                raise NotReadableError(f"it has its weight {own} twice, by different names")
+            found[own] = FileTensor(file, name, info)
+    return found

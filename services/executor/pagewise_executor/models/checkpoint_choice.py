@@ -10,8 +10,11 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.llama import LlamaCheckpoint
-from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
+from pagewise_executor.models.llama_config import NotReadableError
+from pagewise_executor.models.llama import LlamaCheckpoint
+from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.quantised_families import FAMILIES, FamilyCheckpoint
 from pagewise_executor.models.weight_files import Headers
@@ -28,7 +31,7 @@ def llama_checkpoint(
         ModelError: the checkpoint is quantised, and cannot be loaded here, or by ``family_checkpoint``.
     """
     try:
-        return LlamaCheckpoint(read_llama_config(path), headers, device, quantised)
+        return LlamaCheckpoint(config.model, read_llama_config(path), headers, device, quantised)
     except NotReadableError as error:
         if quantised is None:
             log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
@@ -58,7 +61,7 @@ def family_checkpoint(
             "ranks, those of Llama, Mistral, Qwen2 and Qwen3 are"
         )
     try:
-        return FamilyCheckpoint(model_config, headers, device, quantised, dtype, max_model_len)
+        return FamilyCheckpoint(config.model, model_config, headers, device, quantised, dtype, max_model_len)
     except NotReadableError as error:
         raise _not_served(config, error) from error
 

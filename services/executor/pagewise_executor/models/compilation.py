@@ -16,7 +16,8 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.service_process import die_with_parent
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.llama_config import NotReadableError, read_llama_config
+from pagewise_executor.models.families import read_llama_config
+from pagewise_executor.models.llama_config import NotReadableError
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.models.long_rope import LongRope
 from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations, Rotation
 from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
+from pagewise_executor.models.skinny_linear import Rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -122,20 +123,23 @@ class FusedDecoderLayer(nn.Module):
         ``added``: what has to be added before it (None: nothing). ``residual`` is changed in place.
         """
         compute, before, after = self.operations, self.norm_before_attention, self.norm_before_mlp
-        if added is None:
-            normed = compute.norm_for(self.qkv, residual, None, before.weight, before.eps)
-        else:
-            normed = compute.norm_for(self.qkv, added, residual, before.weight, before.eps)
-        qkv = self.qkv(normed).view(len(residual), -1, self.head_dim)
-        layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
-        attended = compute.attend(layer, qkv, self.shape, rotation, self.head_norm)
-        output = self.reduce(self.out(attended.reshape(len(residual), -1)))
+        x, base = (residual, None) if added is None else (added, residual)
+        attended = self.attention(compute.norm_for(self.qkv, x, base, before.weight, before.eps), rotation)
         if self.mlp is not None:
-            normed = compute.add_rms_norm(output, residual, after.weight, after.eps)
-            mixed: torch.Tensor = self.mlp(normed[None])[0]  # summed over the ranks by itself
-            return mixed
-        normed = compute.norm_for(self.gate_up, output, residual, after.weight, after.eps)
-        return self.reduce(self.down(compute.gated(self.gate_up, normed)))
+            mixed: torch.Tensor = self.mlp(compute.add_rms_norm(attended, residual, after.weight, after.eps)[None])[0]
+            return mixed  # summed over the ranks by itself
+        return self.feed_forward(compute.norm_for(self.gate_up, attended, residual, after.weight, after.eps))
+
+    def attention(self, x: Rows, rotation: Rotation) -> torch.Tensor:
+        """Return the output [tokens, hidden] of attention for normalised rows."""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
+        attended = self.operations.attend(layer, qkv, self.shape, rotation, self.head_norm)
+        return self.reduce(self.out(attended.reshape(len(x), -1)))
+
+    def feed_forward(self, x: Rows) -> torch.Tensor:
+        """Return the output [tokens, hidden] of the MLP for normalised rows."""
+        return self.reduce(self.down(self.operations.gated(self.gate_up, x)))
 
 
 class _NormWeight(nn.Module):
@@ -159,8 +163,9 @@ def fuse_layers(
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if type(module).__name__ in _DECODERS and _fusible(model, name, module):
-            model.set_submodule(name, FusedDecoderLayer(module, operations, reduce))
+        kind = getattr(module, "fused_class", FusedDecoderLayer if _fusible(model, name, module) else None)
+        if kind is not None:
+            model.set_submodule(name, kind(module, operations, reduce))
             count += 1
     return count
 
@@ -173,6 +178,9 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
 
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
+    """Whether a module is a layer of transformers that can be fused."""
+    if type(layer).__name__ not in _DECODERS:
+        return False
     config = layer.self_attn.config  # type: ignore[union-attr]
     decoder = _decoder_name(name)
     # A model that has its decoder within another module may give it embeddings of its own instead of ids (GOT-OCR2).

@@ -4,6 +4,7 @@ The decoder and its layers only hold the weights here and have no ``forward``: `
 replace them by what computes. Names are those of the checkpoints, and of transformers' modules.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
@@ -27,22 +29,18 @@ class CausalLMOutput(NamedTuple):
 class LlamaAttention(nn.Module):
     """The projections of an attention layer. ``sliding_window``: the length of its window, None for full attention."""
 
-    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+    def __init__(self, config: LlamaConfig, layer_idx: int, sliding_window: int | None) -> None:
         super().__init__()
         assert config.head_dim is not None
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.scaling = self.head_dim**-0.5
-        self.sliding_window = config.windows[layer_idx]
-        qwen2 = config.model_type == "qwen2"
+        self.scaling, self.sliding_window = self.head_dim**-0.5, sliding_window
         hidden, queries = config.hidden_size, config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
-        self.q_proj = _linear(hidden, queries, qwen2 or config.attention_bias)
-        self.k_proj = _linear(hidden, keys, qwen2 or config.attention_bias)
-        self.v_proj = _linear(hidden, keys, qwen2 or config.attention_bias)
+        bias = config.qkv_bias or config.attention_bias
+        self.q_proj, self.k_proj, self.v_proj = (_linear(hidden, size, bias) for size in (queries, keys, keys))
         self.o_proj = _linear(queries, hidden, config.attention_bias)
-        if config.model_type == "qwen3":
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        if config.head_norm:
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
 
 class LlamaMLP(nn.Module):
@@ -50,17 +48,19 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = _linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.up_proj = _linear(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.down_proj = _linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (_linear(hidden, inner, config.mlp_bias) for _ in range(2))
+        self.down_proj = _linear(inner, hidden, config.mlp_bias)
 
 
 class LlamaDecoderLayer(nn.Module):
-    """The parts of a decoder layer, for ``FusedDecoderLayer``."""
+    """The parts of a decoder layer. ``fused_class``: the class of the layer that computes with them."""
 
-    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+    fused_class = FusedDecoderLayer
+
+    def __init__(self, config: LlamaConfig, layer_idx: int, sliding_window: int | None) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_idx)
+        self.self_attn = LlamaAttention(config, layer_idx, sliding_window)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -93,23 +93,23 @@ class RotaryEmbedding(nn.Module):
 class LlamaModel(nn.Module):
     """The parts of a decoder, for ``FusedDecoder``: embeddings, layers, and the last norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, windows: Sequence[int | None]) -> None:
         super().__init__()
         # Not ``nn.Embedding(..., device="meta")``: it draws random weights, which on this device are Python's work, for
         # which torch imports its compiler.
         embeddings = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)  # type: ignore[no-untyped-call]
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(config.decoder_layer(*layer) for layer in enumerate(windows))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
 
 class LlamaForCausalLM(nn.Module):
-    """A model of Llama's structure whose weights have no data yet."""
+    """A model of Llama's structure whose weights have no data yet. ``windows``: of its layers, if not the config's."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, windows: Sequence[int | None] | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config)
+        self.model = LlamaModel(config, config.windows if windows is None else windows)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -141,13 +141,14 @@ class LlamaCheckpoint(Checkpoint):
 
     def __init__(
         self,
+        name: str,
         config: LlamaConfig,
         headers: Headers,
         device: torch.device,
         quantised: QuantisedCheckpoint | None = None,
     ) -> None:
         self.config = config
-        super().__init__(_empty(config, device), headers, device, quantised, tied=config.tie_word_embeddings)
+        super().__init__(name, _empty(config, device), headers, device, quantised, tied=config.tie_word_embeddings)
 
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return the part of the model that this rank holds, whose sizes ``config`` has been changed to."""

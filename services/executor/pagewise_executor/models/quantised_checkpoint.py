@@ -26,8 +26,6 @@ INSTEAD = (
 """What to use instead of what is refused."""
 _STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32}
 _FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
-_NOT_READ = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale)$")
-"""Zero points, which are zero where quantisation is symmetric, and scales of a KV cache."""
 
 
 class Scheme(NamedTuple):
@@ -94,7 +92,15 @@ class _UnsupportedError(Exception):
 
 
 class QuantisedCheckpoint:
-    """How the linear layers of a checkpoint are stored. ``name``: the model's, for errors."""
+    """How the linear layers of a checkpoint are stored. ``name``: of the model, for errors.
+
+    ``unread``: the names of tensors that are not read: zero points, which are zero where quantisation is symmetric,
+    scales of a KV cache, and the frequencies of RoPE.
+    """
+
+    unread = re.compile(
+        r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$"
+    )
 
     def __init__(self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool) -> None:
         self.name = name
@@ -118,11 +124,6 @@ class QuantisedCheckpoint:
             says = "is not quantised" if found is None else f"is {'packed ' * found.packed}{_name(found.dtype)}"
             raise ModelError(f"{self.name}: its weight {linear} is of type {stored}, but by config.json it {says}")
         return found
-
-    @staticmethod
-    def is_read(tensor: str) -> bool:
-        """Whether a tensor of the files is one of the weights or their scales."""
-        return _NOT_READ.search(tensor) is None
 
 
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:

@@ -60,6 +60,7 @@ class FamilyCheckpoint(Checkpoint):
 
     def __init__(
         self,
+        name: str,
         config: Any,
         headers: Headers,
         device: torch.device,
@@ -72,10 +73,10 @@ class FamilyCheckpoint(Checkpoint):
         family, text = FAMILIES[config.model_type], config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
         model = _empty(text, device, dtype)
-        for name, module in list(model.named_modules()):
+        for place, module in list(model.named_modules()):
             if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-                model.set_submodule(name, Experts(module, family.experts))
-        super().__init__(model, headers, device, quantised, tied=tied, named=family.named)
+                model.set_submodule(place, Experts(module, family.experts))
+        super().__init__(name, model, headers, device, quantised, tied=tied, named=family.named)
         self.rope = fix_rope(model, max_model_len)
 
 

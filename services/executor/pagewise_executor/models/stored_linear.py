@@ -10,21 +10,24 @@ from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, S
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError
+from pagewise_executor.models.weight_files import FileTensor
+from pagewise_executor.models.weight_report import FLOATS
 
-_FLOATS = frozenset({"F32", "BF16", "F16"})
+_FLOATS = FLOATS - {"F64"}
 _TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.int32: {"I32"}, torch.int64: {"I64"}}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that keeps its type. ``shape``: that which it gets; ``types``: those that the file may have."""
+    """A tensor of the model. ``dtype``: the type that it keeps; None: that of the model. ``types``: of it in files."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: list[int]
-    types: frozenset[str]
+    types: frozenset[str] = FLOATS
 
     def shape_of(self, found: list[int]) -> list[int]:
-        """Return ``shape`` if a tensor of the shape ``found`` differs from it by dimensions of one only."""
-        return self.shape if [n for n in found if n != 1] == [n for n in self.shape if n != 1] else found
+        """Return ``shape`` if a tensor of the shape ``found``, which keeps its type, differs by dimensions of one only."""
+        same = self.dtype is not None and [n for n in found if n != 1] == [n for n in self.shape if n != 1]
+        return self.shape if same else found
 
 
 class StoredLinear(nn.Module):
@@ -73,25 +76,23 @@ class StoredLinear(nn.Module):
         return QuantisedLinear(weight, self.scheme.inputs, dtype, tensors.get("bias"), static)
 
 
-def place_stored(
-    model: nn.Module, checkpoint: QuantisedCheckpoint, types: Mapping[str, str], known: Mapping[str, str]
-) -> None:
-    """Replace the linear layers of a model that are quantised in the files.
-
-    ``types``: of the tensors there, by their names in the model. ``known``: their names in the files, by the same.
+def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Mapping[str, FileTensor]) -> None:
+    """Replace the linear layers of a model that are quantised in the files. ``tensors``: by their names in the model.
 
     Raises:
         ModelError: a weight is of another type than the configuration says.
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            weight = f"{name}.weight" if f"{name}.weight" in types else f"{name}.weight_packed"
-            there = known.get(weight, weight).rpartition(".")[0]
-            if (scheme := checkpoint.scheme(there, types.get(weight))) is not None:
+            weight = f"{name}.weight" if f"{name}.weight" in tensors else f"{name}.weight_packed"
+            there, stored = name, None
+            if (found := tensors.get(weight)) is not None:
+                there, stored = found.name.rpartition(".")[0], found.info.dtype
+            if (scheme := checkpoint.scheme(there, stored)) is not None:
                 outs, ins = module.weight.shape
                 # transformers writes the second name of each for quant_method fp8.
                 names = [
-                    second if f"{name}.{second}" in types else first
+                    second if f"{name}.{second}" in tensors else first
                     for first, second in (("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale"))
                 ]
                 model.set_submodule(name, StoredLinear(scheme, outs, ins, module.bias is not None, *names))

@@ -45,8 +45,8 @@ def weight_bytes(headers: Headers, dtype: torch.dtype, quantization: Literal["no
     """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised."""
     total = 0
     for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
-        linear = len(tensor["shape"]) >= 2 and not any(part in name for part in _EMBEDDINGS)
-        total += math.prod(tensor["shape"]) * (1 if linear and quantization != "none" else dtype.itemsize)
+        linear = len(tensor.shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
+        total += math.prod(tensor.shape) * (1 if linear and quantization != "none" else dtype.itemsize)
     return total
 
 
@@ -77,8 +77,8 @@ def _what_fits(
 
 
 def _stored_bytes(headers: Headers) -> int:
-    ends = [tensor["data_offsets"] for header in headers.values() for tensor in header.values()]
-    return sum(end - start for start, end in ends)
+    tensors = chain.from_iterable(header.values() for header in headers.values())
+    return sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
 
 
 def _swap() -> int:

@@ -4,8 +4,8 @@ transformers draws random values for a weight that the files do not have. Two ex
 share the KV that they compute with them, because the files that their fingerprints are made of are the same.
 """
 
-import json
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.models.weight_files import INDEX, Headers
+from pagewise_executor.models.weight_files import INDEX, Headers, read_index
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ def check_types(model: str, headers: Headers) -> None:
     """
     for file, header in headers.items():
         for name, tensor in header.items():
-            if _WEIGHT.search(name) and tensor["dtype"] not in FLOATS:
+            if _WEIGHT.search(name) and tensor.dtype not in FLOATS:
                 raise ModelError(
-                    f"{model} cannot be served: its weight {name} in {file} is of type {tensor['dtype']}, and its "
+                    f"{model} cannot be served: its weight {name} in {file} is of type {tensor.dtype}, and its "
                     "config.json has no quantization_config that says what the values mean"
                 )
 
@@ -125,24 +125,20 @@ def check_values(model: str, weights: Iterable[tuple[str, torch.Tensor]], header
     Raises:
         ModelError: a weight is not finite; the text names it.
     """
-    checked = [(name, weight) for name, weight in weights if weight.numel() and not weight.is_meta]
+    checked = {name: weight for name, weight in weights if weight.numel() and not weight.is_meta}
     if not checked:
         return
     # One wait for the device, for all weights.
-    ranges = torch.stack([_range(weight) for _, weight in checked]).tolist()
-    for (name, weight), (least, most) in zip(checked, ranges, strict=True):
-        if not (abs(least) < float("inf") and abs(most) < float("inf")):
-            kind = str(weight.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite "
-                f"in {kind}; download it again, or take --dtype bfloat16 if the file has a type of greater range"
-            )
-    zero = [
-        name
-        for (name, weight), span in zip(checked, ranges, strict=True)
-        if weight.ndim > 1 and min(weight.shape) > 1 and span == [0.0, 0.0]
-    ]
-    if zero:
+    ranges = dict(zip(checked, torch.stack([_range(weight) for weight in checked.values()]).tolist(), strict=True))
+    if infinite := [name for name, span in ranges.items() if not all(map(math.isfinite, span))]:
+        name = infinite[0]
+        raise ModelError(
+            f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite in "
+            f"{str(checked[name].dtype).removeprefix('torch.')}; download it again, or take --dtype bfloat16 if the "
+            "file has a type of greater range"
+        )
+    matrices = {name for name, weight in checked.items() if weight.ndim > 1 and min(weight.shape) > 1}
+    if zero := [name for name, span in ranges.items() if span == [0.0, 0.0] and name in matrices]:
         log.warning("%s: %s zero throughout: %s", model, _count(zero) + (" is", " are")[len(zero) > 1], _first(zero))
 
 
@@ -182,9 +178,8 @@ def _lost(headers: Headers) -> str:
     folder = next(iter(headers)).parent
     there = {name for header in headers.values() for name in header}
     try:
-        placed = json.loads((folder / INDEX).read_text())["weight_map"]
-        lost = {name: file for name, file in placed.items() if name not in there and folder / file in headers}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a stale one, which is not read
+        lost = {name: file for name, file in read_index(folder).items() if name not in there and folder / file in headers}
+    except ModelError:  # there is none, or a stale one, which is not read
         return ""
     if not lost:
         return ""

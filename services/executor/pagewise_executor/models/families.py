@@ -1,0 +1,74 @@
+"""The families of Llama's structure that are loaded without transformers, and how their config.json is read."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from pagewise_executor.models.llama_config import Llama, LlamaConfig, Mistral, NotReadableError, Qwen2, Qwen3
+
+Families = Llama | Mistral | Qwen2 | Qwen3
+"""A family is registered here."""
+
+_IRRELEVANT = {
+    "_name_or_path",
+    "attention_dropout",
+    "bos_token_id",
+    "compression_config",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "is_llama_config",
+    "pad_token_id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys that do not change what is computed: ``--dtype`` says the type, the gateway knows which tokens end a text, and
+``quantised_checkpoint.py`` reads how weights are quantised."""
+_USUAL = {"pretraining_tp": 1, "rope_interleaved": False, "use_mrope": False}
+"""Keys that change nothing as long as they have this value."""
+
+
+def read_llama_config(path: Path) -> LlamaConfig:
+    """Read config.json in the folder ``path``.
+
+    Raises:
+        NotReadableError: something in it is not known here.
+    """
+    try:
+        settings = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise NotReadableError(f"config.json cannot be read: {error}") from error
+    if (path / "adapter_config.json").exists():
+        raise NotReadableError("it has an adapter")
+    if settings.get("model_type") not in [family.__struct_config__.tag for family in get_args(Families)]:
+        raise NotReadableError(f"its architecture is {settings.get('architectures')}")
+    for key, usual in _USUAL.items():
+        if settings.pop(key, usual) not in (usual, None):
+            raise NotReadableError(f"config.json sets {key}")
+    dtype = settings.get("dtype") or settings.get("torch_dtype")
+    relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
+    relevant["own_dtype"] = dtype if dtype in ("float32", "bfloat16", "float16") else None
+    _join_rope(relevant)
+    try:
+        found: LlamaConfig = msgspec.convert(relevant, Families)
+    except msgspec.ValidationError as error:
+        raise NotReadableError(f"config.json: {error}") from error
+    return found
+
+
+def _join_rope(settings: dict[str, Any]) -> None:
+    """Bring what files of transformers 4 say about RoPE, in two keys, into the form of transformers 5."""
+    theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)
+    found = scaling or settings.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise NotReadableError(f"config.json: RoPE is described by {found!r}")
+    rope = dict(found)
+    kind = rope.pop("type", "default")
+    rope.setdefault("rope_type", kind)
+    if theta is not None:
+        rope.setdefault("rope_theta", theta)
+    settings["rope_parameters"] = rope
