@@ -126,7 +126,8 @@ class Checkpoint:
         if part == "lm_head" and self._takes_embedding:
             self.model.lm_head.weight = self.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
             return
-        weights, floats = {}, []
+        weights: dict[str, torch.Tensor] = {}
+        in_files: dict[str, torch.Tensor] = {}
         tensors = ((own, one) for own, one in self._tensors.items() if own.startswith(f"{part}."))
         # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
         for file, group in groupby(tensors, key=lambda entry: entry[1].file):
@@ -135,12 +136,11 @@ class Checkpoint:
                     wanted = self._wanted[own]
                     # A copy even where the type is the same: the original is the file, which may change or go.
                     tensor = self._read_one(opened, own, name).to(self.device, wanted.dtype or dtype, copy=True)
-                    if tensor.is_floating_point():
-                        floats.append((name, tensor))
+                    in_files[name] = tensor
                     weights[own.removeprefix(f"{part}.")] = tensor.view(wanted.shape) if wanted.dtype else tensor
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
         take_stored(self.model, part, dtype, self._shards)
-        check_values(self._name, floats, self._headers)
+        check_values(self._name, in_files, self._headers)
         if part == "lm_head" and self._tied:
             self._tie_equal()
 

@@ -13,8 +13,6 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import NotReadableError
-from pagewise_executor.models.llama import LlamaCheckpoint
-from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.quantised_families import FAMILIES, FamilyCheckpoint
 from pagewise_executor.models.weight_files import Headers

@@ -49,9 +49,8 @@ def read_llama_config(path: Path) -> LlamaConfig:
     for key, usual in _USUAL.items():
         if settings.pop(key, usual) not in (usual, None):
             raise NotReadableError(f"config.json sets {key}")
-    dtype = settings.get("dtype") or settings.get("torch_dtype")
     relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
-    relevant["own_dtype"] = dtype if dtype in ("float32", "bfloat16", "float16") else None
+    relevant["own_dtype"] = settings.get("dtype") or settings.get("torch_dtype")
     _join_rope(relevant)
     try:
         found: LlamaConfig = msgspec.convert(relevant, Families)

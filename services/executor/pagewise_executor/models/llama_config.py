@@ -6,7 +6,7 @@ can be read here is loaded without it. Nothing is guessed: each family is a stru
 computed. If config.json has another key, or a value that is not known, transformers loads the checkpoint.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -87,7 +87,7 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
     hidden_act: Literal["silu"]
     rope_parameters: DefaultRope | LinearRope | Llama3Rope = msgspec.field(default_factory=DefaultRope)
     head_dim: Count | None = None
-    own_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    own_dtype: Any = None
 
     def __post_init__(self) -> None:
         """Leave to transformers what it would refuse, and complete ``head_dim``."""
@@ -97,8 +97,8 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type that the checkpoint says it is in."""
-        return None if self.own_dtype is None else getattr(torch, self.own_dtype)
+        """The type that the checkpoint says it is in; None: none that models compute in."""
+        return getattr(torch, self.own_dtype) if self.own_dtype in ("float32", "bfloat16", "float16") else None
 
     @property
     def windows(self) -> list[int | None]:

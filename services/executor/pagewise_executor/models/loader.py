@@ -261,7 +261,7 @@ def _load_with_transformers(
     check_differences(config.model, headers, differences)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
-    check_values(config.model, model.named_parameters(), headers)
+    check_values(config.model, dict(model.named_parameters()), headers)
     return model, shards, rope
 
 

@@ -4,10 +4,8 @@ Two forms are read: that of compressed-tensors, as llm-compressor writes it, and
 and Qwen (scales per block) and AutoFP8 (scales per tensor) write. docs/quantization.md lists both.
 """
 
-import json
 import logging
 import re
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +36,14 @@ class Scheme(NamedTuple):
     block: tuple[int, int]
     inputs: Inputs
     packed: bool = False
+
+
+class _Settings(msgspec.Struct):
+    """What config.json says of quantisation."""
+
+    quantization_config: Any = None
+    compression_config: Any = None
+    text_config: Any = None
 
 
 class _Arguments(msgspec.Struct):
@@ -98,16 +104,14 @@ class QuantisedCheckpoint:
     scales of a KV cache, and the frequencies of RoPE.
     """
 
-    unread = re.compile(
-        r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$"
-    )
+    unread = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
 
     def __init__(self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool) -> None:
         self.name = name
         self._strict = strict
         # The first entry that means a layer decides.
-        self._schemes: list[tuple[str, Scheme | None]] = [(entry, None) for entry in ignore]
-        self._schemes += [(target, scheme) for targets, scheme in groups for target in targets]
+        self._schemes: list[tuple[re.Pattern[str], Scheme | None]] = [(_pattern(entry), None) for entry in ignore]
+        self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
 
     def scheme(self, linear: str, stored: str | None) -> Scheme | None:
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
@@ -117,7 +121,7 @@ class QuantisedCheckpoint:
         Raises:
             ModelError: the weight is of another type than the configuration says.
         """
-        found = next((scheme for entry, scheme in self._schemes if _matches(entry, linear)), None)
+        found = next((scheme for pattern, scheme in self._schemes if pattern.match(linear)), None)
         if stored not in _STORED and (found is None or stored is None or not self._strict):
             return None
         if found is None or _STORED.get(str(stored)) != (torch.int32 if found.packed else found.dtype):
@@ -135,15 +139,11 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
         ModelError: it is quantised in a way that cannot be served; the text names it, and says what to use instead.
     """
     try:
-        settings = json.loads((path / "config.json").read_text())
+        settings = msgspec.json.decode((path / "config.json").read_bytes(), type=_Settings)
     except (OSError, ValueError):
         return None  # whoever reads the rest of it says so
-    if not isinstance(settings, dict):
-        return None
-    text = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else {}
-    found = settings.get("quantization_config") or settings.get("compression_config") or (text or {}).get(
-        "quantization_config"
-    )  # fmt: skip
+    text = settings.text_config if isinstance(settings.text_config, dict) else {}
+    found = settings.quantization_config or settings.compression_config or text.get("quantization_config")
     if not found and (path / "hf_quant_config.json").is_file():
         found = {"quant_method": "modelopt"}
     if not found:
@@ -185,10 +185,10 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
     for what, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
         given = settings or {}
         _refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {what}"))
-    groups = found.config_groups.values()
-    for entry in chain(found.ignore or (), *(group.targets for group in groups)):
-        _check_pattern(entry)
-    schemes = [(group.targets, _scheme(group, group.format or found.format or "unknown")) for group in groups]
+    schemes = [
+        (group.targets, _scheme(group, group.format or found.format or "unknown"))
+        for group in found.config_groups.values()
+    ]
     if found.kv_cache_scheme:
         _tell_of_kv_scales(name, kv_dtype)
     return QuantisedCheckpoint(name, schemes, found.ignore or [], strict=True)
@@ -208,10 +208,16 @@ def _tell_of_kv_scales(name: str, kv_dtype: str) -> None:
     log.warning("%s has a kv_cache_scheme, whose scales are not used: %s", name, stays)
 
 
-def _check_pattern(entry: str) -> None:
-    """Raise _UnsupportedError if an entry of ``targets`` or ``ignore`` is no regular expression and should be one."""
+def _pattern(entry: str) -> re.Pattern[str]:
+    """Return the pattern of the names of the linear layers that an entry of ``targets`` or ``ignore`` means.
+
+    Raises:
+        _UnsupportedError: the entry is no regular expression and should be one.
+    """
+    if entry == "Linear":
+        return re.compile("")
     try:
-        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        return re.compile(entry.removeprefix("re:") if entry.startswith("re:") else rf"{re.escape(entry)}\Z")
     except re.error as error:
         raise _UnsupportedError(f"by a pattern {entry!r} that is no regular expression ({error})") from None
 
@@ -269,13 +275,6 @@ def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
         case strategy, dynamic:
             how = "dynamic" if dynamic is True else "static" if dynamic is False else str(dynamic)
             raise _UnsupportedError(f"with {how} inputs by the strategy {strategy}")
-
-
-def _matches(entry: str, linear: str) -> bool:
-    """Whether an entry of compressed-tensors' ``targets`` or ``ignore`` means a linear layer."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), linear) is not None
-    return entry in ("Linear", linear)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,6 +1,7 @@
 """Linear layers whose weights stay in eight bits in memory: FP8 or int8, of a checkpoint or quantised while loading."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.models.packed_linear import is_conv1d
+from pagewise_executor.models.packed_linear import Int8Linear, is_conv1d
 from pagewise_executor.models.quantised_weight import (
     FP8,
     Inputs,
@@ -209,8 +210,6 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
     weight, inputs, dtype = module.quantised, module.inputs, module.weight.dtype
     if kernels == "cpu" and _fits_cpu(module):
-        from pagewise_executor.models.packed_linear import Int8Linear
-
         scales = weight.with_block((1, weight.block[1])).scales[:, 0]
         return Int8Linear(module.values, module.bias, scales)
     if kernels != "triton":
@@ -224,7 +223,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
         return module
     scaled_mm = all((
         capability(device) >= 90, inputs.quantised, weight.values.dtype == FP8, dtype == torch.bfloat16,
-        module.scales.shape[1] == 1, inputs.group is None, not any(size % 16 for size in weight.values.shape),
+        module.scales.shape[1] == 1, inputs.group is None, math.gcd(16, *weight.values.shape) == 16,
     ))  # fmt: skip
     kind: type[TritonQuantisedLinear] | type[ScaledMMLinear] = ScaledMMLinear if scaled_mm else TritonQuantisedLinear
     fast = kind(weight, inputs, dtype, module.bias, module.static_scale if inputs.static else None)
@@ -257,27 +256,18 @@ def report(model: nn.Module, asked: bool) -> bool:
 
     ``asked``: an option asks for weights in eight bits, so it is worth a warning if most of them are not.
     """
-    ways = Counter[str]()
-    plain = False
-    size = kept = 0
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear):
-            ways[_WAYS[type(module)]] += 1
-            plain |= type(module) is QuantisedLinear
-            size += module.values.numel()
-        elif type(module).__name__ == "Int8Linear":
-            ways["the CPU operations"] += 1
-            size += module.packed.outs * module.packed.ins  # type: ignore[union-attr, operator, assignment]
-        kept += sum(weight.numel() for weight in module.parameters(recurse=False))
-    if not ways and not asked:
+    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear)]
+    if not linears and not asked:
         return False
+    ways = Counter(_WAYS[type(linear)] for linear in linears)
+    size, kept = sum(linear.weight.numel() for linear in linears), sum(map(torch.numel, model.parameters()))
     done = ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()) or "no layers"
     log.log(
         logging.WARNING if asked and size < kept else logging.INFO,
         "%.1fM weights are in eight bits (%s), %.1fM are not%s", size / 1e6, done, kept / 1e6,
         "; their inputs stay as they are, because this GPU has no FP8" if has_exact_inputs(model) else "",
     )  # fmt: skip
-    if plain:
+    if plain := _WAYS[QuantisedLinear] in ways:
         log.warning(
             "PyTorch computes linear layers with weights in eight bits here, which is slower than with the weights in "
             "float32: FP8 needs a GPU; on the CPU, --quantization int8 and int8 checkpoints in float32 are fast"
@@ -289,4 +279,5 @@ _WAYS = {
     QuantisedLinear: "PyTorch",
     TritonQuantisedLinear: "Triton",
     ScaledMMLinear: "scaled_mm of PyTorch",
+    Int8Linear: "the CPU operations",
 }

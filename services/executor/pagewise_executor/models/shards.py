@@ -28,6 +28,8 @@ _DIVIDED = (
 )
 """Settings that are divided among the ranks; KV heads and the vocabulary need not be divisible."""
 _COLUMNS, _PACKED, _ROWS = "colwise", "packed_colwise", "rowwise"
+_DIMENSIONS = {_COLUMNS: -2, _PACKED: -2, _ROWS: -1}
+"""The dimension of a weight that is cut, by its style. The only one of a bias is that of the columns."""
 _SUMMED = (_ROWS, "moe_tp_experts")
 """Styles of modules whose outputs are summed over the ranks."""
 
@@ -66,36 +68,27 @@ def shard_config(name: str, text: Any, size: int) -> None:
     """
     if size == 1:
         return
+    counts = {key: count for key in _DIVIDED if (count := getattr(text, key, None))}
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    for key, count in _counts(text).items():
-        if count % size:
-            raise ModelError(_indivisible(name, text, size, f"{key} is {count}"))
-    if kv_heads % size and size % kv_heads:
-        raise ModelError(_indivisible(name, text, size, f"num_key_value_heads is {kv_heads}"))
+    if flaw := _flaw(counts, kv_heads, size):
+        possible = ", ".join(str(count) for count in range(1, MAX_RANKS + 1) if not _flaw(counts, kv_heads, count))
+        raise ModelError(f"--tensor-parallel {size}: of {name}, {flaw}; numbers of ranks that work: {possible}")
     if getattr(text, "head_dim", None) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    for key, count in _counts(text).items():
+    for key, count in counts.items():
         setattr(text, key, count // size)
-    if getattr(text, "num_key_value_heads", None) is not None:
-        text.num_key_value_heads = max(1, kv_heads // size)
+    text.num_key_value_heads = max(1, kv_heads // size)
     text.vocab_size = -(-text.vocab_size // size)
     if getattr(text, "pad_token_id", None) is not None:
         text.pad_token_id = None  # it need not be among the tokens of this rank, and is for training only
 
 
-def _counts(text: Any) -> dict[str, int]:
-    found = {key: getattr(text, key, None) for key in _DIVIDED}
-    return {key: count for key, count in found.items() if isinstance(count, int) and count > 0}
-
-
-def _indivisible(name: str, text: Any, size: int, what: str) -> str:
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    possible = [
-        str(count)
-        for count in range(1, MAX_RANKS + 1)
-        if not any(each % count for each in _counts(text).values()) and not (kv_heads % count and count % kv_heads)
-    ]
-    return f"--tensor-parallel {size}: of {name}, {what}; numbers of ranks that work: {', '.join(possible)}"
+def _flaw(counts: Mapping[str, int], kv_heads: int, size: int) -> str:
+    """Return which setting is not divisible by ``size``; empty if there is none."""
+    for key, count in counts.items():
+        if count % size:
+            return f"{key} is {count}"
+    return f"num_key_value_heads is {kv_heads}" if kv_heads % size and size % kv_heads else ""
 
 
 class VocabularyNames(NamedTuple):
@@ -131,26 +124,16 @@ class Shards:
         """
         whole = list(source.get_shape())
         joined = len(whole) < len(shape)
-        if not joined:
-            self.note(name, whole)
-        style = self.style(name) or self.style(name.rpartition(".")[0])
-        part: torch.Tensor
-        if name.rpartition(".")[0] in (self.vocabulary.embedding, self.vocabulary.head):
+        self.note(name, whole)
+        module = name.rpartition(".")[0]
+        style = self.style(name) or self.style(module)
+        if module in self.vocabulary:
             part = self._vocabulary(source, whole, shape[0])  # whatever the plan says: its size need not be divisible
-        elif style == _ROWS and name.endswith(".bias") and whole == shape:
-            part = source[...]
-            part = part if self.ranks.first else torch.zeros_like(part)  # it is summed, and must count once
-        elif style == _PACKED and not joined:
-            half = whole[-2] // 2
-            width = shape[-2] // 2
-            begin = self.ranks.rank * width
-            before = (slice(None),) * (len(whole) - 2)
-            halves = [source[(*before, slice(start, start + width))] for start in (begin, half + begin)]
-            part = torch.cat(halves, dim=-2)
-        elif style in (_COLUMNS, _PACKED, _ROWS):
-            dim = len(whole) - 1 if style == _ROWS else max(0, len(whole) - 2)
-            width = whole[dim] // self.ranks.size if joined else shape[dim]
-            part = source[(slice(None),) * dim + (slice(*self.span(whole[dim], width)),)]
+        elif style == _ROWS and len(whole) == 1:
+            part = source[...]  # a bias, which is summed, and must count once
+            part = part if self.ranks.first else torch.zeros_like(part)
+        elif style in _DIMENSIONS:
+            part = self._cut(source, style, None if joined else shape)
         else:
             part = source[...]
         if not joined and list(part.shape) != shape:
@@ -195,6 +178,17 @@ class Shards:
         parts = max(1, whole // width)
         begin = (self.ranks.rank * parts // size if parts < size else self.ranks.rank) * width
         return begin, begin + width
+
+    def _cut(self, source: Slice, style: str, shape: list[int] | None) -> torch.Tensor:
+        """Read this rank's part of a dimension. ``shape``: of the part; None: ``source`` is one of several weights."""
+        whole = source.get_shape()
+        dim = max(0, len(whole) + _DIMENSIONS[style])
+        halves = 2 if style == _PACKED and shape is not None else 1
+        size = whole[dim] // halves
+        begin, end = self.span(size, size // self.ranks.size if shape is None else shape[dim] // halves)
+        before = (slice(None),) * dim
+        cut = [source[(*before, slice(half * size + begin, half * size + end))] for half in range(halves)]
+        return cut[0] if halves == 1 else torch.cat(cut, dim=dim)
 
     def _vocabulary(self, source: Slice, whole: list[int], rows: int) -> torch.Tensor:
         """Read this rank's tokens; behind the last one of the vocabulary come zeros."""

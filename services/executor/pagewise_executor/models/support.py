@@ -1,7 +1,9 @@
 """Which models are served, and what to say of those that are not."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pagewise_shared.config.adapter_options import SERVE_ADAPTER
 from pagewise_shared.errors import ModelError
@@ -18,28 +20,46 @@ _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "Reward
 """Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
 
 
+def _other_head(config: Any, text: Any) -> str:
+    classes = [str(name) for name in getattr(config, "architectures", None) or ()]
+    return classes[0] if classes and all(name.endswith(_OTHER_HEADS) for name in classes) else ""
+
+
+def _other_layers(config: Any, text: Any) -> str:
+    return ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}))
+
+
+def _alibi(config: Any, text: Any) -> bool:
+    return getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
+
+
+_REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
+    (
+        lambda config, text: getattr(config, "is_encoder_decoder", False),
+        "is an encoder-decoder model: only decoder-only models are served",
+    ),
+    (_other_head, "is a {}, whose head does not predict tokens"),
+    (_other_layers, "has layers of a kind that keeps no paged KV: {}"),
+    (_alibi, "uses ALiBi, which paged attention does not support"),
+)
+"""What is refused, from the configuration of a model and that of its language model, and how the refusal says it."""
+
+
 def check_supported(model: str, config: object, text: object) -> None:
     """Look whether a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
 
     Raises:
         ModelError: it is not; the text says which are.
     """
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{model} is an encoder-decoder model: only decoder-only models are served: {SERVED}")
-    classes = [str(name) for name in getattr(config, "architectures", None) or ()]
-    if classes and all(name.endswith(_OTHER_HEADS) for name in classes):
-        raise ModelError(f"{model} is a {classes[0]}, whose head does not predict tokens; {SERVED}")
+    for refuses, why in _REFUSED:
+        if found := refuses(config, text):
+            raise ModelError(f"{model} {why.format(found)}; {SERVED}")
     for name in _COUNTS:
         value = getattr(text, name, None)
         if value is None and name == "max_position_embeddings":
             continue  # some families have no limit
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ModelError(f"{model}: config.json is unusable: {name} is {value!r}, and not a positive number")
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelError(f"{model} has layers of a kind that keeps no paged KV: {', '.join(sorted(kinds))}; {SERVED}")
-    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
-        raise ModelError(f"{model} uses ALiBi, which paged attention does not support; {SERVED}")
 
 
 def check_known(model: str, path: Path) -> None:

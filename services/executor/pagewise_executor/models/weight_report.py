@@ -7,7 +7,7 @@ share the KV that they compute with them, because the files that their fingerpri
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -117,29 +117,37 @@ def check_experts(model: str, headers: Headers) -> None:
     check_differences(model, headers, Differences(missing=wanted - there))
 
 
-def check_values(model: str, weights: Iterable[tuple[str, torch.Tensor]], headers: Headers) -> None:
+def check_values(model: str, weights: Mapping[str, torch.Tensor], headers: Headers) -> None:
     """Refuse a model with a weight that is not finite; say in the log which matrices are zero throughout.
 
-    ``weights``: with their names, on one device, in any floating point type.
+    ``weights``: by their names, on one device.
 
     Raises:
         ModelError: a weight is not finite; the text names it.
     """
-    checked = {name: weight for name, weight in weights if weight.numel() and not weight.is_meta}
-    if not checked:
-        return
-    # One wait for the device, for all weights.
-    ranges = dict(zip(checked, torch.stack([_range(weight) for weight in checked.values()]).tolist(), strict=True))
-    if infinite := [name for name, span in ranges.items() if not all(map(math.isfinite, span))]:
-        name = infinite[0]
-        raise ModelError(
-            f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite in "
-            f"{str(checked[name].dtype).removeprefix('torch.')}; download it again, or take --dtype bfloat16 if the "
-            "file has a type of greater range"
-        )
-    matrices = {name for name, weight in checked.items() if weight.ndim > 1 and min(weight.shape) > 1}
+    ranges = _ranges(weights)
+    for name, span in ranges.items():
+        if not all(map(math.isfinite, span)):
+            kind = str(weights[name].dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{model} cannot be served: its weight {name}{_within(headers, name)} has values that are not finite "
+                f"in {kind}; download it again, or take --dtype bfloat16 if the file has a type of greater range"
+            )
+    matrices = {name for name in ranges if weights[name].ndim > 1 and min(weights[name].shape) > 1}
     if zero := [name for name, span in ranges.items() if span == [0.0, 0.0] and name in matrices]:
         log.warning("%s: %s zero throughout: %s", model, _count(zero) + (" is", " are")[len(zero) > 1], _first(zero))
+
+
+def _ranges(weights: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return the least and the greatest value [2] of each weight with values in floats; this waits once for them."""
+    floats = {
+        name: weight
+        for name, weight in weights.items()
+        if weight.numel() and weight.is_floating_point() and not weight.is_meta
+    }
+    if not floats:
+        return {}
+    return dict(zip(floats, torch.stack([_range(weight) for weight in floats.values()]).tolist(), strict=True))
 
 
 def _range(weight: torch.Tensor) -> torch.Tensor:
@@ -178,7 +186,9 @@ def _lost(headers: Headers) -> str:
     folder = next(iter(headers)).parent
     there = {name for header in headers.values() for name in header}
     try:
-        lost = {name: file for name, file in read_index(folder).items() if name not in there and folder / file in headers}
+        lost = {
+            name: file for name, file in read_index(folder).items() if name not in there and folder / file in headers
+        }
     except ModelError:  # there is none, or a stale one, which is not read
         return ""
     if not lost:
