@@ -35,6 +35,9 @@ class ConstraintTable:
         return [last for beginning, last in words if history.endswith(beginning)]
 
 
+NO_CONSTRAINTS = ConstraintTable(None, np.zeros(0, np.int64), np.zeros(0, np.float32), {})
+
+
 class ConstraintTables:
     """The tables of the constraints that rows have; those that no row has any more are dropped."""
 
@@ -46,8 +49,10 @@ class ConstraintTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def of(self, constraints: TokenConstraints) -> ConstraintTable:
-        """Return the table of these constraints, the same one for equal constraints as long as somebody holds it."""
+    def of(self, constraints: TokenConstraints | None) -> ConstraintTable:
+        """Return the table of these constraints, the same one for equal constraints as long as a row holds it."""
+        if constraints is None:
+            return NO_CONSTRAINTS
         if (table := self._tables.get(constraints)) is None:
             table = self._tables[constraints] = self._table(constraints)
         return table

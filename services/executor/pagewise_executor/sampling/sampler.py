@@ -4,18 +4,18 @@ On a GPU nothing here waits for the device, unless a row has a grammar or bad wo
 the tokens that were sampled last. All rows of a step share a few uploaded arrays, because ``Uploads`` has few buffers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pagewise_shared.protocol import RowFailure
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.sampling.constraint_tables import ConstraintTable, ConstraintTables
+from pagewise_executor.sampling.constraint_tables import NO_CONSTRAINTS, ConstraintTable, ConstraintTables
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors, gather_logprobs
 from pagewise_executor.sampling.penalties import Penalties
 from pagewise_executor.sampling.token_sampler import TokenSampler
@@ -24,8 +24,6 @@ from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
 _TOKEN_BYTES = 4
-
-
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 
 
@@ -37,7 +35,7 @@ class SamplingState:
         penalised: whether any penalty is in effect.
         num_held_back: for how many more tokens the sequence must not end; held_back: int64 [n], the tokens that would
             end it, empty if that number was 0 from the beginning.
-        table: of its token constraints, if it has any.
+        table: of its token constraints.
         history: all its tokens (int32 bytes); kept only if it has bad words of several tokens.
     """
 
@@ -45,8 +43,8 @@ class SamplingState:
     penalised: bool
     num_held_back: int
     held_back: Int64s
-    table: ConstraintTable | None
-    history: bytearray | None
+    table: ConstraintTable
+    history: bytearray
 
     @property
     def needs_processing(self) -> bool:
@@ -56,11 +54,11 @@ class SamplingState:
     @property
     def forbids(self) -> bool:
         """Whether something other than its grammar may forbid tokens."""
-        return self.table is not None or self.num_held_back > 0
+        return self.table is not NO_CONSTRAINTS or self.num_held_back > 0
 
 
 def sampling_state(
-    tokens: Int32s, num_prompt_tokens: int, params: SamplingParams, table: ConstraintTable | None
+    tokens: Int32s, num_prompt_tokens: int, params: SamplingParams, table: ConstraintTable
 ) -> SamplingState:
     """Return the state of a sequence with these known tokens, before the next one is sampled."""
     num_held_back = max(0, params.min_tokens - (len(tokens) - num_prompt_tokens)) if params.stop_token_ids else 0
@@ -70,8 +68,97 @@ def sampling_state(
         num_held_back=num_held_back,
         held_back=np.array(params.stop_token_ids, np.int64) if num_held_back else _NO_TOKENS,
         table=table,
-        history=bytearray(tokens.tobytes()) if table is not None and table.bad_words else None,
+        history=bytearray(tokens.tobytes() if table.bad_words else b""),
     )
+
+
+class Selected(NamedTuple):
+    """Some rows of a step: their ``indices`` in the list of rows, which are int64 [k] ``on_device``. ``all``: whether
+    they are all rows, so that nothing is copied."""
+
+    indices: list[int]
+    on_device: torch.Tensor
+    all: bool
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the entries of these rows [k, ...] of values [n, ...]."""
+        return values if self.all else values.index_select(0, self.on_device)
+
+    def put(self, values: torch.Tensor, part: torch.Tensor) -> None:
+        """Replace the entries of these rows by ``part``, which ``of`` has returned and which was changed in place."""
+        if not self.all:
+            values.index_copy_(0, self.on_device, part)
+
+
+@dataclass(slots=True, frozen=True)
+class RowConstraints:
+    """What the token constraints of the rows of a step say, for all rows at once. Some indices are into logits [n,
+    vocab] as one flat array.
+
+    Fields:
+        biased, biases: flat indices of logits, and what is added to them.
+        limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: no row
+            has any.
+        held_back: flat indices of the tokens that would end a sequence too early.
+        followed: index and state of each row with bad words of several tokens.
+    """
+
+    biased: torch.Tensor
+    biases: torch.Tensor
+    limited: Selected
+    masks: torch.Tensor | None
+    held_back: torch.Tensor
+    followed: list[tuple[int, SamplingState]]
+
+    def apply(self, logits: torch.Tensor, upload: Uploads) -> None:
+        """Apply bias and masks, in place, to contiguous logits [n, vocab]."""
+        flat = logits.view(-1)
+        if len(self.biased):
+            flat.index_add_(0, self.biased, self.biases)
+        if self.masks is not None:
+            self.limited.put(logits, self.limited.of(logits).masked_fill_(self.masks, _NEGATIVE))
+        if len(self.held_back):
+            flat.index_fill_(0, self.held_back, _NEGATIVE)
+        completing = [
+            number * logits.shape[1] + token
+            for number, state in self.followed
+            for token in state.table.completing(state.history)
+        ]
+        if completing:
+            flat.index_fill_(0, upload(np.array(completing, np.int64)), _NEGATIVE)
+
+
+def row_constraints(found: Sequence[SamplingState], vocab_size: int, upload: Uploads) -> RowConstraints:
+    """Put together the token constraints of rows with these states."""
+    limited = _where(found, lambda one: one.table.forbidden is not None)
+    biased = _where(found, lambda one: len(one.table.biased))
+    holding, followed = _where(found, lambda one: one.num_held_back), _where(found, lambda one: one.table.bad_words)
+    masks = [found[index].table.forbidden for index in limited]
+    # Rows of one request share a mask, so there are seldom many different ones.
+    number_of = {mask: number for number, mask in enumerate(dict.fromkeys(masks))}
+
+    def flat(indices: list[int], tokens_of: Callable[[SamplingState], Int64s]) -> Int64s:
+        return np.concatenate([_NO_TOKENS, *(tokens_of(found[index]) + index * vocab_size for index in indices)])
+
+    at_limited, at_masks, held_back, at_biased, biases = upload.together(
+        np.array(limited, np.int64),
+        np.array([number_of[mask] for mask in masks], np.int64),
+        flat(holding, lambda one: one.held_back),
+        flat(biased, lambda one: one.table.biased),
+        np.concatenate([NO_CONSTRAINTS.biases, *(found[index].table.biases for index in biased)]),
+    )
+    return RowConstraints(
+        biased=at_biased,
+        biases=biases,
+        limited=Selected(limited, at_limited, len(limited) == len(found)),
+        masks=torch.stack(list(number_of)).index_select(0, at_masks) if masks else None,  # type: ignore[arg-type]
+        held_back=held_back,
+        followed=[(index, found[index]) for index in followed],
+    )
+
+
+def _where(found: Sequence[SamplingState], test: Callable[[SamplingState], object]) -> list[int]:
+    return [index for index, state in enumerate(found) if test(state)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,106 +166,55 @@ class SampledRows:
     """What sampling needs of the ``rows`` of a step, in order, kept while the same sequences are sampled: there may be
     many rows with long lists of tokens, and going through them in Python takes several milliseconds.
 
-    Indices are into the list of rows, or into logits [n, vocab] as one flat array.
-
     Fields:
         needs_processing: whether any logits processor changes any logits.
-        penalised: indices of rows with penalties, also on the device as ``at_penalised``.
-        reporting: indices of rows that report log-probabilities, also on the device as ``at_reporting``; counts: how
-            many alternatives each of them reports.
-        biased, biases: flat indices of logits, and what is added to them; None: nothing is.
-        limited: indices int64 [k] of rows with tokens that may never be sampled; None: they are all rows. masks: bool
-            [k, vocab] of these tokens; None: no row has any.
-        held_back: flat indices of the tokens that would end a sequence too early; None: there are none.
-        holding: the rows that have some.
-        followed: index, constraints and history of each row with bad words of several tokens.
-        structured: indices of rows with grammars, also on the device as ``at_structured``; None there: they are all
-            rows. restricted: whether something else forbids tokens in one of them.
+        penalised: the rows with penalties. holding: the rows with tokens that are held back.
+        reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
+        structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
         searched: indices, among those that report log-probabilities, of hypotheses of beam searches with grammars.
     """
 
     rows: list[int]
     needs_processing: bool
-    penalised: list[int]
-    at_penalised: torch.Tensor
-    reporting: list[int]
-    at_reporting: torch.Tensor
+    penalised: Selected
+    reporting: Selected
     counts: list[int | None]
-    biased: torch.Tensor | None
-    biases: torch.Tensor | None
-    limited: torch.Tensor | None
-    masks: torch.Tensor | None
-    held_back: torch.Tensor | None
-    holding: list[int]
-    followed: list[tuple[int, ConstraintTable, bytearray]]
-    structured: list[int]
-    at_structured: torch.Tensor | None
+    structured: Selected
     restricted: bool
     searched: list[int]
+    holding: list[int]
+    constraints: RowConstraints
+
+    def numbers(self, selected: Selected) -> list[int]:
+        """Return the numbers of some of the rows."""
+        return [self.rows[index] for index in selected.indices]
 
 
 def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_size: int, upload: Uploads) -> SampledRows:
     """Put together what the sampler needs of these rows."""
-    of_rows = list(enumerate(states[row] for row in rows))
-    penalised = [i for i, state in of_rows if state.penalised]
-    reporting = [i for i, state in of_rows if state.params.logprobs is not None]
-    holding = [i for i, state in of_rows if state.num_held_back]
-    with_table = [(i, state.table) for i, state in of_rows if state.table is not None]
-    biased = [(i, table) for i, table in with_table if len(table.biased)]
-    structured = [i for i, state in of_rows if state.params.grammar]
-    masked = [(i, table.forbidden) for i, table in with_table if table.forbidden is not None]
-    limited = [i for i, _ in masked]
-    # Rows of one request share a mask, so there are seldom many different ones.
-    number_of = {mask: number for number, mask in enumerate(dict.fromkeys(mask for _, mask in masked))}
-    lists = [
-        np.array(penalised, np.int64),
-        np.array(reporting, np.int64),
-        np.array(limited, np.int64),
-        np.array([number_of[mask] for _, mask in masked], np.int64),
-        _flat(holding, [states[rows[i]].held_back for i in holding], vocab_size),
-        _flat([i for i, _ in biased], [table.biased for _, table in biased], vocab_size),
-        np.array(structured, np.int64),
-    ]
-    at_penalised, at_reporting, at_limited, at_masks, held_back, at_biased, at_structured = torch.split(
-        upload(np.concatenate(lists)), [len(one) for one in lists]
+    found = [states[row] for row in rows]
+    lists = (
+        _where(found, lambda one: one.penalised),
+        _where(found, lambda one: one.params.logprobs is not None),
+        _where(found, lambda one: one.params.grammar),
     )
-    masks = torch.stack(list(number_of)).index_select(0, at_masks) if masked else None
+    uploaded = upload.together(*(np.array(indices, np.int64) for indices in lists))
+    penalised, reporting, structured = (
+        Selected(indices, there, len(indices) == len(rows)) for indices, there in zip(lists, uploaded, strict=True)
+    )
+    reported = [found[index].params for index in reporting.indices]
     return SampledRows(
         rows=rows,
-        needs_processing=any(state.needs_processing for _, state in of_rows),
+        needs_processing=any(state.needs_processing for state in found),
         penalised=penalised,
-        at_penalised=at_penalised,
         reporting=reporting,
-        at_reporting=at_reporting,
-        counts=[states[rows[i]].params.logprobs for i in reporting],
-        biased=at_biased if biased else None,
-        biases=upload(np.concatenate([table.biases for _, table in biased])) if biased else None,
-        limited=at_limited if len(limited) < len(rows) else None,
-        masks=masks,
-        held_back=held_back if holding else None,
-        holding=[rows[i] for i in holding],
-        followed=[
-            (i, state.table, state.history)
-            for i, state in of_rows
-            if state.table is not None and state.history is not None
-        ],
+        counts=[params.logprobs for params in reported],
         structured=structured,
-        at_structured=at_structured if len(structured) < len(rows) else None,
-        restricted=any(states[rows[i]].forbids for i in structured),
-        searched=[
-            number
-            for number, i in enumerate(reporting)
-            if states[rows[i]].params.beam and states[rows[i]].params.grammar
-        ],
+        restricted=any(found[index].forbids for index in structured.indices),
+        searched=[number for number, params in enumerate(reported) if params.beam and params.grammar],
+        holding=[row for row, state in zip(rows, found, strict=True) if state.num_held_back],
+        constraints=row_constraints(found, vocab_size, upload),
     )
-
-
-def _flat(indices: list[int], tokens: list[npt.NDArray[np.int64]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return the indices in logits [n, vocab], as one flat array, of the tokens of each of the rows at ``indices``."""
-    if not indices:
-        return _NO_TOKENS
-    first = np.array(indices, np.int64) * vocab_size
-    return np.concatenate(tokens) + np.repeat(first, [len(one) for one in tokens])
 
 
 class Sampler:
@@ -205,7 +241,7 @@ class Sampler:
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Take over a sequence that joins in ``row``; ``tokens`` are all its known tokens."""
-        table = self._tables.of(params.constraints) if params.constraints is not None else None
+        table = self._tables.of(params.constraints)
         state = self._states[row] = sampling_state(tokens, num_prompt_tokens, params, table)
         if state.penalised:
             self._penalties.join(row, tokens, num_prompt_tokens, params)
@@ -236,7 +272,7 @@ class Sampler:
             InvalidPlanError: it has penalties, a grammar, bad words of several tokens, or ends that are held back.
         """
         state = self._states[row]
-        if state.penalised or state.params.grammar or state.num_held_back or state.history is not None:
+        if state.penalised or state.params.grammar or state.num_held_back or state.table.bad_words:
             raise InvalidPlanError(f"row {row} has a draft, but what it samples depends on the tokens before")
 
     def are_simple(self, rows: list[int]) -> bool:
@@ -259,27 +295,20 @@ class Sampler:
             self._sampled = sampled_rows(rows, self._states, logits.shape[1], self._upload)
         sampled = self._sampled
         raw = processed = logits.float()
-        penalised = [rows[i] for i in sampled.penalised]
         if sampled.needs_processing:
-            processed = raw.clone(memory_format=torch.contiguous_format)
-            if penalised:
-                self._penalties.apply(processed, penalised, sampled.penalised)
-            self._process(processed, sampled)
-            if sampled.structured:
-                self._keep_to_grammars(processed, raw, sampled)
+            processed = self._process(raw, sampled)
         tokens = self._token_sampler.sample(processed, rows, positions, on_device)
-        if penalised:
-            self._penalties.count(penalised, tokens.index_select(0, sampled.at_penalised))
         self._update(sampled, tokens)
-        if not sampled.reporting:
+        reporting = sampled.reporting
+        if not reporting.indices:
             return tokens, None
-        own, chosen = raw.index_select(0, sampled.at_reporting), tokens.index_select(0, sampled.at_reporting)
-        ranked = own
+        ranked = own = reporting.of(raw)
         if sampled.searched:
             ranked = own.clone()
             for number in sampled.searched:  # few: a search is as wide as its beams
-                ranked[number] = processed[sampled.reporting[number]]
-        return tokens, gather_logprobs(own, chosen, sampled.reporting, sampled.counts, self._compute_logprobs, ranked)
+                ranked[number] = processed[reporting.indices[number]]
+        counts, compute = sampled.counts, self._compute_logprobs
+        return tokens, gather_logprobs(own, reporting.of(tokens), reporting.indices, counts, compute, ranked)
 
     def take_failures(self) -> list[RowFailure]:
         """Return the rows that cannot go on since the last call, by the indices of their tokens."""
@@ -291,53 +320,41 @@ class Sampler:
         (self._simple.add if simple else self._simple.discard)(row)
         (self._plain.add if simple and state.params.temperature == 0 else self._plain.discard)(row)
 
-    def _process(self, logits: torch.Tensor, sampled: SampledRows) -> None:
-        """Apply bias and masks, in place, to contiguous logits [n, vocab]."""
-        flat = logits.view(-1)
-        if sampled.biased is not None and sampled.biases is not None:
-            flat.index_add_(0, sampled.biased, sampled.biases)
-        if sampled.masks is not None and sampled.limited is None:
-            logits.masked_fill_(sampled.masks, _NEGATIVE)
-        elif sampled.masks is not None and sampled.limited is not None:
-            masked = logits.index_select(0, sampled.limited).masked_fill_(sampled.masks, _NEGATIVE)
-            logits.index_copy_(0, sampled.limited, masked)
-        if sampled.held_back is not None:
-            flat.index_fill_(0, sampled.held_back, _NEGATIVE)
-        completing = [
-            number * logits.shape[1] + token
-            for number, table, history in sampled.followed
-            for token in table.completing(history)
-        ]
-        if completing:
-            flat.index_fill_(0, self._upload(np.array(completing, np.int64)), _NEGATIVE)
+    def _process(self, raw: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
+        """Return a copy of logits [n, vocab] to which the logits processors of all rows have been applied."""
+        logits = raw.clone(memory_format=torch.contiguous_format)
+        if sampled.penalised.indices:
+            self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)
+        sampled.constraints.apply(logits, self._upload)
+        if sampled.structured.indices:
+            self._keep_to_grammars(logits, raw, sampled)
+        return logits
 
     def _keep_to_grammars(self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows) -> None:
         """Forbid what the grammars of rows do not allow, in place, in logits [n, vocab]; ``raw`` are those before any
         processing. If that leaves a row no token, its grammar alone decides."""
-        at, rows = sampled.at_structured, [sampled.rows[i] for i in sampled.structured]
-        forbidden = self._structured.forbidden(rows, sampled.structured)
-        own = logits if at is None else logits.index_select(0, at)
-        own.masked_fill_(forbidden, _NEGATIVE)
+        structured = sampled.structured
+        forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices)
+        own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)
         if sampled.restricted:
             nothing = own.amax(dim=-1, keepdim=True) == _NEGATIVE
-            alone = (raw if at is None else raw.index_select(0, at)).masked_fill(forbidden, _NEGATIVE)
-            own.copy_(torch.where(nothing, alone, own))
-        if at is not None:
-            logits.index_copy_(0, at, own)
+            own.copy_(torch.where(nothing, structured.of(raw).masked_fill(forbidden, _NEGATIVE), own))
+        structured.put(logits, own)
 
     def _update(self, sampled: SampledRows, tokens: torch.Tensor) -> None:
         """Note that ``tokens`` were sampled for these rows."""
-        if sampled.structured:
-            at = sampled.at_structured
-            drawn = tokens if at is None else tokens.index_select(0, at)
-            self._structured.drawn([sampled.rows[i] for i in sampled.structured], drawn)
+        penalised, structured = sampled.penalised, sampled.structured
+        if penalised.indices:
+            self._penalties.count(sampled.numbers(penalised), penalised.of(tokens))
+        if structured.indices:
+            self._structured.drawn(sampled.numbers(structured), structured.of(tokens))
         for row in sampled.holding:
             state = self._states[row]
             state.num_held_back -= 1
             if not state.num_held_back:  # it may end from now on
                 self._sampled = None
                 self._classify(row, state)
-        if sampled.followed:
+        if followed := sampled.constraints.followed:
             on_host = tokens.tolist()
-            for number, _, history in sampled.followed:
-                history += on_host[number].to_bytes(_TOKEN_BYTES, "little")
+            for number, state in followed:
+                state.history += on_host[number].to_bytes(_TOKEN_BYTES, "little")
