@@ -167,29 +167,21 @@ class InputBatch:
             InvalidPlanError: the plan contradicts what the batch holds, or names blocks or tokens that do not exist.
         """
         for row in plan.left:
-            if row not in self.sequences:
-                raise InvalidPlanError(f"row {row} leaves but holds no sequence")
             self.remove(row)
         check_constraints(plan.constraints, self.vocab_size)
-        for new in plan.joined:
-            self._join(new, with_constraints(new, plan.constraints))
+        joined = [self._join(new, with_constraints(new, plan.constraints)) for new in plan.joined]
         self._change_tables(_int32s(plan.tables))
         if self._changed:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
-        order = self._order
-        self._check_slots(order)
+        self._check_slots(self._order)
         for row, num_computed in plan.computed:
             self._set_computed(row, num_computed)
-        if len({row for row, _ in plan.chunks}) < len(plan.chunks):
-            raise InvalidPlanError("a row has two chunks in one step")
-        drafts = self._drafts(plan.drafts) if plan.drafts else []
-        verified = [Chunk(one.row, one.start, 1 + len(one.tokens), completes=False, drafted=True) for one in drafts]
-        order = order[~np.isin(order, [draft.row for draft in drafts])] if drafts else order
+        drafts, verified, order = self._drafts(plan.drafts)
         work = StepWork(
             decoding=order,
             changed=self._changed or bool(drafts),
-            chunks=verified + [chunk for row, size in plan.chunks for chunk in self._chunks(row, size)],
-            joined=[new.row for new in plan.joined],
+            chunks=verified + self._chunks(plan),
+            joined=joined,
             left=list(plan.left),
             copies=checked_copies(plan, self._num_blocks_of),
             changed_tables=self._changed_tables,
@@ -202,8 +194,13 @@ class InputBatch:
         return work
 
     def remove(self, row: int) -> None:
-        """Remove a sequence; its row is free for another one."""
-        held = self.sequences.pop(row)
+        """Remove a sequence; its row is free for another one.
+
+        Raises:
+            InvalidPlanError: the row holds none.
+        """
+        if (held := self.sequences.pop(row, None)) is None:
+            raise InvalidPlanError(f"row {row} leaves but holds no sequence")
         if row in self._decoding:
             del self._decoding[row]
             self._changed = True
@@ -264,7 +261,8 @@ class InputBatch:
         blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
-    def _join(self, new: NewSequence, sampling: SamplingParams) -> None:
+    def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
+        """Take a sequence into its row, and return the row."""
         if not 0 <= new.row < self._num_rows:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
         if new.row in self.sequences:
@@ -290,8 +288,8 @@ class InputBatch:
         self.limits[new.row] = self._short_rope_len if len(tokens) <= self._short_rope_len else self.max_model_len
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
-        blocks = _int32s(new.blocks)
-        self._extend(new.row, blocks)
+        self._extend(new.row, _int32s(new.blocks))
+        return new.row
 
     def _change_tables(self, triples: Int32s) -> None:
         if len(triples) % 3:
@@ -320,7 +318,12 @@ class InputBatch:
         if len(blocks):
             self._changed_tables.append((row, held, held + len(blocks)))
 
-    def _chunks(self, row: int, size: int) -> list[Chunk]:
+    def _chunks(self, plan: StepPlan) -> list[Chunk]:
+        if len({row for row, _ in plan.chunks}) < len(plan.chunks):
+            raise InvalidPlanError("a row has two chunks in one step")
+        return [chunk for row, size in plan.chunks for chunk in self._chunks_of(row, size)]
+
+    def _chunks_of(self, row: int, size: int) -> list[Chunk]:
         """What a row computes when it goes on by ``size`` tokens: one chunk, or several with segments in between."""
         held = self.sequences.get(row)
         if held is None or row in self._decoding:
@@ -337,12 +340,17 @@ class InputBatch:
         parts = [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
         return [Chunk(row, first, last - first, completes=last == whole) for first, last in parts]
 
-    def _drafts(self, drafts: tuple[tuple[int, bytes], ...]) -> list[Draft]:
+    def _drafts(self, drafts: tuple[tuple[int, bytes], ...]) -> tuple[list[Draft], list[Chunk], Int64s]:
+        """Return the drafts of a plan, the chunks that verify them, and the rows that decode without a draft."""
+        if not drafts:
+            return [], [], self._order
         if lost := [row for row, _ in drafts if row not in self._decoding]:
             raise InvalidPlanError(f"row {lost[0]} has a draft but does not decode")
         found = [Draft(row, int(self.num_computed[row]), _int32s(tokens)) for row, tokens in drafts]
         slots = [int(min(self.num_blocks[one.row] * self.block_size, self.limits[one.row])) for one in found]
-        return checked_drafts(found, self.sequences, slots, self.vocab_size)
+        found = checked_drafts(found, self.sequences, slots, self.vocab_size)
+        verified = [Chunk(one.row, one.start, 1 + len(one.tokens), completes=False, drafted=True) for one in found]
+        return found, verified, self._order[~np.isin(self._order, [one.row for one in found])]
 
     def _check_moves(self, plan: StepPlan) -> None:
         """Check the moves of a plan: rows that go on past moved tokens get all of them."""

@@ -4,8 +4,8 @@ They come before anything is indexed with these values, because on a GPU an inde
 only the step.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
 
 import msgspec
 import numpy as np
@@ -20,8 +20,20 @@ from pagewise_executor.block_copies import CopyJob, Pairs
 ANY_TOKEN = 2**31
 """The size of the vocabulary for a runner that does not index with tokens."""
 
-_MOST_ALTERNATIVES = 2**16
 _MOST_TIERS = 128
+_LARGEST, _SMALLEST = sys.float_info.max, sys.float_info.min
+_RANGES = {
+    "temperature": (0.0, _LARGEST),
+    "top_p": (0.0, _LARGEST),
+    "min_p": (0.0, _LARGEST),
+    "top_k": (0, 2**31 - 1),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
+    "repetition_penalty": (_SMALLEST, _LARGEST),
+    "logprobs": (0, 2**16),
+    "prompt_logprobs": (0, 2**16),
+}
+"""The least and the greatest value of sampling parameters."""
 
 
 class InvalidPlanError(PagewiseError):
@@ -51,15 +63,10 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     stop_ids = params.stop_token_ids
     if stop_ids and not (min(stop_ids) >= 0 and max(stop_ids) < vocab_size):
         raise InvalidPlanError(f"stop_token_ids: a token is outside the vocabulary of {vocab_size}")
-    numbers = (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty)
-    if not all(map(isfinite, (*numbers, params.repetition_penalty))):
-        raise InvalidPlanError("a sampling parameter is not a finite number")
-    if min(params.temperature, params.top_p, params.min_p) < 0 or params.repetition_penalty <= 0:
-        raise InvalidPlanError("a sampling parameter is negative that must not be")
-    if not 0 <= params.top_k < 2**31:
-        raise InvalidPlanError(f"top_k is {params.top_k}, out of range")
-    if not all(0 <= (count or 0) <= _MOST_ALTERNATIVES for count in (params.logprobs, params.prompt_logprobs)):
-        raise InvalidPlanError(f"a number of log-probabilities is not from 0 to {_MOST_ALTERNATIVES}")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:  # a NaN is in no range
+            raise InvalidPlanError(f"{name} is {value}, and not a number from {least:g} to {most:g}")
 
 
 def with_constraints(new: NewSequence, constraints: Sequence[TokenConstraints]) -> SamplingParams:
@@ -102,13 +109,8 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
     jobs = []
     for copies in plan.copies:
         pairs, source, target = _pairs(copies), copies.source, copies.target
-        if copies.peer is not None:
-            if target != DEVICE or copies.names or not 0 <= source < _MOST_TIERS:
-                raise InvalidPlanError(f"a peer's tier {source} cannot be copied to tier {target}")
-        elif source not in num_blocks or (target != DEVICE and (target <= source or not num_blocks[source])):
-            raise InvalidPlanError(f"blocks cannot be copied from tier {source} to tier {target}")
-        if target not in num_blocks:
-            raise InvalidPlanError(f"there is no tier {target}")
+        if flaw := _flaw_of_route(copies, num_blocks):
+            raise InvalidPlanError(flaw)
         try:
             names = unpack_names(copies.names)
         except ValueError as error:
@@ -121,6 +123,17 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
         if len(pairs):
             jobs.append(CopyJob(plan.epoch, plan.step, source, target, pairs, copies.peer, names))
     return jobs
+
+
+def _flaw_of_route(copies: BlockCopies, num_blocks: Mapping[int, int]) -> str:
+    """Return why there are no copies between these two tiers; empty if there are."""
+    source, target = copies.source, copies.target
+    if copies.peer is not None:
+        possible = target == DEVICE and not copies.names and 0 <= source < _MOST_TIERS
+        return "" if possible else f"a peer's tier {source} cannot be copied to tier {target}"
+    if source not in num_blocks or (target != DEVICE and (target <= source or not num_blocks[source])):
+        return f"blocks cannot be copied from tier {source} to tier {target}"
+    return "" if target in num_blocks else f"there is no tier {target}"
 
 
 def _pairs(copies: BlockCopies) -> Pairs:
