@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,3 +343,37 @@ def test_a_block_of_the_host_that_is_spoiled_does_not_go_to_the_disk(tmp_path: P
     assert disk.contains(names) == [True, False]
     copier.close()
     memory.close()
+
+
+def test_no_step_reads_what_goes_from_the_host_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"))
+    copier = BlockCopier(DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)))
+    host = HostTier(pool, AnonymousMemory(4, pool.bytes_per_block, cuda=False))
+    disk = DiskTier(tmp_path, "x", pool.bytes_per_block, 2**30)
+    copier.tiers |= {HOST: host, DISK: disk}
+    told: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
+    copier.report_to(told.put)
+    first, second = (np.array([[block, 1]], np.int32) for block in (5, 6))
+    pool.keys[0][5], pool.keys[0][6] = 5.0, 6.0
+    copier.begin(0, 1, [CopyJob(0, 1, DEVICE, HOST, first)])
+    assert isinstance(told.get(timeout=20), Copied)
+    gate, threads, read = threading.Event(), [], host._read
+
+    def slowly(*values: Any) -> bool:
+        assert gate.wait(20)
+        threads.append(threading.current_thread())
+        return read(*values)
+
+    monkeypatch.setattr(host, "_read", slowly)
+    names = prefix("a", 1)
+    lists = [CopyJob(0, 2, HOST, DISK, np.array([[1, 0]], np.int32), names=names), CopyJob(0, 2, DEVICE, HOST, second)]
+    copier.begin(0, 2, lists)  # returns although nothing has been read
+    assert told.empty()
+    gate.set()
+    assert [told.get(timeout=20).bad for _ in lists] == [b"", b""]  # type: ignore[union-attr]
+    assert threading.current_thread() not in threads
+    assert len(threads) == 1
+    copier.begin(0, 3, [CopyJob(0, 3, DISK, DEVICE, np.array([[0, 9]], np.int32), names=names)])
+    assert told.get(timeout=20).bad == b""  # type: ignore[union-attr]
+    assert pool.keys[0][9].unique().tolist() == [5.0], "as it was before the block was written again"
+    copier.close()

@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from pagewise_shared.block_hash import BlockHash, BlockName
@@ -22,7 +23,7 @@ from pagewise_shared.protocol import DEVICE, Found, LookUp
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_names import chain, num_leading
 from pagewise_executor.tiers.far import FarJob, FarTier
-from pagewise_executor.tiers.tier import Blocks, Rows, Tier
+from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +67,14 @@ class HashedTier(FarTier, ABC):
         """Write blocks that are not there. Return for each whether it is there now."""
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
-        """See ``Tier``. What is stored has been read from its tier when this returns."""
+        """See ``Tier``."""
         copies = self.note(job, upper)
         if job.target == DEVICE:
             self._later("load", lambda: self._do(copies, lambda: self._load(copies)))
             return
-        sources, targets = job.pairs.T
-        rows = np.empty((len(sources), self.bytes_per_block), np.uint8)
-        sound = np.array(upper.read(sources, rows), bool)
-        if not sound.all():  # the others are confirmed as bad
-            targets, rows = targets[sound], rows[sound]
-        self._later("store", lambda: self._do(copies, lambda: self._store(copies, targets, rows)))
+        rows = np.empty((len(job.pairs), self.bytes_per_block), np.uint8)
+        read = upper.begin_read(job.pairs[:, 0], rows)
+        self._later("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
 
     def _later(self, kind: str, work: Callable[[], None]) -> None:
         """Have the thread of this kind of work do it."""
@@ -105,9 +103,11 @@ class HashedTier(FarTier, ABC):
             if not self.bring(job, blocks[part][there], rows[: len(there)][there]):
                 return
 
-    def _store(self, job: FarJob, targets: Blocks, rows: Rows) -> None:
+    def _store(self, job: FarJob, read: "Future[list[bool]]", rows: Rows) -> None:
+        sound = np.array(read.result(), bool)
+        targets = job.copies.pairs[sound, 1]  # the others are confirmed as bad
         names = [job.copies.names[index] for index in targets.tolist()]
-        stored = self.store(names, rows)
+        stored = self.store(names, rows if sound.all() else rows[sound])
         job.missing.difference_update(targets[np.array(stored, bool)].tolist())
 
     def look_up(self, message: LookUp, block_size: int) -> None:

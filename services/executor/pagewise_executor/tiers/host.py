@@ -15,6 +15,8 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +81,7 @@ class HostTier(Tier):
         self._num_stores = 0
         # The number of the store that writes each block of the host, the last of several; 0: none has.
         self._stored_by = np.zeros(memory.num_blocks, np.int64)
-        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Callable[[], None]] = queue.SimpleQueue()
         self._loads = HostLoads(copies)
         threading.Thread(target=self._run, name="store", daemon=True).start()
 
@@ -159,6 +161,19 @@ class HostTier(Tier):
         self._wait_for(self._last_store(blocks))
         return list(map(self._read, blocks.tolist(), rows))
 
+    def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
+        """See ``Tier``. The thread that stores reads, so a later store into one of the blocks comes after it."""
+        done: Future[list[bool]] = Future()
+
+        def read() -> None:
+            try:
+                done.set_result(list(map(self._read, blocks.tolist(), rows)))
+            except Exception as error:  # of any kind: who waits gets it
+                done.set_exception(error)
+
+        self._inbox.put(read)
+        return done
+
     def _read(self, slot: int, row: Rows) -> bool:
         held = self.memory.slot(slot)
         row[:] = held if isinstance(held, np.ndarray) else held.numpy()
@@ -187,17 +202,23 @@ class HostTier(Tier):
         stream = self._copies.stream()
         with torch.inference_mode(), torch.cuda.stream(stream):
             while True:
-                job = self._inbox.get()
-                try:
-                    if job.copies is not None and job.copies.epoch == self._copies.epoch:
-                        self._store(job, job.copies, stream)
-                except Exception as error:
-                    self._copies.failed("store", job, error)
-                    self._elapsed = 0.0
-                finally:
-                    if job.staging is not None:
-                        self._stagings.put(job.staging)
-                    job.done.set_result(None)
+                work = self._inbox.get()
+                if isinstance(work, Job):
+                    self._do(work, stream)
+                else:
+                    work()
+
+    def _do(self, job: Job, stream: "torch.cuda.Stream | None") -> None:
+        try:
+            if job.copies is not None and job.copies.epoch == self._copies.epoch:
+                self._store(job, job.copies, stream)
+        except Exception as error:
+            self._copies.failed("store", job, error)
+            self._elapsed = 0.0
+        finally:
+            if job.staging is not None:
+                self._stagings.put(job.staging)
+            job.done.set_result(None)
 
     def _store(self, job: Job, asked: CopyJob, stream: "torch.cuda.Stream | None") -> None:
         began = time.perf_counter()

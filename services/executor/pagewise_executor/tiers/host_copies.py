@@ -49,6 +49,11 @@ class Job:
     ready: "list[torch.cuda.Event]" = field(default_factory=list)
     done: Done = field(default_factory=Done)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a store that it waits for is not done."""
+        return self.after is not None and not self.after.done()
+
 
 def barrier() -> Job:
     """Return a job that is done when all jobs before it are."""

@@ -65,15 +65,15 @@ class HostLoads:
         if copies.cuda:
             self._stagings.extend(_Staging(copies.pool.staging(self._piece)) for _ in range(_PIECES))
         self._num_waiting = 0  # lists that have not been issued whole
+        self._issued = deque[_Loading]()
         self._link_free = 0.0
         threading.Thread(target=self._run, name="load", daemon=True).start()
 
     def begin(self, job: Job) -> None:
         """Begin a list of loads, or a barrier."""
-        waits = job.after is not None and not job.after.done()
         # What another process left is summed up before it is used, for which a step would wait here.
         inherited = any(map(self._copies.memory.is_inherited, job.pairs[:, 0].tolist()))
-        if self._copies.cuda and job.copies is not None and not self._num_waiting and not waits and not inherited:
+        if self._copies.cuda and job.copies is not None and not self._num_waiting and not job.waits and not inherited:
             with torch.inference_mode(), torch.cuda.stream(self._scatters), self._copies.issuing.copies():
                 loading = self._start(job, job.copies, [True] * len(job.pairs))
                 for _ in range(_PIECES):
@@ -86,42 +86,40 @@ class HostLoads:
 
     def _run(self) -> None:
         """Issue each list before the one before it is waited for, so that the link does not rest between the two."""
-        copies, issued = self._copies, deque[_Loading]()
+        copies = self._copies
         if copies.cuda:
             torch.cuda.set_device(copies.pool.device)  # every thread begins on the first device
         with torch.inference_mode(), torch.cuda.stream(self._scatters):
             while True:
-                if issued and (len(issued) > 1 or self._inbox.empty() or not copies.cuda):
-                    self._finish(issued.popleft())
-                    continue
                 given = self._inbox.get()
                 job = given.job if isinstance(given, _Loading) else given
-                if job.copies is None or (job.after is not None and not job.after.done()):
-                    while issued:
-                        self._finish(issued.popleft())
+                if job.copies is None or job.waits:
+                    self._finish(0)
                 if job.copies is None:
                     job.done.set_result(None)
                 elif job.copies.epoch == copies.epoch:
-                    try:
-                        issued.append(self._issue(given, job.copies))
-                    except Exception as error:
-                        copies.failed("load", job, error)
+                    self._issue(given, job.copies)
                 self._num_waiting -= 1
+                self._finish(1 if copies.cuda and not self._inbox.empty() else 0)
 
-    def _issue(self, given: "Job | _Loading", asked: CopyJob) -> _Loading:
+    def _issue(self, given: "Job | _Loading", asked: CopyJob) -> None:
         """Issue a list, or the rest of it."""
-        if isinstance(given, _Loading):
-            loading = given
-        else:
-            if given.after is not None:
-                given.after.result()
-            sound = [self._copies.is_sound(slot) for slot in given.pairs[:, 0].tolist()]
-            with self._copies.issuing.copies():
-                loading = self._start(given, asked, sound)
-        while loading.issued < len(loading.slots):
-            with self._copies.issuing.copies():
-                self._issue_piece(loading)
-        return loading
+        try:
+            loading = given if isinstance(given, _Loading) else self._start_when_stored(given, asked)
+            while loading.issued < len(loading.slots):
+                with self._copies.issuing.copies():
+                    self._issue_piece(loading)
+            self._issued.append(loading)
+        except Exception as error:
+            self._copies.failed("load", given.job if isinstance(given, _Loading) else given, error)
+
+    def _start_when_stored(self, job: Job, asked: CopyJob) -> _Loading:
+        """Prepare a list, once the store that it waits for is done."""
+        if job.after is not None:
+            job.after.result()
+        sound = [self._copies.is_sound(slot) for slot in job.pairs[:, 0].tolist()]
+        with self._copies.issuing.copies():
+            return self._start(job, asked, sound)
 
     def _start(self, job: Job, asked: CopyJob, sound: list[bool]) -> _Loading:
         """Prepare a list. ``sound``: of each block, whether the host holds what was stored there."""
@@ -162,20 +160,23 @@ class HostLoads:
         for start, stop in self._copies.runs(slots):
             copy_rows(staged[start:stop], self._copies.memory.rows(slots[start], stop - start))
 
-    def _finish(self, issued: _Loading) -> None:
-        """Wait until a list has arrived, and report it. The link has begun with it when it was done with the list
-        before."""
-        copies, pairs = self._copies, issued.job.pairs
-        began = max(issued.began, self._link_free)
-        try:
-            if issued.arrived is not None:
-                issued.arrived.synchronize()
-            copies.hold_back(len(pairs), began)
-            self._link_free = time.perf_counter()
-            bad = self._wrong(pairs) if copies.verify else issued.bad
-            copies.tier.report(issued.asked.confirmed(self._link_free - began, bad))
-        except Exception as error:
-            copies.failed("load", issued.job, error)
+    def _finish(self, keep: int) -> None:
+        """Wait until the lists that have been issued, but for the last ``keep``, have arrived, and report them."""
+        copies = self._copies
+        while len(self._issued) > keep:
+            issued = self._issued.popleft()
+            pairs = issued.job.pairs
+            # The link has begun with a list when it was done with the list before.
+            began = max(issued.began, self._link_free)
+            try:
+                if issued.arrived is not None:
+                    issued.arrived.synchronize()
+                copies.hold_back(len(pairs), began)
+                self._link_free = time.perf_counter()
+                bad = self._wrong(pairs) if copies.verify else issued.bad
+                copies.tier.report(issued.asked.confirmed(self._link_free - began, bad))
+            except Exception as error:
+                copies.failed("load", issued.job, error)
 
     def _wrong(self, pairs: Pairs) -> list[int]:
         """Return the device blocks that do not hold what was stored."""

@@ -1,6 +1,7 @@
 """The interface of a tier in the executor: its KV blocks, and the copies between it and the tiers above it."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Tier:
 
         Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
         returns may overwrite the source blocks, and targets are written after all that was issued before. Source blocks
-        of a tier above have been read when this returns, because the next list may write there.
+        of a tier above are read by its ``begin_read``, because the next list may write there.
         """
         self.report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
 
@@ -70,6 +71,15 @@ class Tier:
         """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it holds what was stored
         in it. Called on any thread, for other executors and for tiers below, while no step writes to the blocks."""
         return [False] * len(blocks)
+
+    def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
+        """Begin to read blocks into ``rows``, after all copies that have begun, and before those that begin later.
+
+        Called where steps are issued. The result is that of ``read``, which a tier that can is to compute elsewhere.
+        """
+        done: Future[list[bool]] = Future()
+        done.set_result(self.read(blocks, rows))
+        return done
 
     def write(self, blocks: Blocks, rows: Rows, after: Any = None) -> None:
         """Write ``rows`` into blocks, after all work that came before ``after``. Called on any thread."""
