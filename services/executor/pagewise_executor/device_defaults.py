@@ -1,11 +1,13 @@
 """Defaults that depend on the device: how large steps are."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig
+from pagewise_shared.cpu_threads import openmp_threads
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,13 @@ class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+def with_threads(config: ExecutorConfig, count: Callable[[], int]) -> ExecutorConfig:
+    """Return the options with a number of CPU threads: that of ``--threads``, of the environment, or ``count``."""
+    if config.threads != "auto":
+        return config
+    return msgspec.structs.replace(config, threads=openmp_threads(os.environ) or count())
 
 
 def with_step_limits(

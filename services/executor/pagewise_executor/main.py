@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig, parse_config
-from pagewise_shared.cpu_threads import CpuTimes, choose_threads, openmp_threads, share_of_cores, wait_variables
+from pagewise_shared.cpu_threads import CpuTimes, choose_threads, share_of_cores, wait_variables
 from pagewise_shared.curve import Keys, leaves_host, load_keys
 from pagewise_shared.errors import ModelError, PagewiseError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.model_files import local_model
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
+from pagewise_executor.device_defaults import with_threads
 from pagewise_executor.pool_check import check_pool
 from pagewise_executor.process_end import End, end_process, end_with_threads
 from pagewise_executor.read_ahead import read_ahead
@@ -137,10 +137,8 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = No
         except TimeoutError as error:
             (lost or end_process)(str(error), 1)
             raise
-    if config.threads == "auto":
-        on_host = nodes.on_host if nodes is not None else config.tensor_parallel
-        threads = openmp_threads(os.environ) or share_of_cores(on_host)
-        config = msgspec.structs.replace(config, threads=threads)
+    on_host = nodes.on_host if nodes is not None else config.tensor_parallel
+    config = with_threads(config, lambda: share_of_cores(on_host))
     leader = Leader(config, lost or end_process, nodes)
     try:
         return build_runner(config, keys, leader=leader)
@@ -185,13 +183,12 @@ def build_runner(
     finally:
         gc.freeze()
         gc.enable()
-    if config.threads == "auto":
-        threads = openmp_threads(os.environ) or choose_threads(began)
-        config = msgspec.structs.replace(config, threads=threads)
-        log.info("using %d CPU threads (set --threads for another number)", config.threads)
+    chosen = with_threads(config, lambda: choose_threads(began))
+    if chosen is not config:
+        log.info("using %d CPU threads (set --threads for another number)", chosen.threads)
+    config, listener = chosen, None
     if leader is not None:
-        seat = leader.seat
-    listener = leader.nodes.listener.detach() if leader is not None and leader.nodes is not None else None
+        seat, listener = leader.seat, leader.listener()
     ranks = _join(config, seat, listener) if seat is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     exchange = partial(make_peers, config, keys, ranks.rank) if config.lend_blocks else None

@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
+
+
 def record_event(device: torch.device) -> "torch.cuda.Event | None":
     """Record a CUDA event; None on the CPU."""
     if device.type != "cuda":
@@ -335,46 +338,62 @@ class ModelRunner:
         """
         began = time.perf_counter()
         start = record_event(self._device)
-        batch, sampler = self._batch, self._sampler
+        batch = self._batch
         with self._issuing.step():
-            work = batch.apply(plan)
-            if self._adapters is not None:
-                self._adapters.check(batch.adapters[work.joined].tolist())
-            self._forward_pass.attention.update_block_tables(work)  # needed in steps that compute nothing, too
-            for row in work.left:
-                sampler.leave(row)
-            for row in work.joined:
-                held = batch.sequences[row]
-                sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-            if self._ranks.first:  # which samples, and knows what that depends on
-                for draft in work.drafts:
-                    sampler.check_draftable(draft.row)
+            work = self._apply(plan)
             self._accepted(plan)
             self._copier.begin(plan.epoch, plan.step, work.copies)
             # After the copies, which report what leaves the device by its block hash.
             self._block_hashes.discard_overwritten(batch, work.changed_tables)
             if work.moves:
                 self._mover.move(work.moves, batch)
-            tokens = torch.zeros(0, dtype=torch.int64)
-            logprobs: LogprobsTensors | None = None
-            prompts: list[tuple[int, LogprobsTensors]] = []
-            if self._graphs is not None and len(work.decoding) and not work.chunks:
-                tokens, logprobs = self._decode(self._graphs, work)
-            elif len(work.decoding) or work.chunks:
-                with self._threads.step(work.num_tokens):
-                    logits, at, prompts = self._forward(work)
-                    if work.sampled_rows:
-                        tokens, logprobs = self._sample(work, logits, at)
+            tokens, logprobs, prompts = self._compute(work)
             rows = [batch.sequences[row] for row in work.sampled_rows]
             kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
             batch.advance(work)
             tokens = to_host(tokens)
             done, seconds = record_event(self._device), time.perf_counter() - began
             events = (start, done) if start is not None and done is not None else None
-            return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, sampler.take_failures(), kept)
+            failures = self._sampler.take_failures()
+            return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, failures, kept)
+
+    def _apply(self, plan: StepPlan) -> StepWork:
+        """Apply the changes of a plan, and return the work of the step. Nothing is copied or computed before this.
+
+        Raises:
+            InvalidPlanError: the plan contradicts what the rows hold.
+        """
+        batch, sampler = self._batch, self._sampler
+        work = batch.apply(plan)
+        if self._adapters is not None:
+            self._adapters.check(batch.adapters[work.joined].tolist())
+        self._forward_pass.attention.update_block_tables(work)  # needed in steps that compute nothing, too
+        for row in work.left:
+            sampler.leave(row)
+        for row in work.joined:
+            held = batch.sequences[row]
+            sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+        if self._ranks.first:  # which samples, and knows what that depends on
+            for draft in work.drafts:
+                sampler.check_draftable(draft.row)
+        return work
 
     def _accepted(self, plan: StepPlan) -> None:
         """Called with every plan once it has been found to be right, before anything is done for it."""
+
+    def _compute(self, work: StepWork) -> _Computed:
+        """Compute and sample a step: its tokens, their log-probabilities, and those of prompts by row."""
+        if self._graphs is not None and len(work.decoding) and not work.chunks:
+            return *self._decode(self._graphs, work), []
+        tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
+        logprobs: LogprobsTensors | None = None
+        prompts: list[tuple[int, LogprobsTensors]] = []
+        if work.num_tokens:
+            with self._threads.step(work.num_tokens):
+                logits, at, prompts = self._forward(work)
+                if work.sampled_rows:
+                    tokens, logprobs = self._sample(work, logits, at)
+        return tokens, logprobs, prompts
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
         """Return what sampling needs on the device: positions, rows as kernels take them, and as PyTorch does."""

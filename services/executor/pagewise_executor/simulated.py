@@ -117,11 +117,7 @@ class SimulatedRunner:
             if job.source != job.target:
                 self._report(job.confirmed(0.0))
         for row in work.joined:
-            held = batch.sequences[row]
-            seed = held.sampling.seed if held.sampling.temperature > 0 else 0
-            if (slot := int(batch.adapters[row])) >= 0:
-                seed ^= zlib.crc32(self._slots[slot])
-            self._hashes[row] = zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
+            self._hashes[row] = self._prompt_hash(row)
         prompt_logprobs = tuple(self._prompt_logprobs(work))
         rows = work.sampled_rows
         tokens = [self._token(*drawn) for drawn in zip(rows, batch.sampled_positions(work).tolist(), strict=True)]
@@ -137,8 +133,7 @@ class SimulatedRunner:
             for index, row in enumerate(rows)
             if (count := batch.sequences[row].sampling.logprobs) is not None
         )
-        computed = len(work.decoding) + sum(chunk.size for chunk in work.chunks)
-        wanted = self._step_seconds + self._token_seconds * computed
+        wanted = self._step_seconds + self._token_seconds * work.num_tokens
         if wanted:
             time.sleep(wanted)
         elapsed = int((time.perf_counter() - began) * 1e6)
@@ -146,6 +141,14 @@ class SimulatedRunner:
             plan.epoch, plan.step, pack_int32s(tokens), logprobs, prompt_logprobs=prompt_logprobs, elapsed_us=elapsed
         )
         return FinishedStep(result)
+
+    def _prompt_hash(self, row: int) -> int:
+        """Return a hash of the prompt, the seed and the adapter of a row."""
+        held = self._batch.sequences[row]
+        seed = held.sampling.seed if held.sampling.temperature > 0 else 0
+        if (slot := int(self._batch.adapters[row])) >= 0:
+            seed ^= zlib.crc32(self._slots[slot])
+        return zlib.crc32(held.tokens[: held.num_prompt_tokens].tobytes(), seed % 2**32)
 
     def _token(self, row: int, position: int) -> int:
         mixed = (self._hashes[row] * 0x9E3779B1 + position * 0x85EBCA77) & 0xFFFFFFFF

@@ -8,7 +8,7 @@ from pagewise_shared.adapters import check_modules, content_hash, open_adapter, 
 from pagewise_shared.protocol import Adapter
 from safetensors.torch import load
 
-from pagewise_executor.adapters.layers import AdaptedLinear, shapes_of
+from pagewise_executor.adapters.layers import AdaptedLinear, Part, shapes_of
 from pagewise_executor.models.shards import Shards
 
 _PREFIX = "base_model.model."
@@ -79,16 +79,25 @@ class HostAdapters:
                     a, b = (tensors[f"{part.module}.lora_{name}.weight"] for name in "AB")
                     if (a.shape, b.shape) != ((factor.rank, factor.ins), (factor.outs, factor.rank)):
                         raise unusable(adapter.name, f"the weights of {part.module} have changed while they were read")
-                    if self.shards is not None:
-                        a, b = self.shards.cut_adapter(part.module, a, b, (part.stop - part.start, layer.ins))
-                    b = (b.float() * factor.scale).to(self.dtype)
-                    a = a.to(self.dtype)
-                    if not (a.isfinite().all() and b.isfinite().all()):
-                        # K and V that are no numbers would spoil what others have in the same blocks later.
-                        raise unusable(adapter.name, f"{part.module} has weights that are not finite")
-                    pair = PartFactors(number, self.prepare(a.clone()), self.prepare(b))
-                    found.setdefault(layer.number, []).append(pair)
+                    pair = self._prepared(adapter.name, part, layer.ins, a, b.float() * factor.scale)
+                    found.setdefault(layer.number, []).append(PartFactors(number, *pair))
         return found, self._keep(adapter.content, found, keep)
+
+    def _prepared(
+        self, name: str, part: Part, ins: int, a: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of A and of B, which has been scaled, where and as they are kept.
+
+        Raises:
+            AdapterError: values are not finite.
+        """
+        if self.shards is not None:
+            a, b = self.shards.cut_adapter(part.module, a, b, (part.stop - part.start, ins))
+        a, b = a.to(self.dtype, copy=True), b.to(self.dtype)
+        if not (a.isfinite().all() and b.isfinite().all()):
+            # K and V that are no numbers would spoil what others have in the same blocks later.
+            raise unusable(name, f"{part.module} has weights that are not finite")
+        return self.prepare(a), self.prepare(b)
 
     def _whole_shapes(self) -> dict[str, tuple[int, int]]:
         """Return inputs and outputs of each linear layer of the whole model, by its name in the checkpoint."""

@@ -29,10 +29,11 @@ class Checkpoint:
 
     ``rope``: the result of ``fix_rope`` of the model.
 
-    ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``; its weights have no data before they are read.
-    ``headers``: of the files. ``device``: where weights go. ``quantised``: how linear layers are stored in eight bits,
-    if they are. ``tied``: the head has the weights of the embedding, unless the files have others for it. ``named``:
-    from the name of a tensor in the files to its name in the model; None if the model does not have it.
+    ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``; its weights have no
+    data before they are read. ``headers``: of the files. ``device``: where weights go. ``quantised``: how linear layers
+    are stored in eight bits, if they are. ``tied``: the head has the weights of the embedding, unless the files have
+    others for it. ``named``: from the name of a tensor in the files to its name in the model; None if the model does
+    not have it.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model, and are not quantised; or they have a

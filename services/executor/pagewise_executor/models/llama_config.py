@@ -162,5 +162,5 @@ class Qwen3(Qwen2, kw_only=True, tag="qwen3", forbid_unknown_fields=True):
     qkv_bias: ClassVar[bool] = False
 
     architectures: tuple[Literal["Qwen3ForCausalLM"]]  # type: ignore[assignment]
-    head_dim: Count  # type: ignore[assignment]
+    head_dim: Count
     attention_bias: bool = False  # type: ignore[misc]

@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     types: frozenset[str] = FLOATS
 
     def shape_of(self, found: list[int]) -> list[int]:
-        """Return ``shape`` if a tensor of the shape ``found``, which keeps its type, differs by dimensions of one only."""
+        """Return ``shape`` if a tensor that keeps its type has the shape ``found`` but for dimensions of one."""
         same = self.dtype is not None and [n for n in found if n != 1] == [n for n in self.shape if n != 1]
         return self.shape if same else found
 

@@ -16,13 +16,13 @@ from pagewise_executor.models.quantised_checkpoint import INSTEAD
 log = logging.getLogger(__name__)
 
 _POINTER = b"version "
-"""The beginning of the small text that Git LFS has in the place of a file. As the size of a header it would be absurd."""
+"""The beginning of the text that Git LFS has in the place of a file. As the size of a header it would be absurd."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The file of a checkpoint that is not divided, and the file that says where the tensors of a divided one are."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor as the header of its file describes it. ``data_offsets``: its first byte and its end, after the header."""
+    """A tensor as the header of its file describes it. ``data_offsets``: its bytes, from the header's end."""
 
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]

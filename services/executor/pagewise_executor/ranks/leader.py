@@ -162,6 +162,10 @@ class Leader:
             links = nodes.admit(self._lost)
             self.followers += [Follower(rank, link, self._lost) for rank, link in links.items()]
 
+    def listener(self) -> int | None:
+        """Give away the socket on which rank 0 answers ranks on other nodes; None if there are none."""
+        return None if self.nodes is None else self.nodes.listener.detach()
+
     def _start(self, seat: Seat, config: ExecutorConfig) -> Follower:
         """Start a rank on this node."""
         link, process = start_rank()

@@ -5,7 +5,6 @@ It joins node 0, starts the ranks of this node as processes, and forwards frames
 
 import contextlib
 import logging
-import os
 import signal
 import subprocess  # nosec B404
 import sys
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.cpu_threads import openmp_threads, share_of_cores
+from pagewise_shared.cpu_threads import share_of_cores
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import RefusedError
 from pagewise_shared.logs import BoundedLog, printable
@@ -24,6 +23,7 @@ from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.version import package_version
 from zmq.utils.monitor import recv_monitor_message
 
+from pagewise_executor.device_defaults import with_threads
 from pagewise_executor.ranks.agreement import settings_of
 from pagewise_executor.ranks.host import host_identity
 from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket
@@ -118,6 +118,7 @@ class Node:
         self._ends: dict[int, Connection] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._leave_at = float("inf")
+        self._poller = zmq.Poller()
 
     def run(self) -> int:
         """Join node 0, run the ranks of this node until node 0 ends them, and return the process's exit code.
@@ -213,10 +214,7 @@ class Node:
 
     def _start(self, admitted: Admitted) -> None:
         """Start the processes of this node's ranks, on one device each."""
-        config = self._config
-        if config.threads == "auto":
-            threads = openmp_threads(os.environ) or share_of_cores(admitted.on_host)
-            config = msgspec.structs.replace(config, threads=threads)
+        config = with_threads(self._config, lambda: share_of_cores(admitted.on_host))
         count = config.tensor_parallel // config.nnodes
         for device in range(count):
             rank = count * config.node_rank + device
@@ -224,29 +222,20 @@ class Node:
             seat = Seat(rank, config.tensor_parallel, "", admitted.store, device, admitted.on_host)
             self._ends[rank].send_bytes(encode(seat))
             self._ends[rank].send_bytes(encode_config(config))
+            self._poller.register(self._ends[rank].fileno(), zmq.POLLIN)
         log.info("ranks %s of %d have started", ", ".join(map(str, self._ends)), config.tensor_parallel)
 
     def _pass_on(self, link: _Link) -> int:
         """Forward frames until all ranks have ended, one has failed, or node 0 is lost; returns the exit code."""
-        poller = zmq.Poller()
-        poller.register(link.socket, zmq.POLLIN)
-        poller.register(link.monitor, zmq.POLLIN)
-        for end in self._ends.values():
-            poller.register(end.fileno(), zmq.POLLIN)
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
         while self._ends:
-            ready = dict(poller.poll(NOTED_MS))
+            ready = dict(self._poller.poll(NOTED_MS))
             for rank in [rank for rank, end in self._ends.items() if end.fileno() in ready]:
-                try:
-                    link.send(of_rank(rank), self._ends[rank].recv_bytes())
-                except (EOFError, OSError):
-                    poller.unregister(self._ends[rank].fileno())
-                    if code := self._ended(rank, link):
-                        return code
+                if code := self._forward(rank, link):
+                    return code
             if link.socket in ready:
-                mark, *frames = link.socket.recv_multipart()
-                if mark != OWN and mark[0] in self._ends:
-                    with contextlib.suppress(OSError):  # the rank has ended: the next round reads that above
-                        self._ends[mark[0]].send_bytes(frames[0])
+                self._receive(link)
             if link.monitor in ready and (reason := link.broken()):
                 log.critical("this node ends: %s", reason)
                 return 1
@@ -254,6 +243,22 @@ class Node:
                 log.warning("this node ends before node 0")
                 return 1
         return 0
+
+    def _forward(self, rank: int, link: _Link) -> int:
+        """Forward a frame from a rank to node 0. Returns the exit code for this node if the rank has ended, else 0."""
+        try:
+            link.send(of_rank(rank), self._ends[rank].recv_bytes())
+        except (EOFError, OSError):
+            self._poller.unregister(self._ends[rank].fileno())
+            return self._ended(rank, link)
+        return 0
+
+    def _receive(self, link: _Link) -> None:
+        """Forward a frame from node 0 to a rank."""
+        mark, *frames = link.socket.recv_multipart()
+        if mark != OWN and mark[0] in self._ends:
+            with contextlib.suppress(OSError):  # the rank has ended, which its end of file tells
+                self._ends[mark[0]].send_bytes(frames[0])
 
     def _ended(self, rank: int, link: _Link) -> int:
         """Tell node 0 that a rank has ended. Returns the exit code for this node; 0 if it goes on with other ranks."""

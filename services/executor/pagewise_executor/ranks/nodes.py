@@ -51,6 +51,13 @@ class _Node:
     host: str
 
 
+class _LostError(Exception):
+    """A node has ended, or cannot be reached."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(f"node {node} has ended, or cannot be reached")
+
+
 class Nodes:
     """The other nodes of an executor, as node 0 sees them. The constructor binds the port on which they join.
 
@@ -92,6 +99,8 @@ class Nodes:
             (self._address, 0), family=socket.AF_INET6 if ":" in self._address else socket.AF_INET
         )
         self._ends: dict[int, Connection] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -143,6 +152,7 @@ class Nodes:
         for rank in range(self.per_node, self.size):
             own, theirs = socket.socketpair()
             self._ends[rank], links[rank] = Connection(theirs.detach()), Connection(own.detach())
+            self._poller.register(self._ends[rank].fileno(), zmq.POLLIN)
         port = self.listener.getsockname()[1]
         for node in self._joined.values():
             self._answer(node.identity, Admitted(f"{in_brackets(self._master)}:{port}", self._on_host(node.host)))
@@ -232,12 +242,7 @@ class Nodes:
     def _run(self, lost: Callable[[str, int], None]) -> None:
         """Forward frames until ``close`` is called or a node is lost. This is the thread's function."""
         nodes = {node.identity: node for node in self._joined.values()}
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for end in self._ends.values():
-            poller.register(end.fileno(), zmq.POLLIN)
-        look_at = 0.0
-        reason = None
+        look_at, reason = 0.0, ""
 
         def take(identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
             node = nodes.get(identity)
@@ -247,54 +252,53 @@ class Nodes:
                     self._answer(identity, TurnedAway(said, False))
             elif mark == OWN:
                 if isinstance(ended := self._decode(mark, frame), Ended):
-                    self._hang_up(ended.rank, poller)
+                    self._hang_up(ended.rank)
             elif len(mark) == 1 and mark[0] // self.per_node == node.number and mark[0] in self._ends:
                 self._ends[mark[0]].send_bytes(frame.buffer)
 
         try:
-            while not self._closing and reason is None:
-                ready = dict(poller.poll(NOTED_MS))
+            while not self._closing:
+                ready = dict(self._poller.poll(NOTED_MS))
                 if self._socket in ready:
                     self._receive(take)
                 for rank in [rank for rank, end in self._ends.items() if end.fileno() in ready]:
-                    reason = reason or self._forward(rank, poller)
+                    self._forward(rank)
                 if (now := time.monotonic()) >= look_at:
                     look_at = now + NOTED_MS / 1000
-                    reason = reason or next(
-                        (_lost(node.number) for node in self._joined.values() if not self._reaches(node)), None
-                    )
-        except OSError as error:  # rank 0 has closed its end of a socket pair
+                    self._check_all()
+        except (_LostError, OSError) as error:  # the latter if rank 0 has closed its end of a socket pair
             reason = str(error)
         finally:
             self._close_socket()
-        if reason is not None and not self._closing:
+        if reason and not self._closing:
             lost(reason, 1)
         for end in self._ends.values():
             end.close()
 
-    def _forward(self, rank: int, poller: zmq.Poller) -> str | None:
-        """Forward a frame from rank 0 to a rank. Returns why the node of that rank cannot be reached, or None."""
+    def _check_all(self) -> None:
+        """Raise _LostError if a node cannot be reached."""
+        for node in self._joined.values():
+            if not self._reaches(node):
+                raise _LostError(node.number)
+
+    def _forward(self, rank: int) -> None:
+        """Forward a frame from rank 0 to a rank. Raises _LostError if the node of that rank cannot be reached."""
         try:
             frame = self._ends[rank].recv_bytes()
         except (EOFError, OSError):
-            self._hang_up(rank, poller)
-            return None
+            self._hang_up(rank)
+            return
         node = self._joined[rank // self.per_node]
         try:
             self._socket.send_multipart([node.identity, of_rank(rank), frame])
         except zmq.ZMQError:
-            return _lost(node.number)
-        return None
+            raise _LostError(node.number) from None
 
-    def _hang_up(self, rank: int, poller: zmq.Poller) -> None:
+    def _hang_up(self, rank: int) -> None:
         """Close this end of the socket pair of a rank that has ended, so that the other end reads an end of file."""
         if (end := self._ends.pop(rank, None)) is not None:
-            poller.unregister(end.fileno())
+            self._poller.unregister(end.fileno())
             end.close()
-
-
-def _lost(node: int) -> str:
-    return f"node {node} has ended, or cannot be reached"
 
 
 def _user(frame: Any) -> str:

@@ -115,14 +115,12 @@ class StructuredRows:
         """
         self._catch_up()
         held = [self._rows[row] for row in rows]
-        living: list[tuple[int, LLMatcher]] = []
-        for number, row in enumerate(held):
-            if (matcher := self._matcher(row)) is not None:
-                living.append((number, matcher))
+        matchers = {number: self._matcher(row) for number, row in enumerate(held)}
+        living = {number: matcher for number, matcher in matchers.items() if matcher is not None}
         masks = np.zeros((len(held), -(-self.vocab_size // 32)), np.int32)
         if living and self.grammars is not None:
-            masks[[number for number, _ in living]] = self.grammars.masks([matcher for _, matcher in living])
-        for number, matcher in living:
+            masks[list(living)] = self.grammars.masks(list(living.values()))
+        for number, matcher in living.items():
             if matcher.is_error():
                 held[number].fail(matcher.get_error())
         for number, row in enumerate(held):

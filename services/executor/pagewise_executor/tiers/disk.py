@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -197,7 +197,7 @@ class DiskTier(HashedTier):
         try:
             with open(self._root / "lock", "wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                files = [file for folder in self._root.glob("*/") for file in _list(folder)]
+                files = list(chain.from_iterable(map(_list, self._root.glob("*/"))))
                 used = sum(file.size for file in files)
                 if used > self._most_bytes:
                     for file in least_recently_used(files):

@@ -238,7 +238,7 @@ class HostTier(Tier):
         for row, slot, name in zip(job.staged, slots, job.names, strict=True):
             # With --verify-copies, the checksum is that of the content read from the device: an error in either copy is
             # found.
-            checksum = checksum_of(row if verify else memory.slot(slot)) if verify or memory.outlives else 0
+            checksum = checksum_of(row if verify else memory.slot(slot)) if self._copies.keeps_checksums else 0
             memory.keep(slot, name, checksum)
         self._copies.hold_back(len(slots), began)
         self._elapsed += time.perf_counter() - began

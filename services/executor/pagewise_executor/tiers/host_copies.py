@@ -88,6 +88,11 @@ class HostCopies:
         torch.cuda.set_device(self.pool.device)  # every thread begins on the first device
         return torch.cuda.Stream(self.pool.device, priority=priority)  # type: ignore[no-untyped-call]
 
+    @property
+    def keeps_checksums(self) -> bool:
+        """Whether a checksum is kept with each block that is stored."""
+        return self.verify or self.memory.outlives
+
     def is_sound(self, slot: int) -> bool:
         """Whether a block of the host is sound: one that another process wrote must match its checksum."""
         memory = self.memory
