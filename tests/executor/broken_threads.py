@@ -28,7 +28,7 @@ from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_loads import HostLoads
-from pagewise_executor.tiers.host_memory import AnonymousMemory
+from pagewise_executor.tiers.host_memory import HostMemory
 from pagewise_executor.tiers.peers import Peers
 from pagewise_executor.tiers.tier import Tier
 from pagewise_shared.block_hash import BlockHash, BlockName
@@ -62,7 +62,7 @@ class _Parts:
     def __init__(self) -> None:
         self.pool = KVPool([(1, 4)], 8, 4, torch.float32, torch.device("cpu"))
         self.device = DeviceTier(self.pool, BlockHashes(8, 4))
-        self.host = HostTier(self.pool, AnonymousMemory(8, self.pool.bytes_per_block, cuda=False))
+        self.host = HostTier(self.pool, HostMemory(8, self.pool.bytes_per_block, cuda=False))
 
     def copy(self, tier: Tier, source: int, target: int, peer: RemoteTier | None = None) -> None:
         names = [BlockName(BlockHash(bytes(32)), BlockHash(bytes(32)))]

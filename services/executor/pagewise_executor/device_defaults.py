@@ -22,12 +22,10 @@ class Gpu(Protocol):
     @property
     def total_memory(self) -> int:
         """All of it, used or not."""
-        ...
 
     @property
     def major(self) -> int:
         """8 for Ampere, 9 for Hopper."""
-        ...
 
 
 class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):

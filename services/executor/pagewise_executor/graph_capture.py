@@ -20,7 +20,6 @@ class Graphs(Protocol):
     @property
     def num_graphs(self) -> int:
         """How many there will be."""
-        ...
 
 
 @contextmanager

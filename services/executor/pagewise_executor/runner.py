@@ -78,11 +78,9 @@ class PendingStep(Protocol):
     @property
     def ready(self) -> bool:
         """Whether ``result`` will not have to wait."""
-        ...
 
     def result(self) -> StepResult:
         """Return the step's result; this waits for the device."""
-        ...
 
 
 class Runner(Protocol):
@@ -92,29 +90,23 @@ class Runner(Protocol):
 
     def report_to(self, report: Report) -> None:
         """Call ``report``, on any thread, with what comes of copies and of what was handled beside the steps."""
-        ...
 
     def handle(self, message: BesideSteps) -> None:
         """Do what is asked for beside the steps; called from any thread. It does not wait, and the outcome is
         reported."""
-        ...
 
     @property
     def counted(self) -> Counted:
         """The totals of its counters; read from any thread."""
-        ...
 
     def inventory(self) -> Inventory | None:
         """Return which hashed blocks are in the tiers. All sequences are removed from the batch first."""
-        ...
 
     def close(self) -> None:
         """Release what the runner holds. Nothing is called afterwards."""
-        ...
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
-        ...
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Issue a step; on a GPU it may still be running when this returns.
@@ -122,7 +114,6 @@ class Runner(Protocol):
         Raises:
             InvalidPlanError: the plan contradicts what the runner holds.
         """
-        ...
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,7 +13,7 @@ from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.host import HostTier
-from pagewise_executor.tiers.host_memory import AnonymousMemory
+from pagewise_executor.tiers.host_memory import HostMemory
 from pagewise_shared.protocol import HOST, StepPlan, TierInfo, Welcome
 
 from tests.executor.streams.device import Device, Operation, Rows
@@ -32,7 +32,7 @@ class StepTimes:
     uploads: int = 2
 
 
-class HostRows(AnonymousMemory):
+class HostRows(HostMemory):
     """Host memory whose blocks are cells of a list."""
 
     def __init__(self, device: Device, num_blocks: int, bytes_per_block: int) -> None:

@@ -21,7 +21,7 @@ from pagewise_executor.tiers.checksum import checksum
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import HostTier
-from pagewise_executor.tiers.host_memory import AnonymousMemory, NamedMemory
+from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
 from pagewise_executor.tiers.make_tiers import make_tiers
 from pagewise_executor.tiers.tier import Rows
 from pagewise_shared.block_hash import BlockName, pack_names, root_hash
@@ -61,7 +61,7 @@ class Executor:
         self.gate.set()
         self.disk = Slow(self.gate, folder, "x", self.pool.bytes_per_block, 2**30)
         self.copier = BlockCopier(DeviceTier(self.pool, BlockHashes(NUM_BLOCKS, 4)))
-        memory = AnonymousMemory(4, self.pool.bytes_per_block, cuda=False)
+        memory = HostMemory(4, self.pool.bytes_per_block, cuda=False)
         self.copier.tiers |= {HOST: HostTier(self.pool, memory), DISK: self.disk}
         self.told: queue.SimpleQueue[Copied] = queue.SimpleQueue()
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
@@ -290,7 +290,7 @@ def test_blocks_keep_their_bytes(executors: list[Executor]) -> None:
 def test_blocks_of_the_host_go_to_the_disk_bit_for_bit(tmp_path: Path, named: bool, device: torch.device) -> None:
     pool = KVPool([(1, 4), (2, 3)], NUM_BLOCKS, 4, torch.float32, device)
     size, cuda = pool.bytes_per_block, device.type == "cuda"
-    memory = NamedMemory(tmp_path, "x", 4, size, cuda) if named else AnonymousMemory(4, size, cuda)
+    memory = NamedMemory(tmp_path, "x", 4, size, cuda) if named else HostMemory(4, size, cuda)
     copier = BlockCopier(DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)))
     host, disk = HostTier(pool, memory, bandwidth=20.0 * size), DiskTier(tmp_path / "disk", "x", size, 2**30)
     copier.tiers |= {HOST: host, DISK: disk}
@@ -348,7 +348,7 @@ def test_a_block_of_the_host_that_is_spoiled_does_not_go_to_the_disk(tmp_path: P
 def test_no_step_reads_what_goes_from_the_host_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"))
     copier = BlockCopier(DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)))
-    host = HostTier(pool, AnonymousMemory(4, pool.bytes_per_block, cuda=False))
+    host = HostTier(pool, HostMemory(4, pool.bytes_per_block, cuda=False))
     disk = DiskTier(tmp_path, "x", pool.bytes_per_block, 2**30)
     copier.tiers |= {HOST: host, DISK: disk}
     told: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()

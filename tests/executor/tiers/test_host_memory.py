@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_pinned_is_given_back(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(host_memory, "_PIECE_BYTES", 128)
     monkeypatch.setattr(host_memory, "_clear_cuda_error", lambda: forgotten.append(True))
-    with pytest.raises(OSError, match="cannot pin named memory: error 2"):
+    with pytest.raises(OSError, match="cannot pin host memory: error 2"):
         NamedMemory(tmp_path, "x", 8, 64, cuda=True)
     assert len(pinned) == 1, "what failed, and nothing else"
     assert forgotten

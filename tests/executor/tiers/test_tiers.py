@@ -17,7 +17,7 @@ from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.host import HostTier
-from pagewise_executor.tiers.host_memory import AnonymousMemory, NamedMemory
+from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
 from pagewise_executor.tiers.tier import Tier
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, TIER_NAMES, BlockCopies, Copied, StepPlan, pack_int32s
@@ -60,7 +60,7 @@ class Tiers:
 
     def __init__(self, device: str = "cpu", bandwidth: float | None = None, *, verify: bool = False) -> None:
         self.pool = KVPool([(2, 8)], NUM_BLOCKS, 4, torch.uint8, torch.device(device))
-        memory = AnonymousMemory(8, self.pool.bytes_per_block, device == "cuda")
+        memory = HostMemory(8, self.pool.bytes_per_block, device == "cuda")
         self.host = HostTier(self.pool, memory, bandwidth=bandwidth, verify=verify)
         self.further = FurtherTier()
         self.copier = BlockCopier(DeviceTier(self.pool, NamedHashes(NUM_BLOCKS, 4)))

@@ -23,7 +23,6 @@ class StepAdapters(Protocol):
 
     def add(self, layer: "AdaptedLinear", x: torch.Tensor, y: torch.Tensor) -> None:
         """Add to the outputs y [tokens, outs] of a layer what the adapters of the tokens make of x [tokens, ins]."""
-        ...
 
 
 class AdapterContext:

@@ -16,11 +16,9 @@ class Slots(Protocol):
 
     def put(self, slot: int, factors: LayerFactors) -> None:
         """Put an adapter into a slot that no step in flight uses; on any thread. It is there when this returns."""
-        ...
 
     def begin(self, slots: Int64s) -> None:
         """The next forward pass has these tokens: the slot of each one's adapter [tokens], -1 for none."""
-        ...
 
 
 class TorchSlots:

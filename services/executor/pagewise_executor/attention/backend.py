@@ -28,7 +28,6 @@ class StepAttention(Protocol):
 
         The flat batch holds the decodes first, then the prefill chunks. Returns [tokens, heads, head_dim].
         """
-        ...
 
 
 class AttentionBackend:

@@ -41,7 +41,6 @@ class PhysicalMemory(Protocol):
     @property
     def max_maps(self) -> float:
         """The number of mappings that there may be at a time."""
-        ...
 
     def allocate(self, size: int) -> torch.Tensor:
         """Allocate ``size`` bytes for a pool, and return them as a whole: uint8 [size].
@@ -49,11 +48,9 @@ class PhysicalMemory(Protocol):
         Raises:
             ModelError: there is less memory, or less address space.
         """
-        ...
 
     def free(self) -> None:
         """Give up what was allocated, and its mappings. No tensor of it may be used any more."""
-        ...
 
     def reserve(self, size: int) -> torch.Tensor:
         """Reserve a range of virtual addresses, and return it: uint8 [size]. Nothing in it may be touched yet.
@@ -61,7 +58,6 @@ class PhysicalMemory(Protocol):
         Raises:
             OSError: there is less address space.
         """
-        ...
 
     def map(self, address: int, offset: int, size: int) -> None:
         """Map ``size`` bytes of the memory from ``offset`` on at ``address`` of a range, instead of what is there.
@@ -69,11 +65,9 @@ class PhysicalMemory(Protocol):
         Raises:
             OSError: the mapping is refused.
         """
-        ...
 
     def release(self, reserved: torch.Tensor) -> None:
         """Give up a range. None of its tensors may be used any more."""
-        ...
 
 
 class SharedMemory:

@@ -51,21 +51,17 @@ class Operations(Protocol):
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """Return what makes the rotation of a step of its positions int64 [tokens], which are below max_model_len."""
-        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the RMSNorm of x [tokens, size]."""
-        ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add x to ``residual`` [tokens, size] in place, and return the RMSNorm of the sum."""
-        ...
 
     def norm_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Rows:
         """Return the same as ``add_rms_norm``, or without ``residual`` as ``rms_norm``, as ``reader`` takes it best."""
-        ...
 
     def attend(
         self,
@@ -80,11 +76,9 @@ class Operations(Protocol):
         ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; ``rotation`` is one of ``rotations``.
         Returns [tokens, heads, head_dim].
         """
-        ...
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
         """Return silu(gate) · up [tokens, size]; gate_up(x) [tokens, 2 · size] are those of x [tokens, hidden]."""
-        ...
 
 
 class _RotationsByStep:

@@ -53,11 +53,9 @@ class Slice(Protocol):
 
     def get_shape(self) -> list[int]:
         """Return its shape."""
-        ...
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read a part of it."""
-        ...
 
 
 def shard_config(name: str, text: Any, size: int) -> None:

@@ -15,19 +15,15 @@ class Penalties(Protocol):
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Take over a sequence with penalties that joins in ``row``; ``tokens`` are all its known tokens."""
-        ...
 
     def leave(self, row: int) -> None:
         """Forget the sequence in ``row``, which may have had no penalties."""
-        ...
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
         """Penalise ``logits`` float32 [n, vocab] in place: those at the indices ``which`` belong to ``rows``."""
-        ...
 
     def count(self, rows: list[int], tokens: torch.Tensor) -> None:
         """Count ``tokens`` int64, which were sampled for ``rows``."""
-        ...
 
 
 class TorchPenalties:

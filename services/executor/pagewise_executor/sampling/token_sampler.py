@@ -62,11 +62,9 @@ class TokenSampler(Protocol):
 
     def join(self, row: int, params: SamplingParams) -> None:
         """Take over the parameters of the sequence that joins in ``row``."""
-        ...
 
     def leave(self, row: int) -> None:
         """Forget the parameters of the sequence in ``row``."""
-        ...
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
@@ -76,7 +74,6 @@ class TokenSampler(Protocol):
         ``logits``: float32 [n, vocab]. ``positions`` int64 [n]: the positions of the sampled tokens in their sequences,
         which key the random numbers. ``on_device`` int32 [n]: the rows, if they are there. Returns int64 [n].
         """
-        ...
 
 
 class TorchTokenSampler:

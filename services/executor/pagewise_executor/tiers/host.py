@@ -32,7 +32,7 @@ from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
 from pagewise_executor.tiers.host_copies import URGENT, Done, HostCopies, Job, barrier, checksum_of, copy_rows, record
 from pagewise_executor.tiers.host_loads import LOADING_BYTES, HostLoads
-from pagewise_executor.tiers.host_memory import AnonymousMemory, HostMemory, NamedMemory
+from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
 from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ def make_host_tier(
     if ranks.first:
         ranks.of_first(number)
     if memory is None:
-        memory = AnonymousMemory(num_blocks, pool.bytes_per_block, cuda)
+        memory = HostMemory(num_blocks, pool.bytes_per_block, cuda)
     bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
     tier = HostTier(
         pool, memory, issuing=issuing, bandwidth=bandwidth, verify=config.verify_copies,

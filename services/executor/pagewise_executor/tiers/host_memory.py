@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,116 +31,77 @@ _MOST_SEGMENTS = 256
 _RECORD = np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", 32)])
 
 
-class HostMemory(Protocol):
-    """``num_blocks`` blocks of ``bytes_per_block`` bytes. ``outlives``: the memory survives the process.
-    ``blocks_per_piece``: the memory is pinned in pieces of so many blocks."""
+class HostMemory:
+    """``num_blocks`` blocks of ``bytes_per_block`` bytes, which end with this process, and a record of each. They are
+    pinned if the device is a GPU.
 
-    num_blocks: int
-    outlives: bool
-    blocks_per_piece: int
+    ``outlives``: the memory survives the process. ``blocks_per_piece``: the memory is pinned in pieces of so many
+    blocks. ``memory``: has ``memory_bytes``; None: it is allocated.
 
-    def slot(self, block: int) -> Raw:
-        """Return the memory of a block: uint8 [bytes_per_block]."""
-        ...
-
-    def rows(self, first: int, count: int) -> Raw:
-        """Return the memory of blocks that follow each other in one piece: uint8 [count, bytes_per_block]."""
-        ...
-
-    def void(self, block: int) -> None:
-        """Mark a block as void, before it is written."""
-        ...
-
-    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """Mark a block as whole, after it was written. ``name``: its block hash if that is known."""
-        ...
-
-    def checksum(self, block: int) -> int | None:
-        """Return the checksum that was kept with a block; None if it is void."""
-        ...
-
-    def is_inherited(self, block: int) -> bool:
-        """Whether another process wrote the block, so that only its checksum proves that it is sound."""
-        ...
-
-    def name(self, block: int) -> BlockHash | None:
-        """Return the block hash of a block; None if it has none, or is void."""
-        ...
-
-    def names(self) -> dict[int, BlockHash]:
-        """Return the block hashes of the blocks that have one."""
-        ...
-
-    def clear(self) -> None:
-        """Mark all blocks as void."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory: neither this process nor the next one needs it."""
-        ...
-
-
-class AnonymousMemory:
-    """Memory that ends with this process. It is pinned if the device is a GPU."""
+    Raises:
+        OSError: the memory cannot be allocated or pinned.
+    """
 
     outlives = False
 
-    def __init__(self, num_blocks: int, bytes_per_block: int, cuda: bool) -> None:
-        self.num_blocks = num_blocks
-        self.blocks_per_piece = _blocks_per_piece(bytes_per_block)
-        pieces = [
-            torch.empty(
-                min(self.blocks_per_piece, num_blocks - start), bytes_per_block, dtype=torch.uint8, pin_memory=cuda
-            )
-            for start in range(0, num_blocks, self.blocks_per_piece)
-        ]
-        self._pieces: list[Raw] = pieces if cuda else [piece.numpy() for piece in pieces]
-        self._known: dict[int, tuple[BlockHash | None, int]] = {}
+    def __init__(self, num_blocks: int, bytes_per_block: int, cuda: bool, memory: mmap.mmap | None = None) -> None:
+        self.num_blocks, self.blocks_per_piece = num_blocks, _blocks_per_piece(bytes_per_block)
+        if memory is None:
+            size = memory_bytes(num_blocks, bytes_per_block)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        content = np.frombuffer(memory, np.uint8)
+        self._records = content[: num_blocks * _RECORD.itemsize].view(_RECORD)
+        self._inherited = set(np.flatnonzero(self._records["whole"]).tolist())
+        blocks = content[len(content) - num_blocks * bytes_per_block :].reshape(num_blocks, bytes_per_block)
+        self._blocks: Raw = _pin(blocks) if cuda else blocks
 
     def slot(self, block: int) -> Raw:
-        """See ``HostMemory``."""
-        return self._pieces[block // self.blocks_per_piece][block % self.blocks_per_piece]
+        """Return the memory of a block: uint8 [bytes_per_block]."""
+        return self._blocks[block]
 
     def rows(self, first: int, count: int) -> Raw:
-        """See ``HostMemory``."""
-        start = first % self.blocks_per_piece
-        return self._pieces[first // self.blocks_per_piece][start : start + count]
+        """Return the memory of blocks that follow each other in one piece: uint8 [count, bytes_per_block]."""
+        return self._blocks[first : first + count]
 
     def void(self, block: int) -> None:
-        """See ``HostMemory``."""
-        self._known.pop(block, None)
+        """Mark a block as void, before it is written."""
+        self._records["whole"][block] = 0
+        self._inherited.discard(block)
 
     def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """See ``HostMemory``."""
-        self._known[block] = name, checksum
+        """Mark a block as whole, after it was written. ``name``: its block hash if that is known."""
+        self._records["checksum"][block] = checksum
+        if name is not None:
+            self._records["name"][block] = np.frombuffer(name, np.uint8)
+        self._records["whole"][block] = 1 if name is None else 2  # the last of it
 
     def checksum(self, block: int) -> int | None:
-        """See ``HostMemory``."""
-        known = self._known.get(block)
-        return None if known is None else known[1]
+        """Return the checksum that was kept with a block; None if it is void."""
+        return int(self._records["checksum"][block]) if self._records["whole"][block] else None
 
     def is_inherited(self, block: int) -> bool:
-        """Return False: no other process has written to this memory."""
-        return False
+        """Whether another process wrote the block, so that only its checksum proves that it is sound."""
+        return block in self._inherited
 
     def name(self, block: int) -> BlockHash | None:
-        """See ``HostMemory``."""
-        known = self._known.get(block)
-        return None if known is None else known[0]
+        """Return the block hash of a block; None if it has none, or is void."""
+        return BlockHash(self._records["name"][block].tobytes()) if self._records["whole"][block] == 2 else None
 
     def names(self) -> dict[int, BlockHash]:
-        """See ``HostMemory``."""
-        return {block: name for block, (name, _) in list(self._known.items()) if name is not None}
+        """Return the block hashes of the blocks that have one."""
+        named = np.flatnonzero(self._records["whole"] == 2).tolist()
+        return {block: BlockHash(self._records["name"][block].tobytes()) for block in named}
 
     def clear(self) -> None:
-        """See ``HostMemory``."""
-        self._known.clear()
+        """Mark all blocks as void."""
+        self._records["whole"][:] = 0
+        self._inherited.clear()
 
     def close(self) -> None:
-        """Do nothing: the memory is freed with the process."""
+        """Release the memory: neither this process nor the next one needs it."""
 
 
-class NamedMemory:
+class NamedMemory(HostMemory):
     """Memory in a file in ``folder``, on which this process holds a lock.
 
     ``content`` names the model, the format and the geometry of the blocks. The first file of the same content that no
@@ -158,19 +118,12 @@ class NamedMemory:
     def __init__(
         self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool, number: int = 0
     ) -> None:
-        self.num_blocks = num_blocks
-        self.blocks_per_piece = _blocks_per_piece(bytes_per_block)
         kind = hashlib.sha256(f"1 {content} {num_blocks} {bytes_per_block}".encode()).hexdigest()[:16]
-        records = -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE
-        size = records + num_blocks * bytes_per_block
-        self.number, self._file, found = _take(folder, kind, size, number)
+        size = memory_bytes(num_blocks, bytes_per_block)
+        self.number, self._file = _take(folder, kind, size, number)
         self.path = _path(folder, kind, self.number)
-        memory = np.frombuffer(mmap.mmap(self._file.fileno(), size), np.uint8)
-        self._records = memory[: num_blocks * _RECORD.itemsize].view(_RECORD)
-        self._blocks = memory[records:].reshape(num_blocks, bytes_per_block)
-        self._inherited = set(np.flatnonzero(self._records["whole"]).tolist()) if found else set()
         try:
-            self._pinned: torch.Tensor | None = _pin(self._blocks) if cuda else None
+            super().__init__(num_blocks, bytes_per_block, cuda, mmap.mmap(self._file.fileno(), size))
         except OSError:
             self.close()  # removes the file: the next process could not pin it either
             raise
@@ -178,55 +131,20 @@ class NamedMemory:
             log.info("took over %d blocks in %s from a process that is gone", len(self._inherited), self.path)
         for other in folder.glob(f"{_prefix()}*"):
             if not other.name.startswith(f"{_prefix()}{kind}") and _is_free(other):
-                log.warning("%s is held by nobody and of other blocks than ours: remove it if it is not needed", other)
-
-    def slot(self, block: int) -> Raw:
-        """See ``HostMemory``."""
-        return self._blocks[block] if self._pinned is None else self._pinned[block]
-
-    def rows(self, first: int, count: int) -> Raw:
-        """See ``HostMemory``."""
-        return (self._blocks if self._pinned is None else self._pinned)[first : first + count]
-
-    def void(self, block: int) -> None:
-        """See ``HostMemory``."""
-        self._records["whole"][block] = 0
-        self._inherited.discard(block)
-
-    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """See ``HostMemory``."""
-        self._records["checksum"][block] = checksum
-        if name is not None:
-            self._records["name"][block] = np.frombuffer(name, np.uint8)
-        self._records["whole"][block] = 1 if name is None else 2  # the last of it
-
-    def checksum(self, block: int) -> int | None:
-        """See ``HostMemory``."""
-        return int(self._records["checksum"][block]) if self._records["whole"][block] else None
-
-    def is_inherited(self, block: int) -> bool:
-        """See ``HostMemory``."""
-        return block in self._inherited
-
-    def name(self, block: int) -> BlockHash | None:
-        """See ``HostMemory``."""
-        return BlockHash(self._records["name"][block].tobytes()) if self._records["whole"][block] == 2 else None
-
-    def names(self) -> dict[int, BlockHash]:
-        """See ``HostMemory``."""
-        named = np.flatnonzero(self._records["whole"] == 2).tolist()
-        return {block: BlockHash(self._records["name"][block].tobytes()) for block in named}
-
-    def clear(self) -> None:
-        """See ``HostMemory``."""
-        self._records["whole"][:] = 0
-        self._inherited.clear()
+                log.warning(
+                    "%s is held by no process, and has blocks of another kind: remove it if you need it no more", other
+                )
 
     def close(self) -> None:
         """Remove the file."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._file.close()
+
+
+def memory_bytes(num_blocks: int, bytes_per_block: int) -> int:
+    """Return the bytes of so many blocks, and of their records, which fill whole pages before them."""
+    return -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE + num_blocks * bytes_per_block
 
 
 def _blocks_per_piece(bytes_per_block: int) -> int:
@@ -241,22 +159,21 @@ def _path(folder: Path, kind: str, number: int) -> Path:
     return folder / f"{_prefix()}{kind}-{number}"
 
 
-def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File, bool]":
-    """Open and lock a file of that kind that no other process holds; return its number, and whether it existed."""
+def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File]":
+    """Open and lock a file of that kind that no other process holds, and return its number, too. A new one is empty."""
     for number in [first, *(each for each in range(_MOST_SEGMENTS) if each != first)]:
         path = _path(folder, kind, number)
         file = _open_unheld(path)
         if file is None:
             continue
-        found = file.size() == size
         try:
-            if not found:
+            if file.size() != size:
                 file.allocate(size)
         except OSError:
             path.unlink()
             file.close()
             raise
-        return number, file, found
+        return number, file
     raise OSError(f"{_MOST_SEGMENTS} executors, or other users, hold files of host memory in {folder}")
 
 
@@ -345,7 +262,7 @@ def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
             for done in pieces[:number]:
                 runtime.cudaHostUnregister(done.ctypes.data)
             _clear_cuda_error()
-            raise OSError(f"the GPU's driver cannot pin named memory: error {error}")
+            raise OSError(f"the GPU's driver cannot pin host memory: error {error}")
     return torch.from_numpy(blocks)
 
 
