@@ -44,6 +44,7 @@ NODES = {
         OPERATIONS,
     ],
     "feature": ["tests/scheduler/core/test_toy_one_at_a_time.py"],
+    "model-family": ["tests/executor/models/test_toy_family.py"],
     "model-quirk": ["tests/executor/models/test_loader.py::test_toy_a_state_beside_the_kv_is_refused"],
     "attention-backend": ["tests/executor/attention/test_toy_attention.py", OPERATIONS],
     "tier": ["tests/executor/tiers/test_toy_bucket.py", OPERATIONS],

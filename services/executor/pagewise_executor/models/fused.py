@@ -59,7 +59,7 @@ class FusedDecoder(nn.Module):
         super().__init__()
         self.operations = operations
         self.embed_tokens, self.layers, self.rotary_emb = source.embed_tokens, source.layers, source.rotary_emb
-        self.norm = _NormWeight(source.norm)
+        self.norm = NormWeight(source.norm)
         rope = self.rotary_emb
         num_positions = rope.num_positions if isinstance(rope, LongRope) else max_model_len
         self._rotation_at = operations.rotations(self._angles, num_positions, self.norm.weight.device)
@@ -106,11 +106,11 @@ class FusedDecoderLayer(nn.Module):
         if self.mlp is None:
             self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
             self.down = _linear(mlp.down_proj)
-        self.norm_before_attention = _NormWeight(layer.input_layernorm)
-        self.norm_before_mlp = _NormWeight(layer.post_attention_layernorm)
+        self.norm_before_attention = NormWeight(layer.input_layernorm)
+        self.norm_before_mlp = NormWeight(layer.post_attention_layernorm)
         self.head_norm: HeadNorm | None = None
         if hasattr(source, "q_norm"):
-            q_norm, k_norm = _NormWeight(source.q_norm), _NormWeight(source.k_norm)
+            q_norm, k_norm = NormWeight(source.q_norm), NormWeight(source.k_norm)
             weights = [q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)]
             self.head_norm = HeadNorm(torch.cat(weights), q_norm.eps)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
@@ -142,7 +142,7 @@ class FusedDecoderLayer(nn.Module):
         return self.reduce(self.down(self.operations.gated(self.gate_up, x)))
 
 
-class _NormWeight(nn.Module):
+class NormWeight(nn.Module):
     """The weight of an RMSNorm, in the model's type, and its eps."""
 
     def __init__(self, norm: object) -> None:
