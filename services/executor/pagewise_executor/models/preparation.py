@@ -61,13 +61,7 @@ def prepare(
         if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
-        make_fast(model, kernels, device, part)
-        if kernels == "triton" and not config.deterministic:
-            make_skinny(model, part)
-            make_grouped(model, part)
-        if device.type == "cpu" and kernels != "triton":  # which stands for a GPU in the interpreter
-            packed += pack_linears(model, kernels, config.quantization, part)
-            return_freed_memory()  # the next part may not fit into the holes that this one has left
+        packed += _replace_linears(config, model, kernels, device, part)
         progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
@@ -78,6 +72,23 @@ def prepare(
         _tell_of_quantisation(model)
         return False
     return report(model, asked=config.quantization == "fp8")
+
+
+def _replace_linears(
+    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str
+) -> int:
+    """Replace the linear layers and experts of a part by the fastest that there are; return how many are packed."""
+    make_fast(model, kernels, device, part)
+    if kernels == "triton":
+        if not config.deterministic:
+            make_skinny(model, part)
+            make_grouped(model, part)
+        return 0
+    if device.type != "cpu":
+        return 0
+    packed = pack_linears(model, kernels, config.quantization, part)
+    return_freed_memory()  # the next part may not fit into the holes that this one has left
+    return packed
 
 
 def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:

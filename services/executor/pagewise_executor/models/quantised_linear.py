@@ -257,15 +257,17 @@ def report(model: nn.Module, asked: bool) -> bool:
     ``asked``: an option asks for weights in eight bits, so it is worth a warning if most of them are not.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear)]
-    if not linears and not asked:
+    if not linears:
+        if asked:
+            log.warning("no weights are in eight bits: the model has no linear layers that can be quantised")
         return False
     ways = Counter(_WAYS[type(linear)] for linear in linears)
     size, kept = sum(linear.weight.numel() for linear in linears), sum(map(torch.numel, model.parameters()))
-    done = ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()) or "no layers"
+    done = ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common())
     log.log(
         logging.WARNING if asked and size < kept else logging.INFO,
         "%.1fM weights are in eight bits (%s), %.1fM are not%s", size / 1e6, done, kept / 1e6,
-        "; their inputs stay as they are, because this GPU has no FP8" if has_exact_inputs(model) else "",
+        "; their inputs stay as they are, because this GPU has no FP8" * has_exact_inputs(model),
     )  # fmt: skip
     if plain := _WAYS[QuantisedLinear] in ways:
         log.warning(

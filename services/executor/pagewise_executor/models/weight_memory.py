@@ -67,7 +67,7 @@ def _what_fits(
         if dtype == torch.float32:
             ways.append(("--dtype bfloat16", weight_bytes(headers, torch.bfloat16)))
         ways.append((f"--quantization {eight}", weight_bytes(headers, dtype, eight)))
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    gpus = torch.cuda.device_count() * (device.type == "cuda")
     if config.tensor_parallel == 1:
         ways += [(f"--tensor-parallel {count}", size // count) for count in (2, 4, 8) if count <= gpus][-1:]
     if fitting := [f"{option} takes {size_text(needed)}" for option, needed in ways if needed <= free]:

@@ -241,11 +241,10 @@ class Nodes:
 
     def _run(self, lost: Callable[[str, int], None]) -> None:
         """Forward frames until ``close`` is called or a node is lost. This is the thread's function."""
-        nodes = {node.identity: node for node in self._joined.values()}
         look_at, reason = 0.0, ""
 
         def take(identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
-            node = nodes.get(identity)
+            node = next((node for node in self._joined.values() if node.identity == identity), None)
             if node is None:
                 if isinstance(join := self._decode(mark, frame), Join):
                     said = f"there is a node {join.node} already, or the executor that it was of is about to end"

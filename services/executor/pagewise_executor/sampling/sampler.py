@@ -99,7 +99,7 @@ class RowConstraints:
         biased, biases: flat indices of logits, and what is added to them.
         limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: no row
             has any.
-        held_back: flat indices of the tokens that would end a sequence too early.
+        held_back: flat indices of the tokens that would end a sequence too early. holding: indices of rows with some.
         followed: index and state of each row with bad words of several tokens.
     """
 
@@ -108,6 +108,7 @@ class RowConstraints:
     limited: Selected
     masks: torch.Tensor | None
     held_back: torch.Tensor
+    holding: list[int]
     followed: list[tuple[int, SamplingState]]
 
     def apply(self, logits: torch.Tensor, upload: Uploads) -> None:
@@ -153,6 +154,7 @@ def row_constraints(found: Sequence[SamplingState], vocab_size: int, upload: Upl
         limited=Selected(limited, at_limited, len(limited) == len(found)),
         masks=torch.stack(list(number_of)).index_select(0, at_masks) if masks else None,  # type: ignore[arg-type]
         held_back=held_back,
+        holding=holding,
         followed=[(index, found[index]) for index in followed],
     )
 
@@ -168,7 +170,7 @@ class SampledRows:
 
     Fields:
         needs_processing: whether any logits processor changes any logits.
-        penalised: the rows with penalties. holding: the rows with tokens that are held back.
+        penalised: the rows with penalties.
         reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
         structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
         searched: indices, among those that report log-probabilities, of hypotheses of beam searches with grammars.
@@ -182,7 +184,6 @@ class SampledRows:
     structured: Selected
     restricted: bool
     searched: list[int]
-    holding: list[int]
     constraints: RowConstraints
 
     def numbers(self, selected: Selected) -> list[int]:
@@ -212,7 +213,6 @@ def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_siz
         structured=structured,
         restricted=any(found[index].forbids for index in structured.indices),
         searched=[number for number, params in enumerate(reported) if params.beam and params.grammar],
-        holding=[row for row, state in zip(rows, found, strict=True) if state.num_held_back],
         constraints=row_constraints(found, vocab_size, upload),
     )
 
@@ -348,7 +348,8 @@ class Sampler:
             self._penalties.count(sampled.numbers(penalised), penalised.of(tokens))
         if structured.indices:
             self._structured.drawn(sampled.numbers(structured), structured.of(tokens))
-        for row in sampled.holding:
+        for index in sampled.constraints.holding:
+            row = sampled.rows[index]
             state = self._states[row]
             state.num_held_back -= 1
             if not state.num_held_back:  # it may end from now on
