@@ -33,12 +33,13 @@ from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.models.attention_layers import attention_modules, attention_shape
 from pagewise_executor.models.compilation import Ahead
 from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.llama import LlamaForCausalLM
 from pagewise_executor.models.llama_config import LlamaConfig
-from pagewise_executor.models.loader import LoadedModel, attention_modules, kv_shape
+from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.shards import shard_config
@@ -89,7 +90,8 @@ def _loaded(config: SizedConfig, text: LlamaConfig, vocab_size: int) -> LoadedMo
     prepare(config, model, "triton", len(attention), most, _META)
     return LoadedModel(
         model=model, fingerprint="", weight_files=[], vocab_size=vocab_size, max_model_len=most, device=_META,
-        dtype=dtype, attention=attention, shapes=[kv_shape(module, text) for module in attention], kernels="triton",
+        dtype=dtype, attention=attention, layers=[attention_shape(one, text, dtype) for one in attention],
+        kernels="triton",
         rotations=[KeyRotation(model.model.rotary_emb.inv_freq)] * len(attention),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.loader import LoadedModel
-from pagewise_executor.rope_lengths import rope_positions
+from pagewise_executor.models.long_rope import rope_positions
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
@@ -124,13 +124,11 @@ def choose_compute(
         penalties = TorchPenalties(loaded.vocab_size, device)
         return StepCompute(forward_pass, TorchTokenSampler(device), penalties, compute_logprobs)
     from pagewise_executor.attention.prefill_choice import choose_prefill_library
-    from pagewise_executor.attention.prefill_libraries import layer_shapes
     from pagewise_executor.kernel_checks.run import check_kernels
 
-    shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
     kv_dtype = kv_dtype_for(config, loaded.dtype, backend, device)
     check_kernels(config, loaded, kv_dtype)
-    library, is_unfit = choose_prefill_library(config, device, shapes, kv_dtype)
+    library, is_unfit = choose_prefill_library(config, device, loaded.layers, kv_dtype)
     loaded.fallback |= is_unfit
     return triton_compute(config, loaded, last_tokens, adapters, library)
 

@@ -23,7 +23,8 @@ from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
-from pagewise_executor.models.loader import attention_modules, kv_shape, transformers_config
+from pagewise_executor.models.attention_layers import attention_modules, attention_shape
+from pagewise_executor.models.loader import transformers_config
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import check_supported
 from pagewise_executor.models.weight_files import TensorInfo
@@ -83,7 +84,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size) // config.tensor_parallel
     vocab = int(text.vocab_size)
     shard_config(config.model, text, config.tensor_parallel)
-    shapes = [kv_shape(module, text) for module in attention_modules(config.model, model, text)]
+    layers = [attention_shape(module, text, dtype) for module in attention_modules(config.model, model, text)]
+    shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
     block = bytes_per_block(shapes, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype)
     width = 4 * text.hidden_size + (text.num_attention_heads + 2 * shapes[0][0]) * shapes[0][1] + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.

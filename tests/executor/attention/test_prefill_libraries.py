@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from pagewise_executor.attention import prefill_choice, prefill_libraries, specialised_prefill
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionShape, PagedLayer
 from pagewise_executor.attention.prefill_choice import LIBRARIES, choose_prefill_library
 from pagewise_executor.attention.prefill_libraries import (
-    AttentionShape,
     PrefillLibrary,
     TriedLibrary,
     error_of,
-    layer_shapes,
 )
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.attention_layers import attention_shape
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from transformers import PretrainedConfig
+from transformers import AutoConfig
 
 from tests.executor.attention.fake_libraries import FAKES
 from tests.executor.driver import request, run_requests
@@ -403,11 +402,11 @@ def test_the_kinds_of_layers_are_those_that_compute(
     monkeypatch.setattr(PagedLayer, "attend", watched)
     run_requests(runner, [request([3, 4, 5], 1, "r")], num_blocks=20)
     modules = runner._forward_pass._layers
-    kv_shapes = [(shape.kv_heads, shape.head_dim) for shape in seen]
-    assert layer_shapes(modules, kv_shapes, torch.float32) == seen
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert [attention_shape(module, config, torch.float32) for module in modules] == seen
 
 
 def test_a_library_that_is_asked_for_by_name_is_not_dropped_with_the_triton_kernels() -> None:
     config, found = ExecutorConfig(attention="fa3"), Candidates(["triton"], [])
     with pytest.raises(ModelError, match="--attention fa3: triton: heads of 320 are too"):
-        choose_kernels(config, found, PretrainedConfig(num_attention_heads=1), [(1, 320)])
+        choose_kernels(config, found, [AttentionShape(1, 1, 320, BF16, 0.1)])

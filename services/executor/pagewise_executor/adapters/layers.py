@@ -85,7 +85,7 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part], int]]:
     """Yield where a linear layer is, the parts that it was joined of, and its inputs."""
-    heads, kv_heads, dim = layer.shape.heads, layer.shape.kv_heads, layer.head_dim
+    heads, kv_heads, dim = layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim
     hidden = _shape(layer.qkv)[0]
     yield (
         f"{name}.qkv",

@@ -11,6 +11,23 @@ from pagewise_executor.input_batch import InputBatch, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
 
 
+@dataclass(slots=True, frozen=True)
+class AttentionShape:
+    """How the attention layers of one kind attend: ``scale`` and ``softcap`` of the scores, ``window`` in tokens.
+
+    They keep K and V of ``kv_heads`` heads of ``head_dim`` numbers for each token, while the window covers it.
+    ``dtype``: of the model.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class StepAttention(Protocol):
     """The attention of one step. It knows the slot mapping of the step and the context of each of its queries."""
 

@@ -12,8 +12,8 @@ from pagewise_kernels.kv_layer import KVLayer
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.prefill_libraries import (
-    AttentionShape,
     ChunkTables,
     FlashAttention3,
     FlashInfer,

@@ -11,7 +11,7 @@ on a device, which is why the results are compared.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.torch_attention import attend_chunk
 from pagewise_executor.uploads import Uploads
 
@@ -36,19 +37,6 @@ TOLERANCE = 0.05
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [tokens, heads, head_dim], keys and values [num_blocks, block_size, kv_heads, head_dim] to [tokens, heads,
 head_dim]. The tokens are those of all chunks of a step."""
-
-
-@dataclass(slots=True, frozen=True)
-class AttentionShape:
-    """What the layers of one kind have in common; ``scale`` and ``softcap`` of the scores, ``window`` in tokens."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 @dataclass(slots=True)
@@ -196,29 +184,6 @@ class TriedLibrary:
             flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
         self._flaws[shape] = flaw
         return flaw
-
-
-def layer_shapes(
-    attention: Iterable[torch.nn.Module], kv_shapes: Iterable[tuple[int, int]], dtype: torch.dtype
-) -> list[AttentionShape]:
-    """Return the shape of each attention layer, as far as its module tells. ``kv_shapes``: (kv_heads, head_dim)."""
-    return [_shape_of(module, *kv, dtype) for module, kv in zip(attention, kv_shapes, strict=True)]
-
-
-def _shape_of(module: torch.nn.Module, kv_heads: int, head_dim: int, dtype: torch.dtype) -> AttentionShape:
-    config: Any = getattr(module, "config", None)
-    # Most keep a layer's window on the layer, some in the configuration, and some say beside it whether it holds.
-    source = module if hasattr(module, "sliding_window") else config
-    window = getattr(source, "sliding_window", None) if getattr(module, "is_sliding", True) else None
-    return AttentionShape(
-        heads=int(getattr(config, "num_attention_heads", kv_heads)),
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        scale=getattr(module, "scaling", None) or head_dim**-0.5,
-        window=window or None,  # Qwen2-MoE writes 0 for none
-        softcap=getattr(module, "attn_logit_softcapping", None),
-    )
 
 
 def with_small_limits(shape: AttentionShape) -> AttentionShape:

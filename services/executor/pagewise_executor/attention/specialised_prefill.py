@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from pagewise_kernels.kv_layer import KVLayer
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.prefill_libraries import (
     TOLERANCE,
     Attend,
-    AttentionShape,
     ChunkTables,
     error_of,
     with_small_limits,

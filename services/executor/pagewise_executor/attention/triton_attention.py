@@ -17,8 +17,8 @@ from pagewise_kernels.attention import (
 )
 from pagewise_kernels.kv_write import write_kv
 
-from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
-from pagewise_executor.attention.prefill_libraries import Attend, AttentionShape, ChunkTables, TriedLibrary
+from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
+from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, TriedLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout

@@ -4,6 +4,7 @@ PyTorch's results are those of the code that serves where there are no Triton ke
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +26,10 @@ from pagewise_shared.sampling import SamplingParams
 from torch import nn
 
 from pagewise_executor.adapters.triton_slots import make_tiles
-from pagewise_executor.attention.backend import ForwardContext, PagedLayer
-from pagewise_executor.attention.prefill_libraries import AttentionShape
+from pagewise_executor.attention.backend import AttentionShape, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import attend_chunk
 from pagewise_executor.kernel_checks.use import KernelUse
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.models.operations import AttentionShape as FusedShape
 from pagewise_executor.models.operations import HeadNorm, Rotation, TorchOperations, TritonOperations
 from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
@@ -122,7 +121,7 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
     layer, qkv, recorder = _empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
     expected = TorchOperations().attend(
         PagedLayer(layer.keys, layer.values, layer.scales, ForwardContext(recorder)), qkv.clone(),
-        FusedShape(shape.heads, shape.kv_heads, shape.scale, None),
+        replace(shape, window=None),
         Rotation(*(torch.cat([table, table], 1)[positions] for table in (cos, sin))), norm,
     )  # fmt: skip
 

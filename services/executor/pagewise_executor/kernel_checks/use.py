@@ -9,7 +9,8 @@ from pagewise_kernels.skinny_linear import MOST_ROWS
 from pagewise_shared.config.adapter_options import adapter_capacity
 from torch import nn
 
-from pagewise_executor.attention.prefill_libraries import AttentionShape, layer_shapes, with_small_limits
+from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.attention.prefill_libraries import with_small_limits
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
@@ -60,7 +61,7 @@ class KernelUse:
 
 def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> KernelUse:
     """Return the kernels that a loaded model uses."""
-    shapes = layer_shapes(loaded.attention, loaded.shapes, loaded.dtype)
+    shapes = loaded.layers
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
     linears: dict[tuple[object, ...], QuantisedLinear] = {}
     for module in loaded.model.modules():

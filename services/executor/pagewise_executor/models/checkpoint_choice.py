@@ -43,16 +43,20 @@ def family_checkpoint(
     model_config: Any,
     headers: Headers,
     device: torch.device,
-    quantised: QuantisedCheckpoint,
+    quantised: QuantisedCheckpoint | None,
     dtype: torch.dtype,
     max_model_len: int,
     ranks: Ranks,
-) -> FamilyCheckpoint:
-    """Return a quantised checkpoint of one of transformers' families. ``model_config``: what config.json says.
+) -> FamilyCheckpoint | None:
+    """Return a quantised checkpoint of one of transformers' families; None: it is not quantised.
+
+    ``model_config``: the content of config.json.
 
     Raises:
         ModelError: it cannot be loaded here.
     """
+    if quantised is None:
+        return None
     if not ranks.alone:
         raise ModelError(
             f"--tensor-parallel {ranks.size}: quantised checkpoints of {model_config.model_type} are not divided among "

@@ -53,7 +53,7 @@ def make_skinny(model: nn.Module, within: str) -> None:
 
 
 @torch.inference_mode()
-def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time | None = None) -> None:
+def choose_few_rows(model: nn.Module, operations: TritonOperations | None = None, time: Time | None = None) -> None:
     """Set ``few_rows`` of each product to the largest batch up to which the kernel is not slower than the library.
 
     The products of all layers are computed one after the other, so that weights come from memory as they do in a step.
@@ -69,6 +69,7 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations, time: Time |
                     groups.setdefault((name, type(product), product.weight.shape), []).append(product)
     for (name, _, shape), products in groups.items():
         try:
+            operations = operations or TritonOperations()
             most = _most_rows(products, name, operations, time or graph_milliseconds)
         except Exception as error:  # whatever torch, Triton or the device raise
             most = 0

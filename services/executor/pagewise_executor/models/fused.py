@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.models.attention_layers import attention_shape
 from pagewise_executor.models.long_rope import LongRope
-from pagewise_executor.models.operations import AttentionShape, HeadNorm, Operations, Rotation
+from pagewise_executor.models.operations import HeadNorm, Operations, Rotation
 from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
 from pagewise_executor.models.skinny_linear import Rows
 
@@ -94,24 +95,19 @@ class FusedDecoderLayer(nn.Module):
         assert isinstance(mlp, nn.Module)
         self.self_attn = source  # for its ``paged_layer``; its projections move here
         config: LlamaConfig | PretrainedConfig = source.config  # type: ignore[assignment]
-        self.head_dim = int(source.head_dim)  # type: ignore[arg-type]
-        heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        # Qwen keeps a layer's window on the layer, Mistral and Mixtral in the configuration, Llama has none.
-        windowed = config if type(layer).__name__ in ("MistralDecoderLayer", "MixtralDecoderLayer") else source
-        window: int | None = getattr(windowed, "sliding_window", None)
-        self.shape = AttentionShape(heads, kv_heads, float(source.scaling), window)  # type: ignore[arg-type]
+        self.norm_before_attention = NormWeight(layer.input_layernorm)
+        self.norm_before_mlp = NormWeight(layer.post_attention_layernorm)
+        self.shape = attention_shape(source, config, self.norm_before_attention.weight.dtype)
         self.qkv = _joined([source.q_proj, source.k_proj, source.v_proj])
         self.out = _linear(source.o_proj)
         self.mlp = mlp if hasattr(mlp, "experts") else None
         if self.mlp is None:
             self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
             self.down = _linear(mlp.down_proj)
-        self.norm_before_attention = NormWeight(layer.input_layernorm)
-        self.norm_before_mlp = NormWeight(layer.post_attention_layernorm)
         self.head_norm: HeadNorm | None = None
         if hasattr(source, "q_norm"):
             q_norm, k_norm = NormWeight(source.q_norm), NormWeight(source.k_norm)
-            weights = [q_norm.weight.expand(heads, -1), k_norm.weight.expand(kv_heads, -1)]
+            weights = [q_norm.weight.expand(self.shape.heads, -1), k_norm.weight.expand(self.shape.kv_heads, -1)]
             self.head_norm = HeadNorm(torch.cat(weights), q_norm.eps)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
             if hasattr(source, name):
@@ -132,7 +128,7 @@ class FusedDecoderLayer(nn.Module):
 
     def attention(self, x: Rows, rotation: Rotation) -> torch.Tensor:
         """Return the output [tokens, hidden] of attention for normalised rows."""
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        qkv = self.qkv(x).view(len(x), -1, self.shape.head_dim)
         layer: PagedLayer = self.self_attn.paged_layer  # type: ignore[assignment]
         attended = self.operations.attend(layer, qkv, self.shape, rotation, self.head_norm)
         return self.reduce(self.out(attended.reshape(len(x), -1)))

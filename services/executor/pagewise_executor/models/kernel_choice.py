@@ -3,18 +3,14 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels, backend_of, kv_dtype_for, layout_of, named_backends
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from pagewise_executor.models.llama_config import LlamaConfig
 
 log = logging.getLogger(__name__)
 
@@ -69,18 +65,15 @@ def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype,
     return found
 
 
-def choose_kernels(
-    config: ExecutorConfig, found: Candidates, text: "LlamaConfig | PretrainedConfig", shapes: list[tuple[int, int]]
-) -> KernelChoice:
+def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[AttentionShape]) -> KernelChoice:
     """Choose the first of the candidates that can compute a model; say in the log which one, and why.
 
-    ``text``: the model's configuration. ``shapes``: see ``LoadedModel``.
+    ``layers``: see ``LoadedModel``.
 
     Raises:
         ModelError: kernels are asked for by name and cannot compute the model; the text says why.
     """
-    heads = int(text.num_attention_heads)
-    flaws = {"triton": partial(_flaw_for_triton, shapes), "cpu": partial(_flaw_for_cpu_kernels, shapes, heads)}
+    flaws = {"triton": partial(_flaw_for_triton, layers), "cpu": partial(_flaw_for_cpu_kernels, layers)}
     fitting, unfit = _fitting(config, found.kernels, found.unfit, flaws)
     kernels = fitting[0]
     _report(config, kernels, unfit)
@@ -171,9 +164,9 @@ def _flaw_of_triton(device: torch.device) -> str:
     return ""
 
 
-def _flaw_for_triton(shapes: list[tuple[int, int]]) -> str:
+def _flaw_for_triton(layers: Sequence[AttentionShape]) -> str:
     """Return why the Triton kernels cannot compute a model; empty if they can."""
-    head_dim = max(dim for _, dim in shapes)
+    head_dim = max(layer.head_dim for layer in layers)
     return f"heads of {head_dim} are too large, up to 256 are supported" if head_dim > 256 else ""
 
 
@@ -191,11 +184,12 @@ def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
     return _flaw_of_library()
 
 
-def _flaw_for_cpu_kernels(shapes: list[tuple[int, int]], heads: int) -> str:
+def _flaw_for_cpu_kernels(layers: Sequence[AttentionShape]) -> str:
     """Return why the CPU operations cannot compute a model; empty if they can."""
     from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
 
-    head_dim, group = max(dim for _, dim in shapes), heads // min(kv_heads for kv_heads, _ in shapes)
+    head_dim = max(layer.head_dim for layer in layers)
+    group = max(layer.heads // layer.kv_heads for layer in layers)
     if head_dim > MAX_HEAD_DIM:
         return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
     if group > MAX_GROUP:

@@ -105,6 +105,10 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
         """The length of each layer's sliding window, None for full attention."""
         return [self.sliding_window] * self.num_hidden_layers
 
+    def get_text_config(self, *, decoder: bool) -> "LlamaConfig":
+        """Return the same as configurations of transformers do: the part for the language model, which is all of it."""
+        return self
+
     def decoder_layer(self, layer_idx: int, sliding_window: int | None) -> torch.nn.Module:
         """Return the parts of a layer, whose weights have no data. A family whose layers have others overrides it."""
         from pagewise_executor.models.llama import LlamaDecoderLayer

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.progress import logged_bar
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.gpu_check import why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.attention_layers import attention_modules, attention_shape
 from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.few_rows import choose_few_rows
@@ -32,8 +34,7 @@ from pagewise_executor.models.kernel_choice import candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
-from pagewise_executor.models.long_rope import FixedRope
-from pagewise_executor.models.operations import TritonOperations
+from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
@@ -61,11 +62,11 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and its properties.
 
-    ``attention``: the attention modules in layer order. ``shapes``: (kv_heads, head_dim) of each. ``kernels``: what
-    computes attention and the small operations of fused layers, or everything. ``fallback``: see ``KernelChoice``.
-    ``weight_files``: what the weights were read from. ``rotations``: those of each layer's keys; empty if
-    ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part of the model each; the
-    model and ``shapes`` are this rank's, all else is that of the whole. ``shards``: which part. ``rope``: see
+    ``attention``: the attention modules in layer order. ``layers``: how each attends, and what it keeps. ``kernels``:
+    what computes attention and the small operations of fused layers, or everything. ``fallback``: see
+    ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each layer's keys;
+    empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part of the model
+    each; the model and ``layers`` are this rank's, all else is that of the whole. ``shards``: which part. ``rope``: see
     ``fix_rope``.
     """
 
@@ -77,7 +78,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     attention: list[torch.nn.Module]
-    shapes: list[tuple[int, int]]
+    layers: list[AttentionShape]
     kernels: Kernels
     fallback: bool = False
     rotations: list[KeyRotation] = field(default_factory=list)
@@ -85,6 +86,11 @@ class LoadedModel:
     ranks: Ranks = field(default_factory=Ranks)
     shards: Shards | None = None
     rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """The KV heads of each layer and their dimension."""
+        return [(layer.kv_heads, layer.head_dim) for layer in self.layers]
 
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return what two executors must have in common to use each other's blocks."""
@@ -106,7 +112,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
-    text = checkpoint.config if checkpoint is not None else model_config.get_text_config(decoder=True)
+    text = model_config.get_text_config(decoder=True)
     check_supported(config.model, model_config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     whole = copy.deepcopy(model_config)
@@ -115,33 +121,33 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     _tell_of_device(config, device, dtype, len(files))
     check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
-    stored: Checkpoint | None = checkpoint
     with _errors_of_loading(config, device):
-        if stored is None and quantised is not None:
-            stored = family_checkpoint(config, model_config, headers, device, quantised, dtype, max_model_len, ranks)
+        stored = checkpoint or family_checkpoint(
+            config, model_config, headers, device, quantised, dtype, max_model_len, ranks
+        )
+        read = None
         if stored is not None:
-            (model, shards), rope = stored.shard(ranks), stored.rope
+            (model, shards), rope, read = stored.shard(ranks), stored.rope, partial(stored.read, dtype=dtype)
         else:
             model, shards, rope = _load_with_transformers(config, path, headers, whole, model_config, dtype, ranks)
     attention = attention_modules(config.model, model, text)
-    shapes = [kv_shape(module, text) for module in attention]
+    layers = [attention_shape(module, text, dtype) for module in attention]
     # A model without weights cannot be tried before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
-    kernels, fallback = choose_kernels(config, able, text, shapes)
+    kernels, fallback = choose_kernels(config, able, layers)
     with _errors_of_loading(config, device):
-        read = (lambda part: stored.read(part, dtype)) if stored is not None else None
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
         connect(model, shards, vocab_size)
     if compilation is not None:
         compilation.wait()
-    if kernels == "triton" and device.type == "cuda" and not config.deterministic:
-        choose_few_rows(model, TritonOperations())
+    if device.type == "cuda":
+        choose_few_rows(model)
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
         fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
-        attention=attention, shapes=shapes, kernels=kernels, fallback=fallback, rotations=rotations,
+        attention=attention, layers=layers, kernels=kernels, fallback=fallback, rotations=rotations,
         no_segments=no_segments, ranks=ranks, shards=shards, rope=rope,
     )  # fmt: skip
 
@@ -230,7 +236,6 @@ def _load_with_transformers(
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
-    from pagewise_executor.models.rope import fix_rope
     from pagewise_executor.models.sharded_loading import load_part
 
     for file in headers:
@@ -338,33 +343,6 @@ def fingerprint(path: Path, files: list[Path]) -> str:
                 stream.seek(offset)
                 digest.update(stream.read(65536))
     return digest.hexdigest()[:16]
-
-
-def attention_modules(
-    name: str, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig"
-) -> list[torch.nn.Module]:
-    """Return the attention modules of a model by layer.
-
-    Raises:
-        ModelError: it has none that paged attention can stand in for.
-    """
-    found: dict[int, torch.nn.Module] = {
-        int(module.layer_idx): module  # type: ignore[arg-type]
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
-    }
-    if sorted(found) != list(range(text.num_hidden_layers)):
-        raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers: not supported")
-    if any(getattr(module, "sinks", None) is not None for module in found.values()):
-        raise ModelError(f"{name} uses attention sinks, which paged attention does not support")
-    return [found[layer] for layer in sorted(found)]
-
-
-def kv_shape(module: torch.nn.Module, text: "LlamaConfig | PretrainedConfig") -> tuple[int, int]:
-    """Return the KV heads of a layer and their dimension."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None)
-    return int(heads), int(dim or text.hidden_size // text.num_attention_heads)
 
 
 def _max_model_len(config: ExecutorConfig, text: object) -> int:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.attention.backend import AttentionShape, PagedLayer
 from pagewise_executor.models.quantised_linear import ScaledMMLinear
 from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
 
@@ -20,15 +20,6 @@ class HeadNorm(NamedTuple):
 
     weight: torch.Tensor
     eps: float
-
-
-class AttentionShape(NamedTuple):
-    """The heads of an attention layer, the scale of its scores and its sliding window."""
-
-    heads: int
-    kv_heads: int
-    scale: float
-    window: int | None
 
 
 class Rotation(NamedTuple):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.long_rope import fix_rope
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.weight_files import Headers
 
@@ -68,7 +69,6 @@ class FamilyCheckpoint(Checkpoint):
         dtype: torch.dtype,
         max_model_len: int,
     ) -> None:
-        from pagewise_executor.models.rope import fix_rope
 
         family, text = FAMILIES[config.model_type], config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
