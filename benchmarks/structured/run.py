@@ -34,7 +34,7 @@ from llguidance import LLParserLimits
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.structured import grammars as compiled_grammars
 from pagewise_executor.structured.grammars import Grammars
-from pagewise_executor.structured.masks import forbidden_tokens
+from pagewise_executor.structured.structured_rows import forbidden_tokens
 from pagewise_executor.structured.tokenizer import load_tokenizer
 from pagewise_executor.uploads import Uploads
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig

@@ -5,15 +5,7 @@ import dataclasses
 import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import (
-    AdapterLoaded,
-    CompileGrammar,
-    Copied,
-    Found,
-    Inventory,
-    StepPlan,
-    Welcome,
-)
+from pagewise_shared.protocol import AdapterLoaded, CompileGrammar, Copied, Found, Inventory, StepPlan, Welcome
 
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.model_runner import IssuedStep, ModelRunner

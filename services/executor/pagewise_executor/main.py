@@ -148,10 +148,7 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = No
 
 
 def build_runner(
-    config: ExecutorConfig,
-    keys: Keys | None = None,
-    seat: "Seat | None" = None,
-    leader: "Leader | None" = None,
+    config: ExecutorConfig, keys: Keys | None = None, seat: "Seat | None" = None, leader: "Leader | None" = None
 ) -> Runner:
     """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
 

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 from pagewise_executor.models import loader
-from pagewise_executor.models.checkpoint_choice import llama_checkpoint
-from pagewise_executor.models.families import read_llama_config
+from pagewise_executor.models.families import llama_checkpoint, read_llama_config
 from pagewise_executor.models.llama import LlamaForCausalLM
 from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.weight_files import checked_headers, weight_files

@@ -251,7 +251,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 
 def test_the_same_masks_on_the_device(device: torch.device) -> None:
-    from pagewise_executor.structured.masks import forbidden_tokens
+    from pagewise_executor.structured.structured_rows import forbidden_tokens
     from pagewise_executor.uploads import Uploads
 
     rng = np.random.default_rng(1)

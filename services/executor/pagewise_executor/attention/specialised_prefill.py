@@ -22,13 +22,7 @@ import torch
 from pagewise_kernels.kv_layer import KVLayer
 
 from pagewise_executor.attention.backend import AttentionShape
-from pagewise_executor.attention.prefill_libraries import (
-    TOLERANCE,
-    Attend,
-    ChunkTables,
-    error_of,
-    with_small_limits,
-)
+from pagewise_executor.attention.prefill_libraries import TOLERANCE, Attend, ChunkTables, error_of, with_small_limits
 
 log = logging.getLogger(__name__)
 

@@ -256,12 +256,7 @@ def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch
 
 
 def pool_size(
-    config: SizedConfig,
-    block_bytes: int,
-    device: torch.device,
-    max_model_len: int,
-    reserved: int = 0,
-    on_host: int = 1,
+    config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0, on_host: int = 1
 ) -> int:
     """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory``, the executor's share of
     a GPU's memory, or the free memory of the CPU.

@@ -27,8 +27,8 @@ from pagewise_executor.cpu import computes_bfloat16
 from pagewise_executor.gpu_check import why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.attention_layers import attention_modules, attention_shape
-from pagewise_executor.models.checkpoint_choice import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.compilation import begin_compilation
+from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.kernel_choice import candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations

@@ -5,8 +5,6 @@ takes the memory of the prepared model and of one part as it is in the file, not
 """
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,7 +20,7 @@ from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
-from pagewise_executor.models.packed_linear import Int8Linear, pack_linears
+from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
 from pagewise_executor.models.quantised_weight import FP8
 
@@ -68,10 +66,7 @@ def prepare(
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
-    if config.quantization == "int8":
-        _tell_of_quantisation(model)
-        return False
-    return report(model, asked=config.quantization == "fp8")
+    return report(model, asked=config.quantization != "none")
 
 
 def _replace_linears(
@@ -100,27 +95,6 @@ def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _tell_of_quantisation(model: nn.Module) -> None:
-    """Say in the log what is in eight bits, how much that has changed it, and what is not."""
-    weights = [module.packed for module in model.modules() if isinstance(module, Int8Linear)]
-    quantised = sum(weight.outs * weight.ins for weight in weights)
-    error = sum(weight.squared_error for weight in weights) / (sum(weight.squares for weight in weights) or 1.0)
-    kept = Counter[str]()
-    for module in model.modules():
-        kept[type(module).__name__.lstrip("_")] += sum(weight.numel() for weight in module.parameters(recurse=False))
-    log.log(
-        logging.INFO if quantised >= kept.total() else logging.WARNING,
-        "%s weights are in eight bits, which changes them by %.2f%% (root mean square; docs/performance.md says what "
-        "that changes in the tokens of the demo model); %s weights stay in float32: %s",
-        _millions(quantised), 100 * math.sqrt(error), _millions(kept.total()),
-        ", ".join(f"{kind} {_millions(count)}" for kind, count in kept.most_common(3)),
-    )  # fmt: skip
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count}"
 
 
 def _operations(kernels: Kernels) -> Operations:

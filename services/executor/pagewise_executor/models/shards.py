@@ -20,12 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.collectives import Ranks
 
-_DIVIDED = (
-    "num_attention_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
+_DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """Settings that are divided among the ranks; KV heads and the vocabulary need not be divisible."""
 _COLUMNS, _PACKED, _ROWS = "colwise", "packed_colwise", "rowwise"
 _DIMENSIONS = {_COLUMNS: -2, _PACKED: -2, _ROWS: -1}

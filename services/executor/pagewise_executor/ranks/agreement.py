@@ -20,15 +20,7 @@ from msgspec.structs import replace
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import (
-    AdapterLoaded,
-    Copied,
-    Found,
-    Inventory,
-    NamedBlocks,
-    pack_int32s,
-    unpack_int32s,
-)
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, NamedBlocks, pack_int32s, unpack_int32s
 
 from pagewise_executor.ranks.messages import Ready
 from pagewise_executor.runner import RunnerInfo

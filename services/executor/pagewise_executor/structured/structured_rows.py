@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from pagewise_shared.protocol import RowFailure
 
-from pagewise_executor.structured.masks import forbidden_tokens
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -184,3 +184,17 @@ class StructuredRows:
             return matcher
         row.fail(matcher.get_error())
         return None
+
+
+def forbidden_tokens(allowed: npt.NDArray[np.int32], vocab_size: int, upload: Uploads) -> torch.Tensor:
+    """Return bool [n, vocab_size] on the device: the tokens whose bits are not set.
+
+    ``allowed`` int32 [n, words]: token t is allowed if bit t % 32 of word t // 32 is set. Only the bits are uploaded.
+    """
+    packed = np.invert(allowed).view(np.uint8)
+    if upload.device.type != "cuda":
+        bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    on_device = upload(packed)
+    shifts = torch.arange(8, dtype=torch.uint8, device=on_device.device)
+    return ((on_device[:, :, None] >> shifts) & 1).view(len(packed), -1)[:, :vocab_size].bool()

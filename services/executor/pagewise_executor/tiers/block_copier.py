@@ -4,16 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from pagewise_shared.protocol import (
-    DEVICE,
-    CancelCopies,
-    Copied,
-    Found,
-    Inventory,
-    LookUp,
-    NamedBlocks,
-    pack_int32s,
-)
+from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, Found, Inventory, LookUp, NamedBlocks, pack_int32s
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.device import DeviceTier
