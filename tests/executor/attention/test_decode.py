@@ -3,8 +3,7 @@
 import pytest
 import torch
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.attention.context import DecodeGroup
-from pagewise_executor.attention.decode import decode_gathered, decode_in_place
+from pagewise_executor.attention.decode import DecodeGroup, decode_gathered, decode_in_place
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 100])

@@ -16,8 +16,7 @@ from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.profile import measure_tier
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_executor.tiers.block_copier import BlockCopier
-from pagewise_executor.tiers.block_names import chain
-from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.block_names import chain, checksum
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import HostTier

@@ -7,8 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
-from pagewise_executor.attention.context import ChunkContext, DecodeGroup, group_decodes
-from pagewise_executor.attention.decode import attend, decode_gathered, decode_in_place
+from pagewise_executor.attention.decode import (
+    ChunkContext,
+    DecodeGroup,
+    attend,
+    decode_gathered,
+    decode_in_place,
+    group_decodes,
+)
 from pagewise_executor.input_batch import StepWork
 from pagewise_executor.uploads import Uploads
 

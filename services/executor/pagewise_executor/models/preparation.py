@@ -112,6 +112,6 @@ def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: in
         raise ModelError(f"--deterministic needs the Triton kernels, which cannot compute {name}")
     if not_fused or any(isinstance(layer, FusedDecoderLayer) and layer.mlp is not None for layer in model.modules()):
         raise ModelError(f"--deterministic: {name} is none of the families it supports (Llama, Mistral, Qwen2, Qwen3)")
-    from pagewise_executor.models.deterministic import make_rowwise
+    from pagewise_executor.models.skinny_linear import make_rowwise
 
     make_rowwise(model)

@@ -1,4 +1,4 @@
-"""Linear layers in 16 bits with a kernel of their own for the few rows of a decode step."""
+"""Linear layers with kernels of our own: for the few rows of a decode step, and row by row."""
 
 from dataclasses import dataclass
 
@@ -54,3 +54,29 @@ class SkinnyLinear(nn.Linear):
 
         assert isinstance(x, torch.Tensor)
         return skinny_linear(x, self.weight, self.bias, gated=True)
+
+
+class RowwiseLinear(nn.Module):
+    """A linear layer in which each row of the result depends on the same row of the input only."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = source.weight, source.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        from pagewise_kernels.matmul import linear
+
+        return linear(x.flatten(0, -2), self.weight, self.bias).view(*x.shape[:-1], len(self.weight))
+
+
+def make_rowwise(model: nn.Module) -> None:
+    """Replace the linear layers of a model whose decoder is fused, so that results do not depend on the batch.
+
+    Fused decoders, attention and sampling do not; the libraries of linear layers sum in another order for another
+    number of rows.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, RowwiseLinear(child))

@@ -2,11 +2,12 @@
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote, unquote
 
+import xxhash
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, block_hash
 
-from pagewise_executor.tiers.checksum import checksum
 from pagewise_executor.tiers.tier import Rows
 
 _HEADER = struct.Struct(f"<8sQQ{HASH_BYTES}s{HASH_BYTES}s")
@@ -72,6 +73,11 @@ def num_leading(names: Sequence[BlockName], contains: Callable[[Sequence[BlockNa
         end = places[first_missing]
         begin = places[first_missing - 1] + 1 if first_missing else begin
     return begin
+
+
+def checksum(content: Any) -> int:
+    """Return the xxh3_64 of a buffer of bytes."""
+    return int(xxhash.xxh3_64_intdigest(content))
 
 
 def header(name: BlockName, row: Rows) -> bytes:

@@ -17,7 +17,7 @@ from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encod
 from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
 from pagewise_executor.input_batch import Int32s
-from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)

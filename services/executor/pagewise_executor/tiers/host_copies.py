@@ -15,7 +15,7 @@ from pagewise_shared.protocol import StepError
 from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw
-from pagewise_executor.tiers.checksum import checksum
+from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.host_memory import HostMemory
 from pagewise_executor.tiers.tier import Tier
 

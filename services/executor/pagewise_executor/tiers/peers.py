@@ -23,8 +23,8 @@ from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encod
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_endpoint import block_listener
+from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
-from pagewise_executor.tiers.checksum import checksum
 from pagewise_executor.tiers.far import FarJob, FarTier
 from pagewise_executor.tiers.tier import Rows, Tier
 
