@@ -1,5 +1,6 @@
-"""What captures of CUDA graphs have in common, whatever they record."""
+"""Captures of CUDA graphs, and what waits for the device."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -56,3 +57,24 @@ def graphs_bytes(graphs: Graphs | None, num_layers: int) -> int:
     This is an estimate, and has not been compared with a device. ``num_layers``: of the model.
     """
     return 0 if graphs is None else graphs.num_graphs * num_layers * BYTES_PER_LAYER
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """What waits for the CUDA device inside raises a RuntimeError that says so, as far as torch notices.
+
+    The mode is of the whole process. Torch warns once that it is a prototype, after it has changed the mode: where
+    warnings are errors, nobody would change it back.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_mode("error")
+        yield
+    finally:
+        _set_mode(before)
+
+
+def _set_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)

@@ -15,11 +15,10 @@ from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
 from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
 from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.graph_capture import graphs_bytes, why_failed
+from pagewise_executor.graph_capture import graphs_bytes, waiting_is_an_error, why_failed
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.few_rows import graph_milliseconds
 from pagewise_executor.profile import dummy_prefill
-from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_executor.warm_up import warm_up
 from pagewise_shared import progress
 from pagewise_shared.config import ExecutorConfig

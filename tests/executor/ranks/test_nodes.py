@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 from pagewise.keys import keys as make_keys
-from pagewise_executor.ranks import master_address
+from pagewise_executor.ranks import host
 from pagewise_executor.ranks import node as node_module
 from pagewise_executor.ranks.host import host_identity, interface_of
 from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, TurnedAway, decode_to_node
@@ -329,14 +329,14 @@ def test_a_name_that_resolves_later_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = Names(monkeypatch)
-    monkeypatch.setattr(master_address, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(host, "_PAUSE_SECONDS", 0.01)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(master_address.own_address, "node-0.svc", 20.0)
+        waiting = pool.submit(host.own_address, "node-0.svc", 20.0)
         while not caplog.records:
             time.sleep(0.01)
         names.published.add("node-0.svc")
         assert waiting.result(20) == "127.0.0.1"
-    (said,) = (record.getMessage() for record in caplog.records if record.name.endswith("master_address"))
+    (said,) = (record.getMessage() for record in caplog.records if record.name.endswith("ranks.host"))
     assert re.fullmatch(rf"{UNRESOLVED}; trying again for up to \d+ s \(attempt 1\)", said), "at once, and once"
 
 
@@ -344,9 +344,9 @@ def test_a_name_that_never_resolves_is_named_in_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Names(monkeypatch)
-    monkeypatch.setattr(master_address, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(host, "_PAUSE_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=rf"{UNRESOLVED} \(after \d attempts in 0.3 s\)"):
-        master_address.own_address("node-0.svc", 0.3)
+        host.own_address("node-0.svc", 0.3)
     assert Node(config_of(free_port(), 1, master_addr="node-0.svc"), None, 0.3)._join() is None
     first, last = (record.getMessage() for record in caplog.records if record.name.endswith("ranks.node"))
     assert first == f"{UNRESOLVED}; trying again for up to 0 s (attempt 1)"

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from pagewise_executor.graph_capture import waiting_is_an_error
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler, gumbel_noise, philox
 from pagewise_executor.structured.structured_rows import StructuredRows
-from pagewise_executor.sync_debug import waiting_is_an_error
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_shared.protocol import unpack_int32s
 from pagewise_shared.sampling import SamplingParams, TokenConstraints, token_constraints

@@ -25,8 +25,7 @@ from pagewise_shared.progress import Progress
 
 from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.graph_capture import captured, why_failed
-from pagewise_executor.sync_debug import waiting_is_an_error
+from pagewise_executor.graph_capture import captured, waiting_is_an_error, why_failed
 
 log = logging.getLogger(__name__)
 

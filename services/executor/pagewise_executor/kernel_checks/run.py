@@ -21,8 +21,7 @@ from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kernel_checks.kernels import KERNELS, READS_KV, kernels_of
 from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
 from pagewise_executor.models.loader import LoadedModel
-from pagewise_executor.models.quantised_linear import QuantisedLinear, make_fast
-from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise
+from pagewise_executor.models.quantised_linear import FP8, Inputs, QuantisedLinear, make_fast, quantise
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from torch import nn
 from pagewise_executor.graph_capture import captured
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
-from pagewise_executor.models.quantised_linear import ScaledMMLinear
-from pagewise_executor.models.quantised_weight import FP8
+from pagewise_executor.models.quantised_linear import FP8, ScaledMMLinear
 from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows, SkinnyLinear
 
 log = logging.getLogger(__name__)

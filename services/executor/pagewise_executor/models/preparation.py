@@ -21,8 +21,7 @@ from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
-from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
-from pagewise_executor.models.quantised_weight import FP8
+from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
-from pagewise_executor.models.quantised_linear import QuantisedLinear
-from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
+from pagewise_executor.models.quantised_linear import FP8, QuantisedLinear, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError
 from pagewise_executor.models.weight_files import FileTensor
 from pagewise_executor.models.weight_report import FLOATS

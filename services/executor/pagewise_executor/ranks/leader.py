@@ -25,6 +25,7 @@ from pagewise_shared.service_process import CANNOT_START
 
 from pagewise_executor.process_end import End, end_process
 from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
+from pagewise_executor.ranks.link import start_rank
 from pagewise_executor.ranks.messages import (
     Failed,
     FromRank,
@@ -39,7 +40,6 @@ from pagewise_executor.ranks.messages import (
     encode_config,
 )
 from pagewise_executor.ranks.nodes import Nodes
-from pagewise_executor.ranks.rank_process import start_rank
 from pagewise_executor.runner import Counted
 
 log = logging.getLogger(__name__)

@@ -5,6 +5,10 @@ receives it; or it is empty, and the frame is a message between the nodes themse
 ``messages.ToNode``).
 """
 
+import socket
+import subprocess  # nosec B404
+import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
@@ -40,3 +44,21 @@ def prepare_socket(socket: "zmq.Socket[Any]") -> None:
 def of_rank(rank: int) -> bytes:
     """Return the mark of the frames of a rank."""
     return bytes([rank])
+
+
+def start_rank() -> tuple[Connection, "subprocess.Popen[bytes]"]:
+    """Start a process that runs one rank (``pagewise_executor.follower``).
+
+    Returns the connection with the process, and the process. The caller sends a ``Seat`` and then the configuration.
+    The process ends when the connection is closed.
+    """
+    own, theirs = socket.socketpair()
+    with theirs:
+        # A session of its own keeps Ctrl-C from the rank. Rank 0 gets it, and tells the other ranks to end.
+        process = subprocess.Popen(  # noqa: S603  # nosec B603 # our own module
+            [sys.executable, "-m", "pagewise_executor.follower", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return Connection(own.detach()), process

@@ -25,9 +25,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pagewise_executor.device_defaults import with_threads
 from pagewise_executor.ranks.agreement import settings_of
-from pagewise_executor.ranks.host import host_identity
-from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket
-from pagewise_executor.ranks.master_address import unresolved
+from pagewise_executor.ranks.host import host_identity, unresolved
+from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket, start_rank
 from pagewise_executor.ranks.messages import (
     Admitted,
     Ended,
@@ -39,7 +38,6 @@ from pagewise_executor.ranks.messages import (
     decode_to_node,
     encode_config,
 )
-from pagewise_executor.ranks.rank_process import start_rank
 from pagewise_executor.tiers.block_endpoint import in_brackets
 
 log = logging.getLogger(__name__)

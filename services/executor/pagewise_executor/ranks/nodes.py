@@ -25,9 +25,8 @@ from pagewise_shared.protocol import encode
 from pagewise_shared.version import package_version
 
 from pagewise_executor.ranks.agreement import difference, settings_of
-from pagewise_executor.ranks.host import host_identity
+from pagewise_executor.ranks.host import host_identity, own_address
 from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
-from pagewise_executor.ranks.master_address import own_address
 from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, ToNode, TurnedAway, decode_from_node
 from pagewise_executor.tiers.block_endpoint import in_brackets
 
