@@ -26,8 +26,9 @@ MAX_FUNCTION_LINES = {"kernels": 150}
 DEFAULT_FUNCTION_LINES = 60
 _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
+    "services/executor/pagewise_executor/input_batch.py": "the rows of an executor, and how a plan changes them",
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
-    "services/executor/pagewise_executor/models/quantised_linear.py": "weights in eight bits, and the layers that have them",
+    "services/executor/pagewise_executor/models/quantised_linear.py": "weights in eight bits, and their layers",
     "services/gateway/pagewise_gateway/http/parsing.py": "a body from its first byte to a checked struct",
     "services/gateway/pagewise_gateway/http/prompts.py": "texts and conversations to token ids",
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
