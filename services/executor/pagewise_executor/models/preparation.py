@@ -25,6 +25,10 @@ from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_l
 
 log = logging.getLogger(__name__)
 
+_OPERATIONS: dict[Kernels, Callable[[], Operations]] = {
+    "triton": TritonOperations, "cpu": CpuOperations, "torch": TorchOperations,
+}  # fmt: skip
+
 
 def prepare(
     config: ExecutorConfig,
@@ -47,7 +51,7 @@ def prepare(
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
         ValueError: a linear layer cannot be quantised.
     """
-    operations = _operations(kernels)
+    operations = _OPERATIONS[kernels]()
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
     fused = packed = 0
     parts = list(_parts(model))
@@ -94,16 +98,6 @@ def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _operations(kernels: Kernels) -> Operations:
-    match kernels:
-        case "triton":
-            return TritonOperations()
-        case "cpu":
-            return CpuOperations()
-        case _:
-            return TorchOperations()
 
 
 def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:
