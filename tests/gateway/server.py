@@ -120,15 +120,15 @@ async def gateway(
             shutdown_timeout=60.0,
             reuse_port=config.reuse_port,
             certificate=certificate,
-        ) as acceptor:
-            port = acceptor.address[1]
+        ) as listener:
+            port = listener.sockets[0].getsockname()[1]
             url = f"http{'s' if certificate else ''}://127.0.0.1:{port}"
             async with (
                 aiohttp.ClientSession() as http,
                 AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
             ):
                 yield Server(url, port, scheduler, link, metrics, http, openai)
-            await acceptor.close()
+            listener.close()
             await link.close(5.0, asyncio.Event())
         assert not linked.done(), linked.exception()
     finally:

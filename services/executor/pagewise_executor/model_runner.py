@@ -289,7 +289,6 @@ class ModelRunner:
         server = self._peers.server if self._peers is not None else None
         return Counted(
             server.num_refused if server is not None else 0,
-            server.num_closed if server is not None else 0,
             self._copier.num_errors,
             self._grammars.num_waits if self._grammars is not None else 0,
         )

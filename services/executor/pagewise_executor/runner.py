@@ -34,13 +34,12 @@ class Counted(Message, frozen=True):
     """What a runner has counted since it was made.
 
     Fields:
-        num_refused: connections of executors that wanted blocks, which were refused. num_closed: those that were closed
-            because they sent more than was read. num_storage_errors: reads and writes of tiers that have failed.
+        num_refused: connections of executors that wanted blocks, which were refused.
+        num_storage_errors: reads and writes of tiers that have failed.
         num_grammar_waits: steps that have waited for a grammar to be compiled.
     """
 
     num_refused: int = 0
-    num_closed: int = 0
     num_storage_errors: int = 0
     num_grammar_waits: int = 0
 

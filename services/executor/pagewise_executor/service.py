@@ -245,9 +245,8 @@ class ExecutorService:
             else:
                 self._counted, before = self._worker.counted, self._counted_before
                 refused = self._counted.num_refused - before.num_refused
-                closed = self._counted.num_closed - before.num_closed
                 errors, waits = self._counted.num_storage_errors, self._counted.num_grammar_waits
-                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), closed, errors, waits))
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), errors, waits))
 
     def _offers(self, welcome: Welcome) -> bool:
         """Return whether a Welcome stays within the limits that this executor has offered."""

@@ -165,9 +165,6 @@ class Metrics:
         self.http_connections_refused = self._counter(
             "http_connections_refused", "Connections refused because of --max-connections."
         )
-        self.http_connection_faults = self._counter(
-            "http_connection_faults", "Connections aborted because serving them failed: a fault of the gateway."
-        )
         self.unauthorized = self._counter("http_unauthorized", "HTTP requests without a valid API key.")
         self.slow_readers = self._counter("http_slow_readers", "Responses ended because their client stopped reading.")
         self.consoles_open = self._gauge("consoles_open", "Consoles that are open.")

@@ -107,14 +107,6 @@ class Metrics:
         )
         for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
             self.connections_refused(reason)
-        self._connections_closed = self._raw_counter(
-            "wire_connections_closed",
-            "Connections that were closed because too much of what had come was not read, by kind of peer; blocks: of "
-            "executors to each other.",
-            ("peer",),
-        )
-        for peer in ("executor", "gateway", "blocks"):
-            self.connections_closed(peer)
         self._request_moves = self._raw_counter(
             "request_moves",
             "Requests that continued on another executor: the first one left, was lost, or was for the prompt only "
@@ -162,11 +154,6 @@ class Metrics:
         """The counter of connections that were refused: by the scheduler ("unknown_key", "handshake"), or by the block
         socket of an executor ("unknown_key_blocks")."""
         return self._connections_refused.labels(self.model_name, reason)
-
-    def connections_closed(self, peer: str) -> Counter:
-        """The counter of connections closed because of unread bytes: by the scheduler ("executor", "gateway"),
-        or by an executor at its block socket ("blocks")."""
-        return self._connections_closed.labels(self.model_name, peer)
 
     def service_restarts(self, service: str) -> Counter:
         """The counter of restarts of a process of this server, by its name."""

@@ -124,6 +124,6 @@ GROUPS = {
         "scale_up_after",
         "scale_down_after",
     ),
-    "security": ("keys", "key_name", "plaintext", "gateways_end_any_request", "max_unread_bytes"),
+    "security": ("keys", "key_name", "plaintext", "gateways_end_any_request"),
 }
 """The options by group, in the order in which the help lists them."""

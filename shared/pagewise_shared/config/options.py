@@ -13,7 +13,6 @@ from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnod
 from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
-from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
 
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
@@ -135,16 +134,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     service_status: ServiceStatusFile = None
     keys: KeysFolder = None
     plaintext: Plaintext = False
-    max_unread_bytes: Annotated[
-        int,
-        Meta(ge=2 * MAX_FRAME_TO_SCHEDULER),
-        _help(
-            "maximum bytes that executors, or gateways, have sent and the scheduler has not read; beyond it, the "
-            "connections with the most are closed",
-            "N",
-            "It holds for connections over TCP, for each of the two sockets.",
-        ),
-    ] = 268_435_456
 
 
 class GatewayConfig(Struct, frozen=True, kw_only=True):

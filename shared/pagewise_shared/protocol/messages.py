@@ -191,7 +191,6 @@ class Heartbeat(Message, frozen=True):
 
     ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
     scheduler which let it in has not been told of in an earlier life. ``tasks``: of an executor's event loop.
-    ``closed``: as ``refused``, those that were closed because too much of what they had brought was not read.
     ``storage_errors``: reads and writes of storage that have failed, since the executor started. ``grammar_waits``:
     steps that have waited for a grammar to be compiled, likewise.
     """
@@ -199,7 +198,6 @@ class Heartbeat(Message, frozen=True):
     epoch: int
     refused: int = 0
     tasks: int = 0
-    closed: int = 0
     storage_errors: int = 0
     grammar_waits: int = 0
 

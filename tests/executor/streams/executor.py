@@ -105,7 +105,7 @@ class Pool:
 class StreamedRunner:
     """Computes nothing, for as long as the device would. What is in a block tells which tokens it stands for."""
 
-    num_refused = num_closed = num_storage_errors = num_grammar_waits = 0
+    num_refused = num_storage_errors = num_grammar_waits = 0
 
     def __init__(
         self,

@@ -377,28 +377,3 @@ def test_a_peer_that_sends_rubbish_fills_no_block(exchange: Exchange, tmp_path: 
         liar.send_multipart([identity, b"?" if spoil == "garbage" else header, *parts])
         assert unpack_int32s(exchange.wait().bad).tolist() == [62]
         assert not exchange.target.gather(np.array([62], np.int32)).any()
-
-
-def test_a_request_that_does_not_end_is_cut_off_and_others_are_answered(
-    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(block_server, "MOST_UNREAD", 2**20)
-    monkeypatch.setattr(block_server, "CHECK_SECONDS", 0.02)
-    size = exchange.source.bytes_per_block
-    server = BlockServer(exchange.tiers, size, "tcp://127.0.0.1:*", "127.0.0.1")
-    with contextlib.closing(server), zmq.Context() as context:
-        server.begun(7, 3)
-        with context.socket(zmq.DEALER) as endless:
-            endless.linger = 0
-            endless.sndhwm = 0
-            endless.setsockopt(zmq.RECONNECT_IVL, -1)
-            endless.connect(server.endpoint)
-            # So much that it is not all there before a check; a socket of ZeroMQ's sends whole messages only.
-            endless.send_multipart([b"x" * 2**20] * 200, copy=False)
-            until = time.monotonic() + 20
-            while not server.num_closed:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-        exchange.fetch([1], peer=server.endpoint)
-        assert not exchange.wait().bad
-        assert server.num_closed == 1

@@ -314,3 +314,20 @@ async def test_connections_over_the_limit_are_turned_away() -> None:
 async def test_a_head_that_never_ends(sent: bytes) -> None:
     async with serving(keepalive_timeout=0.3) as server:
         assert await answer_of(server, sent) == b""
+
+
+@pytest.mark.parametrize("field", [b"X: " + b"y" * 10_000 + b"\r\n", b"X: y\r\n" * 200], ids=["length", "number"])
+async def test_headers_are_bounded(field: bytes) -> None:
+    get = b"GET /version HTTP/1.1\r\nHost: a\r\n"
+    async with serving() as server:
+        assert (await answer_of(server, get + field + b"\r\n")).startswith(b"HTTP/1.0 400 ")
+
+
+async def test_hundreds_of_connections_at_once_are_all_answered() -> None:
+    """So many bytes arrive at once that requests wait for their turns, and with parts of their bodies."""
+    body = b'{"prompt": "%b", "max_tokens": 2}' % (b"the fox jumps " * 3000)
+    async with serving(max_connections=400) as server:
+        request = http_bytes(COMPLETION, body, "Connection: close\r\n")
+        answers = await asyncio.gather(*(answer_of(server, request) for _ in range(256)))
+    assert {each.split(b" ", 2)[1] for each in answers} <= {b"200", b"400", b"429"}
+    assert all(each.endswith((b"}", b"\r\n\r\n")) for each in answers)

@@ -5,7 +5,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from pagewise_gateway.http.client_connection import ClientConnection
+from aiohttp import web
 from pagewise_gateway.link import LiveRequest
 
 from tests.gateway.server import Server, serving
@@ -44,8 +44,8 @@ async def refused(server: Server, data: bytes) -> None:
         b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n" + TAIL,
         b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Encoding: gzip\r\nContent-Length: 100000\r\n\r\n" + TAIL,
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-        + b"1\r\n \r\n" * 20_000,
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000 + b"0\r\n\r\n",
     ],
     ids=["no such path", "method", "no HTTP", "no gzip", "small chunks"],
 )
@@ -53,7 +53,7 @@ async def test_connections_that_were_refused_do_not_stay(data: bytes) -> None:
     async with serving() as server:
         for _ in range(200):
             await refused(server, data)
-        assert sum(type(each) is ClientConnection for each in gc.get_objects()) < 100
+        assert sum(type(each) is web.RequestHandler for each in gc.get_objects()) < 100
 
 
 @pytest.mark.usefixtures("calm_collector")

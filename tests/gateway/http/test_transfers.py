@@ -7,7 +7,6 @@ import zlib
 from contextlib import suppress
 
 import pytest
-from pagewise_gateway.http.loop_turns import LoopTurns
 
 from tests.gateway.server import Server, serving
 
@@ -116,6 +115,13 @@ async def test_large_body_in_chunks_of_some_bytes() -> None:
         assert b"context_length_exceeded" in body  # it was read
 
 
+@pytest.mark.parametrize("data", [b"zz\r\n{}\r\n0\r\n\r\n", b"1\r\n{}\r\n0\r\n\r\n"], ids=["size", "content"])
+async def test_malformed_chunks_are_refused(data: bytes) -> None:
+    async with serving() as server:
+        answer, _ = await raw(server, POST + b"Transfer-Encoding: chunked\r\n\r\n" + data)
+        assert answer.startswith(b"HTTP/1.0 400 ")
+
+
 @pytest.mark.parametrize("length", [b"Content-Length: 3000000", b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("key", [b"sk-alice", b"none"])
 async def test_a_client_that_sends_everything_first_reads_why_its_body_was_refused(length: bytes, key: bytes) -> None:
@@ -160,55 +166,6 @@ async def test_connection_goes_on_after_a_small_body_was_refused() -> None:
             assert answer.split(b" ")[1] == status
             await reader.readexactly(int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
         writer.close()
-
-
-async def test_turns_are_given_to_keys_in_turn() -> None:
-    turns, done = LoopTurns(), []
-    turns.expect(1.0)  # nothing is done at once
-    for number in range(3):
-        for key in ("alice", "alice", "bob"):
-            turns.add(key, lambda key=key, number=number: done.append((key, number)))  # type: ignore[misc]
-    assert done == []
-    await asyncio.sleep(0.01)
-    assert [key for key, _ in done] == ["alice", "bob"] * 3 + ["alice"] * 3
-    assert [number for key, number in done if key == "bob"] == [0, 1, 2]
-
-
-async def test_turns_end_after_a_slice() -> None:
-    """A hundred milliseconds of work do not stop anything else for longer than a slice of it."""
-    turns, loop = LoopTurns(), asyncio.get_running_loop()
-
-    def busy() -> None:
-        end = loop.time() + 0.002
-        while loop.time() < end:
-            pass
-
-    work = [asyncio.create_task(turns.call("alice", busy)) for _ in range(50)]
-    rounds = 0
-    while not all(task.done() for task in work):
-        await asyncio.sleep(0)
-        rounds += 1
-    assert rounds >= 5
-
-
-async def test_turns_return_and_raise() -> None:
-    turns = LoopTurns()
-    for _ in range(2):
-        assert await turns.call("alice", lambda: 7) == 7
-        with pytest.raises(ZeroDivisionError):
-            await turns.call("alice", lambda: 1 / 0)
-        turns.expect(1.0)
-
-
-async def test_who_does_not_wait_any_more_takes_no_turn() -> None:
-    turns, done = LoopTurns(), []
-    turns.expect(1.0)
-    task = asyncio.create_task(turns.call("alice", lambda: done.append(1)))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0.01)
-    assert done == []
-    assert turns.free() is False
 
 
 async def test_errors_of_clients_are_counted_by_key() -> None:

@@ -18,9 +18,7 @@ async def main(endpoint: str) -> None:
     router_socket._PING_MS = _PING_MS
     metrics = Metrics("m")
     wire = router_socket.Wire(None, metrics)
-    socket = router_socket.RouterSocket(
-        "executor", endpoint, decode_from_executor, Mailbox(), metrics, wire, timeout=2, max_unread_bytes=2**28
-    )
+    socket = router_socket.RouterSocket("executor", endpoint, decode_from_executor, Mailbox(), metrics, wire, timeout=2)
     reading = asyncio.create_task(socket.run())
     sent = threading.Event()
 

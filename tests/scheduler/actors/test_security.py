@@ -153,9 +153,7 @@ async def test_an_executor_with_keys_tells_nothing_to_a_scheduler_without(
         assert not stack.router.capacity.max_model_len
 
 
-async def test_connections_that_executors_refused_or_closed_are_counted_and_lies_bounded(
-    tmp_path: Path,
-) -> None:
+async def test_connections_that_executors_refused_are_counted_and_lies_bounded(tmp_path: Path) -> None:
     async with running(tmp_path, executor_timeout=20.0) as stack:
         raw = RawExecutor(tmp_path)
         epoch = await joined(raw)
@@ -166,10 +164,6 @@ async def test_connections_that_executors_refused_or_closed_are_counted_and_lies
         await raw.send(Heartbeat(epoch - 1, 2**63))
         assert await raw.receive() == HeartbeatAck(epoch)
         assert refused(stack, "unknown_key_blocks") == 1005, "of an earlier life"
-        for told, counted in ((2, 2), (2, 2), (1, 2), (2**62, 1002)):
-            await raw.send(Heartbeat(epoch, closed=told))
-            assert await raw.receive() == HeartbeatAck(epoch)
-            assert stack.metric("wire_connections_closed_total", peer="blocks") == counted
         raw.close()
 
 

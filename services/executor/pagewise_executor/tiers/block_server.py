@@ -14,7 +14,6 @@ from pagewise_shared.curve import Gate, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encode
-from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
 from pagewise_executor.input_batch import Int32s
 from pagewise_executor.tiers.block_names import checksum
@@ -28,9 +27,6 @@ FRAME_BYTES = 2 * 2**20
 """A larger answer is sent in several frames, which ZeroMQ moves faster than one large frame."""
 WINDOW = 4
 """The most requests that one executor has under way at a time."""
-
-MOST_UNREAD = 64 * 2**20
-"""The most bytes that all peers together may have sent and this executor has not read; a request has 1 MiB at most."""
 
 _PLACE_BYTES = 8
 _MOST_BYTES = 64 * 2**20
@@ -57,8 +53,7 @@ class BlockServer:
 
     ``tiers``: those of this executor, by number. ``bytes_per_block``: of each block of theirs.
     ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
-    are not on the allow-list. ``num_closed``: the number of connections that were closed because of
-    ``MOST_UNREAD``.
+    are not on the allow-list.
     """
 
     def __init__(
@@ -72,21 +67,19 @@ class BlockServer:
         self._tiers, self._bytes_per_block = tiers, bytes_per_block
         self._begun = (-1, -1)  # epoch and step
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        prepare(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4 * WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES)
         self._gate: Gate | None = None
-        self.num_refused = self.num_closed = 0
+        self.num_refused = 0
         if keys is not None:
             self._gate = Gate(self._context, keys, self._refused)
             self._gate.secure_server(self._socket)
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
-        self._unread = UnreadBytes(self._socket, MOST_UNREAD, self._closed_one)
         self._complaints = BoundedLog(log)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="block server", daemon=True)
@@ -104,20 +97,13 @@ class BlockServer:
     def _refused(self) -> None:
         self.num_refused += 1  # by the gate's thread alone
 
-    def _closed_one(self) -> None:
-        self.num_closed += 1  # by the thread of this server alone
-
     def begun(self, epoch: int, step: int) -> None:
         """Note that this step has been issued, and with it its copies to the host."""
         self._begun = epoch, step
 
     def _run(self) -> None:
         waiting: list[_Request] = []
-        check_at = 0.0
         while not self._closed:
-            if time.monotonic() >= check_at:
-                check_at = time.monotonic() + CHECK_SECONDS
-                self._unread.check()
             if self._socket.poll(_WAITING_POLL_MS if waiting else _POLL_MS):
                 self._receive(waiting)
             waiting = [pending for pending in waiting if not self._settle(pending)]
@@ -127,9 +113,7 @@ class BlockServer:
         identity, frame = self._socket.recv(), b""
         # A message is one frame. Further ones are dropped one by one: a list of them could fill the memory.
         while self._socket.getsockopt(zmq.RCVMORE):
-            part = self._socket.recv(copy=False)
-            self._unread.read(part, len(part))
-            frame = part.bytes
+            frame = self._socket.recv()
         try:
             request = decode_from_peer(frame)
         except ProtocolError as error:

@@ -13,7 +13,6 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
-from pagewise_gateway.http.client_connection import ClientConnection
 from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT, is_messages
 from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError, MediaTypeError
@@ -67,18 +66,11 @@ class BrowserGuard:
             )
         # What no handler takes (404, 405) changes nothing either.
         reads = request.method in _READING or request.match_info.http_exception is not None
-        site = request.headers.get("Sec-Fetch-Site", "none").lower()
-        # The browser compares whole addresses, and knows its own also if a proxy rewrites Host.
-        if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
-            raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
-        origin = request.headers.get("Origin")
-        if origin is not None and not (site == "same-origin" or _is_own(origin, host)):
-            raise ForbiddenError(f"a page of {origin[:100]!r} sends this: a server without API keys does not take it")
+        _check_page(request, host, reads)
         media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if not reads and media_type in _FORMS:
             raise MediaTypeError(
-                f"the request has {f'the Content-Type {media_type}' if media_type else 'no Content-Type'}: send "
-                "Content-Type: application/json"
+                f"the Content-Type of the request is {media_type or 'missing'}: send Content-Type: application/json"
             )
 
     def _is_allowed(self, host: str) -> bool:
@@ -89,6 +81,21 @@ class BrowserGuard:
         # name is an address.
         private = "." not in name or name.endswith((".localhost", ".internal"))
         return self._any or private or name in self._names or _is_address(name)
+
+
+def _check_page(request: web.Request, host: str | None, reads: bool) -> None:
+    """Check that no page of another site makes a browser send a request. ``reads``: whether it changes nothing.
+
+    Raises:
+        ForbiddenError: one does, and it is no link to a page.
+    """
+    site = request.headers.get("Sec-Fetch-Site", "none").lower()
+    # The browser compares whole addresses, and knows its own also if a proxy rewrites Host.
+    if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
+        raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
+    origin = request.headers.get("Origin")
+    if origin is not None and not (site == "same-origin" or _is_own(origin, host)):
+        raise ForbiddenError(f"a page of {origin[:100]!r} sends this: a server without API keys does not take it")
 
 
 def _is_own(origin: str, host: str | None) -> bool:
@@ -140,31 +147,31 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        connection = request.transport
-        if isinstance(connection, ClientConnection):
-            connection.begin(request.content)
         resource = request.match_info.route.resource
         if keyring is None:
             guard.check(request)
         if keyring is None or (resource is not None and resource.canonical in public):
             request[CLIENT] = EVERYBODY
             return await handler(request)
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        # Anthropic's clients send their key like this, also to list models.
-        if not scheme and (is_messages(request) or _MODELS.match(request.path)):
-            scheme, key = _SCHEME, request.headers.get("X-Api-Key", "")
-        client = keyring.find(key.strip()) if scheme.lower() == _SCHEME else None
-        if client is None:
+        key = _key_of(request)
+        if (client := keyring.find(key) if key else None) is None:
             metrics.unauthorized.inc()
             raise InvalidKeyError(
                 "the API key is not valid" if key else "an API key is needed: send Authorization: Bearer KEY"
             )
         request[CLIENT] = client
-        if isinstance(connection, ClientConnection):
-            connection.key = client.name
         return await handler(request)
 
     return check
+
+
+def _key_of(request: web.Request) -> str:
+    """Return the API key that a request comes with, or an empty string."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    # Anthropic's clients send their key in another header, also to list models.
+    if not scheme and (is_messages(request) or _MODELS.match(request.path)):
+        return request.headers.get("X-Api-Key", "").strip()
+    return key.strip() if scheme.lower() == _SCHEME else ""
 
 
 def check_operator(request: web.Request, what: str, otherwise: str = "") -> None:

@@ -15,7 +15,6 @@ from pagewise_shared.protocol import Adapter
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
-from pagewise_gateway.generation import GenerationError
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.chat import create_chat_completion
@@ -26,11 +25,9 @@ from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.debug import debug_memory, debug_request
 from pagewise_gateway.http.errors import (
     APIError,
-    InternalError,
     InvalidRequestError,
     NotFoundError,
     UnsupportedEndpointError,
-    failure,
     from_http_exception,
     shortened,
 )
@@ -41,7 +38,7 @@ from pagewise_gateway.http.messages_api.errors import error_response
 from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
-from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.parsing import discard_body, read_request
 from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
 from pagewise_gateway.http.refused_requests import RefusedRequests
 from pagewise_gateway.http.request_log import RequestLog
@@ -62,14 +59,12 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.http.tracing import RequestTraces, about_request
-from pagewise_gateway.http.writing import Deliveries, discard_body, write_early, write_if_large
+from pagewise_gateway.http.writing import Deliveries, in_time, known, write_if_large
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
-from pagewise_gateway.text.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +72,9 @@ _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
 
 _MAX_PATH = 128
 """Longer paths are cut in the middle where errors quote them."""
+
+_LARGE_REST = 65_536
+"""Bytes of a body that was refused unread, from which its connection is closed."""
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
 _OPENAPI = web.AppKey("openapi", bytes)
@@ -110,8 +108,6 @@ def create_app(
         body_memory=memory,
         answer_memory=answers,
         answering=Answering(metrics),
-        parsing=Turns(1),
-        slices=Slices(),
         turns=LoopTurns(),
         grammars=Grammars(),
     )
@@ -184,7 +180,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
     A request counts against the limits of its API key until its response is written. The memory for its body is given
     back before, so that a slow reader does not keep it from others. If the body has not been read to its end, because
-    it was refused, the rest is thrown away after that.
+    it was refused, the rest is thrown away after that, and the connection goes on only if the rest is small.
 
     An X-Request-Id that a client sent is returned to it; the log and the id of the response use our own id.
     """
@@ -197,13 +193,8 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         response = await _shaped(request, handler)
         if (intake := request.get(Intake.KEY)) is not None:
             intake.memory.release()
-        if not response.prepared:
-            response.headers.update(Service.headers(request))
-            if request.app[Service.KEY].link.closing:
-                response.force_close()  # the client's next request goes to another gateway, if there is one
-            await write_if_large(request, response)
-        if unread := not request.content.is_eof():
-            await write_early(request, response)
+        await _write(request, response)
+        unread = not request.content.is_eof()
     except ConnectionError:
         # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
         log.debug("request %s: the client is gone", request[REQUEST_ID], extra=about_request(request))
@@ -221,19 +212,33 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
+async def _write(request: web.Request, response: web.StreamResponse) -> None:
+    """Write a response here that aiohttp would write too late or without a time limit: a large one, or one that comes
+    before the body of its request has been read.
+
+    Raises:
+        ConnectionError: as in ``in_time``.
+    """
+    unread = not request.content.is_eof()
+    if not response.prepared:
+        response.headers.update(Service.headers(request))
+        # The client's next request goes to another gateway, if this one stops and there is one.
+        if request.app[Service.KEY].link.closing or (unread and (request.content_length or _LARGE_REST) >= _LARGE_REST):
+            response.force_close()
+        await write_if_large(request, response)
+    if unread:
+        await response.prepare(request)
+        await in_time(request, response.write_eof())
+
+
 async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return the handler's response, or one for its error.
 
     Raises:
         ConnectionError: the client is gone.
     """
-    response: web.StreamResponse
     try:
         return await handler(request)
-    except (APIError, GenerationError) as error:
-        response = error_response(request, error if isinstance(error, APIError) else failure(error))
-        # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
-        error.__traceback__ = error.__context__ = None
     except web.HTTPException as error:
         response = error_response(request, _not_handled(request, error))
         if "Allow" in error.headers:
@@ -241,10 +246,10 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
         error.__traceback__ = None  # breaks a cycle: its frames refer to the error
     except ConnectionError:
         raise
-    except Exception:
-        log.exception("request %s failed", request[REQUEST_ID], extra=about_request(request))
-        failed = InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}")
-        response = error_response(request, failed)
+    except Exception as error:
+        response = error_response(request, known(error, request))
+        # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
+        error.__traceback__ = error.__context__ = None
     return response
 
 

@@ -83,7 +83,7 @@ class ChatRun:
 
     def quick(self) -> bool:
         """Whether what has arrived may be parsed and told at once."""
-        return self.live.few_unread and self.service.slices.room()
+        return self.live.few_unread
 
 
 def cut(text: str) -> Iterator[str]:

@@ -10,12 +10,10 @@ from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
-from pagewise_gateway.http.slices import Slices
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
-from pagewise_gateway.text.turns import Turns
 
 REQUEST_ID = web.RequestKey("request_id", str)
 """Our own id of a request. It is unique; the log and the id of the response contain it."""
@@ -47,9 +45,8 @@ class Service:
     """What request handlers use.
 
     ``write_timeout``: seconds that a client may take to read what was written. ``answering``: counts requests of keys
-    with limits until their answers are written. ``parsing``: turns at parsing large bodies. ``slices``: runs the making
-    of large answers. ``turns``: runs work that is short. ``formats``: what the options say of conversations.
-    ``grammars``: makes and checks grammars.
+    with limits until their answers are written. ``turns``: runs work on the event loop. ``formats``: what the options
+    say of conversations. ``grammars``: makes and checks grammars.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -63,8 +60,6 @@ class Service:
     body_memory: BodyMemory
     answer_memory: AnswerMemory
     answering: Answering
-    parsing: Turns
-    slices: Slices
     turns: LoopTurns
     grammars: Grammars
 

@@ -89,12 +89,7 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
 
 def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     """Return a message as templates expect it."""
-    content: object = message.content
-    if isinstance(message.content, list):
-        content = [{"type": "text", "text": part.text} for part in message.content]
-    elif content is None and (dialect.empty_content or not message.tool_calls):
-        content = ""
-    fields: dict[str, Any] = {"role": message.role, "content": content}
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message, dialect)}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -114,6 +109,13 @@ def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return fields
+
+
+def _content(message: ChatMessage, dialect: Dialect) -> str | list[dict[str, str]] | None:
+    if isinstance(message.content, list):
+        return [{"type": "text", "text": part.text} for part in message.content]
+    empty = message.content is None and (dialect.empty_content or not message.tool_calls)
+    return "" if empty else message.content
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest, default: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ class EventAnswer(ABC):
         if self._run.body.stream:
             return await stream_events(request, self._run.live, self)
         pieces = self._answer(await self._run.live.outcome())
-        body = await self._run.service.slices.all(request[CLIENT].name, pieces)
+        body = await self._run.service.turns.all(request[CLIENT].name, pieces)
         return web.Response(body=body, content_type="application/json")
 
     # ---- for ``stream_events`` -----------------------------------------------------------------------

@@ -188,11 +188,9 @@ class AnswerSize:
             InvalidRequestError: the answer may take more than one key may use.
             OverloadedError: other answers have taken the memory.
         """
-        copies = self.n if self.whole else 1
+        copies, num_tokens = (self.n, sum(prompt.max_tokens for prompt in prompts)) if self.whole else (1, 0)
         prompt_bytes = copies * self.repeated * sum(len(prompt.token_ids) for prompt in prompts) + others
-        most = prompt_bytes
-        if self.whole:
-            most += self.n * self.token * sum(prompt.max_tokens for prompt in prompts)
+        most = prompt_bytes + copies * self.token * num_tokens
         if most > self.share:
             outputs = self.n * len(prompts)
             raise InvalidRequestError(
@@ -202,8 +200,9 @@ class AnswerSize:
                 f"time{', or stream' if self.whole and self.token * outputs * 16 > prompt_bytes else ''}",
                 "n" if self.n > 1 else "max_tokens",
             )
-        if prompt_bytes > UNCOUNTED_BYTES or most > self.share // _LARGE:
-            memory.grow_to(most if most > self.share // _LARGE else prompt_bytes)
+        large = self.share // _LARGE
+        if (needed := most if most > large else prompt_bytes) > min(UNCOUNTED_BYTES, large):
+            memory.grow_to(needed)
         return prompt_bytes
 
 

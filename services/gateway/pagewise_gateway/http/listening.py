@@ -3,18 +3,14 @@
 import asyncio
 import logging
 import resource
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from aiohttp import web
 from pagewise_shared.service_process import raise_file_limit
 
-from pagewise_gateway.http.client_connection import ClientConnection, ConnectionFaults
-from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import UnavailableError
-from pagewise_gateway.http.server_log import ServerLog
+from pagewise_gateway.http.refused_requests import ServerLog
 from pagewise_gateway.http.tls import Certificate
 from pagewise_gateway.metrics import Metrics
 
@@ -22,8 +18,10 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
-
-_AT_ONCE = 128
+MAX_HEADERS, MAX_LINE = 128, 8190
+"""The most headers of a request, and the most bytes of its first line and of each name and value."""
+_READ_BYTES = 16_384
+"""A connection is not read while twice as many bytes of a body, or a sixteenth as many chunks, wait for its request."""
 _PAUSE_SECONDS = 1.0
 
 OTHER_FILES = 256
@@ -42,12 +40,13 @@ async def listening(
     shutdown_timeout: float,
     reuse_port: bool = False,
     certificate: Certificate | None = None,
-) -> AsyncIterator["Acceptor"]:
-    """Serve ``app`` until the context is left.
+) -> AsyncIterator[asyncio.Server]:
+    """Serve ``app`` until the context is left. To close the server that this returns ends accepting, not serving.
 
-    ``keepalive_timeout``: seconds that a connection may be without a request, or take to send the head of one.
-    ``shutdown_timeout``: seconds that requests in progress get when the context is left. ``reuse_port``: whether other
-    processes may listen on the same port.
+    ``max_connections``: more are answered with a 503 and closed. ``keepalive_timeout``: seconds that a connection may
+    be without a request, or take to send the head of one, or for the handshake of TLS. ``shutdown_timeout``: seconds
+    that requests in progress get when the context is left. ``reuse_port``: whether other processes may listen on the
+    same port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -60,154 +59,51 @@ async def listening(
         access_log=None,
         logger=ServerLog(),
         auto_decompress=False,  # bodies are inflated in pieces
-        lingering_time=0,  # ``ClientConnection.linger`` throws away what is left of a body
+        lingering_time=0,  # ``discard_body`` reads what is left of a body, and lets others run in between
+        read_bufsize=_READ_BYTES,
+        max_headers=MAX_HEADERS,
+        max_line_size=MAX_LINE,
+        max_field_size=MAX_LINE,
     )
     await runner.setup()
     assert runner.server is not None
-    connection = partial(
-        ClientConnection,
-        runner.server,
-        app[Service.KEY].turns,
-        app[Service.KEY].body_memory.largest,
-        ConnectionFaults(metrics),
-    )
     try:
-        sockets = await _bound(host, port, reuse_port)
-        acceptor = Acceptor(
-            runner.server, connection, max_connections, metrics, certificate, handshake_timeout=keepalive_timeout
-        )
-        for listener in sockets:
-            acceptor.open(listener)
         try:
-            yield acceptor
+            server = await asyncio.get_running_loop().create_server(
+                _limited(runner.server, max_connections, metrics),
+                host,
+                port,
+                ssl=None if certificate is None else certificate.context,
+                ssl_handshake_timeout=None if certificate is None else keepalive_timeout,
+                backlog=BACKLOG,
+                reuse_port=reuse_port,
+            )
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from error
+        try:
+            yield server
         finally:
-            await acceptor.close()
+            server.close()
     finally:
         await runner.cleanup()
 
 
-async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
-    """A listening socket for each address of ``host``."""
-    sockets: list[socket.socket] = []
-    loop = asyncio.get_running_loop()
-    try:
-        for family, kind, protocol, _, address in await loop.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            listener = socket.socket(family, kind, protocol)
-            sockets.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if reuse_port:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.setblocking(False)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-    except OSError as error:
-        for listener in sockets:
-            listener.close()
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return sockets
+def _limited(server: web.Server, most: int, metrics: Metrics) -> Callable[[], asyncio.Protocol]:
+    """Return a function that makes the protocol of a new connection: one of ``server`` for up to ``most`` of them."""
+    metrics.http_connections.set_function(lambda: len(server.connections))
+    warned = False
 
+    def protocol() -> asyncio.Protocol:
+        nonlocal warned
+        if len(server.connections) < most:
+            return server()
+        metrics.http_connections_refused.inc()
+        if not warned:
+            warned = True
+            log.warning("%d connections are open, which is the limit: others are answered with 503", most)
+        return _TurnAway()
 
-class Acceptor:
-    """Accepts connections up to a limit, and answers those beyond it with a 503.
-
-    It accepts up to 128 waiting connections in each iteration of the event loop. libuv accepts one, which is a few per
-    second while thousands of streams keep the loop busy; and a thousand at once, with their first requests, would stop
-    the streams for a second. ``address``: host and port of its first listening socket.
-    """
-
-    def __init__(
-        self,
-        server: web.Server,
-        connection: Callable[[], ClientConnection],
-        most: int,
-        metrics: Metrics,
-        certificate: Certificate | None,
-        *,
-        handshake_timeout: float,
-    ) -> None:
-        """``connection``: makes the protocol of a new connection, which belongs to ``server``."""
-        self.address = ("", 0)
-        self._server, self._connection, self._most, self._metrics = server, connection, most, metrics
-        self._certificate, self._handshake_timeout = certificate, handshake_timeout
-        metrics.http_connections.set_function(lambda: len(server.connections))
-        self._loop = asyncio.get_running_loop()
-        self._listeners: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._arriving: set[socket.socket] = set()
-        self._told = False
-
-    def open(self, listener: socket.socket) -> None:
-        """Accept connections of a listening socket from now on."""
-        if not self._listeners:
-            self.address = listener.getsockname()[:2]
-        self._listeners.append(listener)
-        self._loop.add_reader(listener, self._accept, listener)
-
-    async def close(self) -> None:
-        """Stop accepting. Waiting connections are accepted first, because closing the socket would break them."""
-        for listener in self._listeners:
-            self._accept(listener, BACKLOG)
-            self._loop.remove_reader(listener)
-            listener.close()
-        self._listeners.clear()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _accept(self, listener: socket.socket, most: int = _AT_ONCE) -> None:
-        number = len(self._server.connections) + len(self._arriving)
-        for _ in range(most):
-            try:
-                connection, _ = listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                break
-            except OSError as error:  # out of files or memory: the waiting connections are accepted later
-                log.error("cannot accept connections for %g s: %s", _PAUSE_SECONDS, error)
-                self._loop.remove_reader(listener)
-                self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
-                break
-            connection.setblocking(False)
-            self._arriving.add(connection)
-            task = self._loop.create_task(self._take(connection, number < self._most))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            number += 1
-
-    def _resume(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
-            self._loop.add_reader(listener, self._accept, listener)
-
-    async def _take(self, connection: socket.socket, welcome: bool) -> None:
-        secure = self._certificate is not None
-
-        def protocol() -> asyncio.Protocol:
-            if not secure:  # with TLS this is called before the handshake
-                self._arriving.discard(connection)  # the server counts it from here on
-            return self._connection() if welcome else _TurnAway()
-
-        try:
-            if self._certificate is None:
-                await self._loop.connect_accepted_socket(protocol, connection)
-            else:
-                await self._loop.connect_accepted_socket(
-                    protocol,
-                    connection,
-                    ssl=self._certificate.context(),
-                    ssl_handshake_timeout=self._handshake_timeout,
-                )
-        except OSError as error:  # the client hung up already, or its TLS handshake failed
-            log.debug("a client did not get a connection: %s", error)
-            connection.close()
-        finally:
-            self._arriving.discard(connection)
-        if not welcome:
-            self._metrics.http_connections_refused.inc()
-            if not self._told:
-                self._told = True
-                log.warning("%d connections are open, which is the limit: others are answered with 503", self._most)
+    return protocol
 
 
 class _TurnAway(asyncio.Protocol):

@@ -1,32 +1,36 @@
-"""Runs short pieces of work on the event loop, with API keys in turns."""
+"""Runs pieces of work on the event loop, with API keys in turns."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
-"""The length of a slice of work, after which streams, and whatever else is ready, run. A slice may take as long as they
-took since the last one, up to the longest: so work gets half of the time of a busy event loop."""
+"""The length of a slice of work, after which streams, and everything else that is ready, run. A slice may take as long
+as they took since the last one, up to the longest: so work gets half of the time of a busy event loop."""
 _IMMEDIATE_SHARE = 0.75
 """The share of the time that may be spent on work that does not wait for a turn."""
+_BYTES = 262_144
+"""Pieces of an answer are made until they have so many bytes, or took ``_SLICE_SECONDS``; then they are written."""
 
 
 class LoopTurns:
-    """Runs work of a few milliseconds at most: parsing small bodies, tokenizing short texts, parsing HTTP.
+    """Runs work that holds the GIL, so that threads would not help: parsing bodies, tokenizing short texts, making
+    answers.
 
-    A thousand connections may ask for such work at the same time, and the event loop would do it all before the next
+    A thousand requests may ask for such work at the same time, and the event loop would do it all before the next
     token of a stream. While there is little work, it is done immediately. Otherwise it waits: the event loop does one
     slice of it in each iteration, and keys take turns. So a key with a thousand pieces of work delays the work of
-    another key by one slice. The event loop is never idle while work waits.
+    another key by one slice. The event loop is never idle while work waits, unless a piece took longer than the longest
+    slice: then streams get as much time before the next one.
     """
 
     def __init__(self) -> None:
         self._spent, self._since = 0.0, monotonic()
-        self._expected, self._sliced = 0.0, 0.0
+        self._sliced = 0.0
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._scheduled = False
 
@@ -43,18 +47,11 @@ class LoopTurns:
         """Count the time of the work that has been done since ``free`` returned true."""
         self._spent += monotonic() - self._since
 
-    def expect(self, seconds: float) -> None:
-        """Count work that will follow from what was done just now, and will not ask for a turn itself."""
-        self._spent += seconds
-        self._expected += seconds
-
-    def add(self, key: str, work: Callable[[], None]) -> None:
-        """Call ``work`` in turn, after this has returned. It must not raise. ``key``: name of the client's API key."""
-        self._schedule()
-        self._waiting.setdefault(key, deque()).append(work)
-
     async def call(self, key: str, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns, or raise what it raises, immediately if possible, else in turn."""
+        """Return the result of ``function``, or raise its exception, immediately if possible, else in turn.
+
+        ``key``: name of the client's API key.
+        """
         if self.free():
             try:
                 return function()
@@ -70,12 +67,34 @@ class LoopTurns:
             except Exception as error:
                 done.set_exception(error)
 
-        self.add(key, work)
+        self._schedule()
+        self._waiting.setdefault(key, deque()).append(work)
         return await done
+
+    async def next(self, key: str, pieces: Iterator[bytes]) -> bytes | None:
+        """Return the pieces of an answer that are made in one turn, joined; None if there are no more."""
+
+        def make() -> bytes | None:
+            began, size, parts = monotonic(), 0, []
+            for piece in pieces:
+                parts.append(piece)
+                size += len(piece)
+                if size >= _BYTES or monotonic() - began > _SLICE_SECONDS:
+                    break
+            return b"".join(parts) if parts else None
+
+        return await self.call(key, make)
+
+    async def all(self, key: str, pieces: Iterator[bytes]) -> bytearray:
+        """Return all pieces of an answer, joined, which are made in as many turns as that takes."""
+        body = bytearray()
+        while (piece := await self.next(key, pieces)) is not None:
+            body += piece
+        return body
 
     def _work(self) -> None:
         """Do a slice of work, one piece for each key in turn."""
-        self._scheduled, self._expected = False, 0.0
+        self._scheduled = False
         began = monotonic()
         most = min(max(began - self._sliced, _SLICE_SECONDS), _LONGEST_SLICE_SECONDS)
         while self._waiting:
@@ -85,15 +104,21 @@ class LoopTurns:
             if queue:
                 self._waiting[key] = queue  # behind all other keys
             work()
-            if monotonic() - began + self._expected >= most:
+            if monotonic() - began >= most:
                 break
         self._sliced = monotonic()
         if self._waiting:
-            self._schedule()
+            took = self._sliced - began
+            self._schedule(took if took > _LONGEST_SLICE_SECONDS else 0.0)
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            if not self._waiting:
-                self._sliced = monotonic()
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._work)
+    def _schedule(self, seconds: float = 0.0) -> None:
+        if self._scheduled:
+            return
+        self._scheduled = True
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._sliced = monotonic()
+        if seconds:
+            loop.call_later(seconds, self._work)
+        else:
+            loop.call_soon(self._work)

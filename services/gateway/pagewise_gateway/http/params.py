@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagewise_shared.protocol import Adapter
-from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
+from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, TokenConstraints, token_constraints
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.clients import Client
@@ -25,6 +25,34 @@ MAX_CANDIDATES = 512
 """Most continuations of one hypothesis of a beam search that an executor reports for every token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
+_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
+"""Sampling parameters that ``SamplingParams`` has with the same meaning; None in a body is the default there."""
+# Field -> values that ask for nothing. Null and false always do.
+_ONLY_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ()}
+_NOT_BEAMS: dict[str, tuple[object, ...]] = {
+    "stop": ("", []),
+    "logprobs": (),
+    "echo": (),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,28 +145,15 @@ def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
 
 def _check_beam_search(body: GenerationFields, n: int) -> None:
     """Refuse fields that beam search does not support, and fields that only beam search has."""
+    refused, problem = _ONLY_BEAMS, "is only allowed with use_beam_search"
+    if body.use_beam_search:
+        refused, problem = _NOT_BEAMS, "cannot be used with use_beam_search"
+    for name, harmless in refused.items():
+        value = getattr(body, name, None)
+        if value is not False and value not in (None, *harmless):
+            raise InvalidRequestError(f"{name} {problem}", name)
     if not body.use_beam_search:
-        if body.length_penalty not in (None, 1.0):
-            raise InvalidRequestError("length_penalty is only allowed with use_beam_search", "length_penalty")
-        if body.early_stopping:
-            raise InvalidRequestError("early_stopping is only allowed with use_beam_search", "early_stopping")
         return
-    refused = {
-        "stop": body.stop,
-        "logprobs": getattr(body, "logprobs", None),
-        "echo": getattr(body, "echo", None),
-        "temperature": body.temperature,
-        "top_p": body.top_p not in (None, 1.0),
-        "top_k": (body.top_k or 0) > 0,
-        "min_p": body.min_p,
-        "min_tokens": body.min_tokens,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty not in (None, 1.0),
-        "logit_bias": body.logit_bias,
-        "bad_words": body.bad_words,
-        "allowed_token_ids": body.allowed_token_ids,
-    }
     ends = len(body.stop_token_ids or ())
     if n * (2 + ends) > MAX_CANDIDATES:
         raise InvalidRequestError(
@@ -146,9 +161,6 @@ def _check_beam_search(body: GenerationFields, n: int) -> None:
             f"beams * (stop_token_ids + 2) may be at most {MAX_CANDIDATES}",
             "stop_token_ids" if ends else "n",
         )
-    for name, value in refused.items():
-        if value or (name == "logprobs" and value is not None and value is not False):
-            raise InvalidRequestError(f"{name} cannot be used with use_beam_search", name)
     if body.max_tokens == 0:
         raise InvalidRequestError("max_tokens must be at least 1 with use_beam_search", "max_tokens")
 
@@ -177,33 +189,30 @@ def sampling_params(
         stop_ids = tuple(sorted({*stop_ids, *ends}))
     if grammar and body.ignore_eos:
         bad_words = [*bad_words, *((token,) for token in ends)]
-    bad_words = [word for word in bad_words if max(word, default=0) < capacity.vocab_size]  # others are never sampled
-    top_p = 1.0 if body.top_p is None else body.top_p
-    temperature = 1.0 if body.temperature is None else body.temperature
-    if temperature < _GREEDY_BELOW or top_p == 0.0:  # a top_p of 0 keeps the most likely token only
-        temperature, top_p = 0.0, 1.0
-    constraints = None
-    if body.allowed_token_ids or body.logit_bias or bad_words:
-        constraints = token_constraints(
-            _allowed_token_ids(body.allowed_token_ids or [], capacity),
-            _logit_bias(body.logit_bias or {}, capacity),
-            bad_words,
-        )
+    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    # A top_p of 0 keeps the most likely token only.
+    if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
+        given |= {"temperature": 0.0, "top_p": 1.0}
     return SamplingParams(
-        temperature=temperature,
+        **given,
         top_k=max(0, body.top_k or 0),
-        top_p=top_p,
-        min_p=body.min_p or 0.0,
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraints=constraints,
+        constraints=_constraints(body, bad_words, capacity),
         grammar=grammar,
+    )
+
+
+def _constraints(
+    body: GenerationFields, bad_words: Sequence[tuple[int, ...]], capacity: Capacity
+) -> TokenConstraints | None:
+    """Return which tokens a request forbids or favours; None: none."""
+    return token_constraints(
+        _allowed_token_ids(body.allowed_token_ids or [], capacity),
+        _logit_bias(body.logit_bias or {}, capacity),
+        (word for word in bad_words if max(word, default=0) < capacity.vocab_size),  # others are never sampled
     )
 
 

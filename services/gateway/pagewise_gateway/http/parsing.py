@@ -5,8 +5,10 @@ more memory than its size allows. Fields of OpenAI's API that Pagewise does not 
 """
 
 import asyncio
+import contextlib
 import re
 import zlib
+from collections.abc import AsyncIterator
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -117,8 +119,13 @@ _MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
 RequestT = TypeVar("RequestT", bound=Struct)
 BODY_SECONDS = 60.0
 """How long a client may take to send its body."""
+LINGER_SECONDS = 3.0
+"""For how long the rest of a refused body is read before the connection is closed."""
+PART_SECONDS = 10.0
+"""How long a client may send nothing of its body. aiohttp does not tell a request that its chunks are malformed, so it
+waits for so long, too."""
 _SMALL_BODY_BYTES = 65_536
-"""Bodies of up to this size are parsed in turns with other short work; larger ones one after the other."""
+"""Bodies of up to this size are parsed and checked without a pause; their memory is taken when they are announced."""
 _PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
 _MISSING = re.compile(r"Object missing required field `(.*?)`")
@@ -287,19 +294,9 @@ async def _read_request(request: web.Request, request_type: type[RequestT]) -> t
     """
     service, client, intake = request.app[Service.KEY], request[CLIENT], await count_request(request)
     body = await _read(request, intake)
-    if len(body) <= _SMALL_BODY_BYTES:
-        small = await service.turns.call(client.name, lambda: parse_request(body, request_type))
-        await _settle_adapter(service, small)
-        return small, intake
-    # Parsing holds the GIL, so a thread would not help. Large bodies take at most half of the event loop's time: the
-    # next one is parsed when as much time has passed again.
-    await service.parsing.take(client.name)
-    began = monotonic()
-    try:
-        parsed = parse_request(body, request_type)
-    finally:
-        asyncio.get_running_loop().call_later(monotonic() - began, service.parsing.pass_on)
-    await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
+    parsed = await service.turns.call(client.name, lambda: parse_request(body, request_type))
+    if len(body) > _SMALL_BODY_BYTES:
+        await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
     await _settle_adapter(service, parsed)
     return parsed, intake
 
@@ -329,43 +326,73 @@ async def count_request(request: web.Request) -> Intake:
 async def _read(request: web.Request, intake: Intake) -> bytearray:
     """Read the body. Memory is taken as its bytes arrive, so that a body that is only announced takes none from others.
 
-    A compressed body is inflated in pieces, which take turns with other short work.
+    Raises:
+        MediaTypeError, BodyTooLargeError, BodyTimeoutError, InvalidRequestError: as in ``read_request``.
+        OverloadedError: bodies take too much memory.
     """
-    turns, key = request.app[Service.KEY].turns, request[CLIENT].name
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise MediaTypeError(f"the body is declared as {content_type}: send Content-Type: application/json")
-    inflate = inflater(request.headers.getall("Content-Encoding", []))
-    limit = request.client_max_size
-    if request.content_length is not None and request.content_length > limit:
-        raise BodyTooLargeError(f"the body has {request.content_length} bytes, the limit is {limit}")
+    inflate, limit = inflater(request.headers.getall("Content-Encoding", [])), request.client_max_size
+    parts, has = (_parts(request), "has") if inflate is None else (_inflated(request, inflate), "inflates to")
+    announced, body = request.content_length or 0, bytearray()
+    if announced > limit:
+        raise BodyTooLargeError(f"the body has {announced} bytes, the limit is {limit}")
+    intake.memory.grow_to(min(announced, _SMALL_BODY_BYTES))
     try:
-        intake.memory.grow_to(min(request.content_length or 0, _SMALL_BODY_BYTES))
-        body, arrived = bytearray(), 0
         async with asyncio.timeout(BODY_SECONDS):
-            while chunk := await request.content.readany():
-                arrived += len(chunk)
-                if arrived > limit:
-                    raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                if inflate is None:
-                    intake.memory.grow_to(arrived)
-                    body += chunk
-                    continue
-                for start in range(0, len(chunk), PIECE):
-                    inflate.feed(chunk[start : start + PIECE])
-                    while piece := await turns.call(key, inflate.piece):
-                        if len(body) + len(piece) > limit:
-                            raise BodyTooLargeError(f"the body inflates to more than {limit} bytes, which is the limit")
-                        intake.memory.grow_to(len(body) + len(piece))
-                        body += piece
-            if inflate is not None:
-                inflate.end()
+            async for piece in parts:
+                if len(body) + len(piece) > limit:
+                    raise BodyTooLargeError(f"the body {has} more than {limit} bytes, which is the limit")
+                intake.memory.grow_to(len(body) + len(piece))
+                body += piece
     except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        raise BodyTimeoutError(
+            f"the body did not arrive within {BODY_SECONDS:g} s, or nothing of it for {PART_SECONDS:g} s"
+        ) from None
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split())
         raise InvalidRequestError(f"the body cannot be read: {reason}") from None
     return body
+
+
+async def _parts(request: web.Request) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives. Others run between its parts, also if it arrives faster than it is read."""
+    while True:
+        async with asyncio.timeout(PART_SECONDS):
+            part = await request.content.readany()
+        if not part:
+            return
+        yield part
+        if not request.content.is_eof():
+            await asyncio.sleep(0)
+
+
+async def discard_body(request: web.Request) -> None:
+    """Read and throw away the rest of a refused body, after the response was written.
+
+    A client that sends all of its body first would see a reset instead of the answer if its connection was closed at
+    once (RFC 9112, section 9.6).
+    """
+    with contextlib.suppress(TimeoutError, web.RequestPayloadError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            async for _ in _parts(request):
+                pass
+
+
+async def _inflated(request: web.Request, inflate: Inflater) -> AsyncIterator[bytes]:
+    """Yield a compressed body in small pieces, which take turns with other short work.
+
+    Raises:
+        InvalidRequestError: it is not valid in this encoding.
+    """
+    turns, key = request.app[Service.KEY].turns, request[CLIENT].name
+    async for part in _parts(request):
+        for start in range(0, len(part), PIECE):
+            inflate.feed(part[start : start + PIECE])
+            while piece := await turns.call(key, inflate.piece):
+                yield piece
+    inflate.end()
 
 
 def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:

@@ -74,15 +74,14 @@ class Encoded(NamedTuple):
     text: str = ""
 
 
-def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ()) -> None:
-    """Check what a request with segments may not ask for besides. ``prompts``: of a completion.
+def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ("",)) -> None:
+    """Check what a request with segments may not ask for besides. ``prompts``: of a completion; a chat has one text.
 
     Raises:
         InvalidRequestError: it does.
     """
-    asked = body.segments
     marked = num_marked(body.messages) if isinstance(body, ChatRequest) else 0
-    if asked is None and not marked:
+    if body.segments is None and not marked:
         return
     if marked > MAX_SEGMENTS:
         raise InvalidRequestError(f"{marked} marked parts are too many: at most {MAX_SEGMENTS}", "messages")
@@ -92,19 +91,23 @@ def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str 
         raise InvalidRequestError(
             "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
         )
-    texts, ranges = (asked.texts, asked.ranges) if asked is not None else (None, None)
-    if sum((texts is not None, ranges is not None, marked > 0)) != 1:
+    _check_names(body.segments or Segments(), marked, prompts)
+
+
+def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]]) -> None:
+    """Check that segments are named in one way, which suits the prompt, and their root with it."""
+    named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "marks": marked > 0}
+    ways = [way for way, used in named.items() if used]
+    if len(ways) != 1:
         raise InvalidRequestError(
             "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways", "segments"
         )
-    given = prompts[0] if len(prompts) == 1 else None
-    if ranges is not None and not isinstance(given, list):
-        raise InvalidRequestError("segments.ranges are of one prompt of token ids", "segments")
-    root = asked.root if asked is not None else None
-    if (isinstance(root, str) and texts is None) or (type(root) is int and ranges is None):
+    kind, root = {"texts": (str, str), "ranges": (list, int), "marks": (str, bool)}[ways[0]]
+    if len(prompts) != 1 or not isinstance(prompts[0], kind):
+        of = "of token ids" if kind is list else "that is a text"
+        raise InvalidRequestError(f"segments.{ways[0]} are of one prompt {of}", "segments")
+    if type(asked.root) not in (root, bool, type(None)):
         raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
-    if texts is not None and isinstance(body, CompletionRequest) and not isinstance(given, str):
-        raise InvalidRequestError("segments.texts are of one prompt that is a text", "segments")
 
 
 def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[str, str]]:
@@ -294,9 +297,8 @@ async def encode_chat(
     def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
         rendered = render_chat(service.tokenizer, body, messages, service.formats.template_kwargs)
-        segments = None if isinstance(body, TokenizeRequest) else body.segments
-        parts = unmark(rendered, marked) if marked else cut(rendered, segments)
-        text = "".join(part.text for part in parts) if marked else rendered
+        parts = unmark(rendered, marked) if marked else cut(rendered, getattr(body, "segments", None))
+        text = "".join([part.text for part in parts])
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:

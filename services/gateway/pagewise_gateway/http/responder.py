@@ -97,8 +97,8 @@ def usage(live: LiveRequest) -> Usage:
 class Responder(ABC, Generic[ChunkT, ChoiceT]):
     """Turns what a generation brings into the response to its request: a stream of events, or one JSON body.
 
-    Answers that take long to make are made in pieces (see ``Slices``). Generators yield each piece that is done, and an
-    empty one where other tasks may run.
+    Answers that take long to make are made in pieces (see ``LoopTurns``). Generators yield each piece that is done, and
+    an empty one where other tasks may run.
     """
 
     end = DONE
@@ -130,19 +130,19 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         if self._body.stream:
             return await stream_events(request, self._live, self)
         pieces = self._answer_pieces(await self._live.outcome())
-        body = await self._service.slices.all(request[CLIENT].name, pieces)
+        body = await self._service.turns.all(request[CLIENT].name, pieces)
         return web.Response(body=body, content_type="application/json")
 
     # ---- for ``stream_events`` -----------------------------------------------------------------------
 
     @property
     def cheap(self) -> bool:
-        """Whether all events are made so fast that there is no need for slices."""
+        """Whether all events are made so fast that they need no turns."""
         return self._only_text and not self._repeats
 
     def quick(self) -> bool:
         """Whether the events of what has arrived may be made at once."""
-        return not self._repeating() and self._live.few_unread and self._service.slices.room()
+        return not self._repeating() and self._live.few_unread
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """Return the events for these deltas."""

@@ -16,7 +16,8 @@ class Certificate:
     """A server's certificate chain and private key, in two files or in one.
 
     If changed files cannot be read or do not belong together, the certificate stays as it was, which is logged and
-    counted.
+    counted. ``context``: the TLS context of a listening socket. New connections get the newest certificate, and open
+    ones keep theirs.
     """
 
     def __init__(self, certfile: str, keyfile: str | None, metrics: Metrics) -> None:
@@ -28,20 +29,21 @@ class Certificate:
         self._certfile, self._keyfile = certfile, keyfile
         self._metrics = metrics
         self._files = WatchedFiles([Path(file) for file in (certfile, keyfile) if file])
-        self._context = self._load()
+        self._newest = self.context = self._load()
+        self.context.sni_callback = self._choose
 
-    def context(self) -> ssl.SSLContext:
-        """Return the TLS context for a new connection. Open connections keep theirs."""
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Give a connection, in its handshake, the newest certificate."""
         if self._files.changed():
             try:
-                self._context = self._load()
+                self._newest = self._load()
             except ConfigError as error:
                 self._metrics.certificate_reloads("failed").inc()
                 log.error("the TLS certificate stays as it was: %s", error)
             else:
                 self._metrics.certificate_reloads("done").inc()
                 log.info("TLS certificate read again from %s", self._certfile)
-        return self._context
+        connection.context = self._newest
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

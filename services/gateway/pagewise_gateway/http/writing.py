@@ -1,7 +1,6 @@
-"""Writes responses and streams of events to clients that may read slowly, or still send a body that was refused."""
+"""Writes responses and streams of events to clients that may read slowly."""
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -12,7 +11,6 @@ import msgspec
 from aiohttp import hdrs, web
 
 from pagewise_gateway.generation import GenerationError, SequenceDelta
-from pagewise_gateway.http.client_connection import LINGER_SECONDS, ClientConnection
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
 from pagewise_gateway.http.tracing import about_request
@@ -104,34 +102,14 @@ async def write_if_large(request: web.Request, response: web.StreamResponse) -> 
     await in_time(request, response.write_eof())
 
 
-async def write_early(request: web.Request, response: web.StreamResponse) -> None:
-    """Write a response before the body of its request has been read.
-
-    The connection goes on only if the rest of the body is small: nobody should have to read much for nothing.
-
-    Raises:
-        ConnectionError: as in ``in_time``.
-    """
-    if not _rest_is_small(request):
-        response.force_close()
-    await response.prepare(request)
-    await in_time(request, response.write_eof())
-
-
-async def discard_body(request: web.Request) -> None:
-    """Read and throw away the rest of a body, after the response was written."""
-    if not _rest_is_small(request):
-        if isinstance(request.transport, ClientConnection):
-            await request.transport.linger(request.content_length)
-        return
-    with contextlib.suppress(TimeoutError, web.RequestPayloadError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while await request.content.readany():
-                pass
-
-
-def _rest_is_small(request: web.Request) -> bool:
-    return request.content_length is not None and request.content_length <= _PIECE
+def known(error: Exception, request: web.Request) -> APIError:
+    """Return the error that a client gets for an exception; one that is a bug is logged."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, GenerationError):
+        return failure(error)
+    log.error("request %s failed", request[REQUEST_ID], extra=about_request(request), exc_info=error)
+    return InternalError(f"internal error; see the server's log of request {request[REQUEST_ID]}")
 
 
 def event(data: object) -> bytes:
@@ -216,7 +194,7 @@ class EventSource(Protocol):
 
     @property
     def cheap(self) -> bool:
-        """Whether all events are made so fast that there is no need for slices."""
+        """Whether all events are made so fast that they need no turns."""
 
     def quick(self) -> bool:
         """Whether the events of what has arrived may be made at once."""
@@ -240,7 +218,7 @@ async def stream_events(request: web.Request, live: LiveRequest, source: EventSo
     The response begins with the first deltas. So a request that fails before them still gets an error status, and
     clients that measure the time to the first event measure the time to the first token.
     """
-    writer, slices, key = EventWriter(request), request.app[Service.KEY].slices, request[CLIENT].name
+    writer, turns, key = EventWriter(request), request.app[Service.KEY].turns, request[CLIENT].name
 
     def write_cheap() -> bool:
         """Write what has arrived, if the client has taken everything before. This does not wake a task for every token,
@@ -252,11 +230,10 @@ async def stream_events(request: web.Request, live: LiveRequest, source: EventSo
 
     def write_quick() -> bool:
         """The same for events that take longer."""
-        if not (writer.ready() and source.quick()):
+        if not (writer.ready() and source.quick() and turns.free()):
             return False
-        began = monotonic()
         writer.write(source.events(live.take_news()))
-        slices.spend(monotonic() - began)
+        turns.done()
         return True
 
     follower = write_cheap if source.cheap else write_quick
@@ -267,23 +244,14 @@ async def stream_events(request: web.Request, live: LiveRequest, source: EventSo
             else:
                 pieces = source.pieces(news)
                 del news  # so that each delta is freed once its events are made
-                while (piece := await slices.next(key, pieces)) is not None:
+                while (piece := await turns.next(key, pieces)) is not None:
                     await writer.send(piece)
             live.follow(follower)
-    except GenerationError as error:
-        if not writer.response.prepared:
-            raise
-        return await writer.fail(source.error(failure(error)))
-    except (ConnectionError, asyncio.CancelledError):
+    except ConnectionError:
         raise
-    except APIError as error:
+    except Exception as error:
         if not writer.response.prepared:
             raise
-        return await writer.fail(source.error(error))
-    except Exception:
-        if not writer.response.prepared:
-            raise
-        log.exception("request %s failed", request[REQUEST_ID], extra=about_request(request))
-        return await writer.fail(source.error(InternalError("internal error")))
+        return await writer.fail(source.error(known(error, request)))
     await writer.send(source.last() + source.end)
     return await writer.finish()

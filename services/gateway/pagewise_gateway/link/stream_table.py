@@ -90,6 +90,21 @@ class StreamTable:
             raise ProtocolError(flaw)
         now = monotonic()
         refused = [(live, why) for why in frame.refused if (live := self._requests.get(why.stream)) is not None]
+        self._start(frame)
+        for ending in frame.finished:
+            if ending.stop_token >= 0 and (output := self._output(ending.stream)) is not None:
+                output.expect_stop(ending.stop_token)
+        stopped, overtaken = self._take_tokens(streams, tokens, frame.logprobs, now)
+        self._end(frame, stopped, overtaken, now)
+        for failed in frame.failed:
+            self._fail(failed)
+        news, self._with_news = self._with_news, []
+        for live in news:
+            live.tell()
+        return Applied(list(stopped), refused)
+
+    def _start(self, frame: Outputs) -> None:
+        """Pass on which prompts have started, and the log-probabilities of prompts."""
         for started in frame.started:
             if (prompt := self._prompts.get(started.stream)) is not None:
                 prompt.start(started)
@@ -98,26 +113,6 @@ class StreamTable:
         for one in frame.prompt_logprobs:
             if (prompt := self._prompts.get(one.stream)) is not None:
                 prompt.take_logprobs(one.entries)
-        for ending in frame.finished:
-            if ending.stop_token >= 0 and (output := self._output(ending.stream)) is not None:
-                output.expect_stop(ending.stop_token)
-        stopped, overtaken = self._take_tokens(streams, tokens, frame.logprobs, now)
-        for ending in frame.finished:
-            if ending.stream in overtaken:
-                stopped.pop(ending.stream).finish("stop", -1, now)
-                continue
-            output = self._output(ending.stream) or stopped.pop(ending.stream, None)
-            if output is not None:
-                self._outputs.pop(ending.stream, None)
-                output.finish(ending.reason, ending.stop_token, now)
-        for output in stopped.values():
-            output.finish("stop", -1, now)
-        for failed in frame.failed:
-            self._fail(failed)
-        news, self._with_news = self._with_news, []
-        for live in news:
-            live.tell()
-        return Applied(list(stopped), refused)
 
     def _take_tokens(
         self, streams: "array[int]", tokens: "array[int]", logprobs: tuple[TokenLogprobs, ...], now: float
@@ -163,6 +158,22 @@ class StreamTable:
         output = self._outputs[stream] = live.output(index)
         return output
 
+    def _end(self, frame: Outputs, stopped: dict[int, Output], overtaken: set[int], now: float) -> None:
+        """End outputs: those that the scheduler has ended, which leave ``stopped``, and those that a stop string has.
+
+        ``stopped``, ``overtaken``: as ``_take_tokens`` returns them.
+        """
+        for ending in frame.finished:
+            if ending.stream in overtaken:
+                stopped.pop(ending.stream).finish("stop", -1, now)
+                continue
+            output = self._output(ending.stream) or stopped.pop(ending.stream, None)
+            if output is not None:
+                self._outputs.pop(ending.stream, None)
+                output.finish(ending.reason, ending.stop_token, now)
+        for output in stopped.values():
+            output.finish("stop", -1, now)
+
     def _fail(self, failed: PromptFailed) -> None:
         """Fail the whole request, because a client cannot use a part of its outputs."""
         if (prompt := self._prompts.get(failed.stream)) is not None:
@@ -174,12 +185,17 @@ def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | 
     """Return what is wrong with a decoded frame, or None."""
     if len(streams) != len(tokens):
         return f"{len(tokens)} tokens for {len(streams)} streams"
-    if tokens and min(tokens) < 0:
+    if min(tokens, default=0) < 0:
         return "a token below 0"
+    return _logprobs_flaw(frame, len(tokens))
+
+
+def _logprobs_flaw(frame: Outputs, num_tokens: int) -> str | None:
+    """Return what is wrong with the log-probabilities of a frame with so many tokens, or None."""
     last = -1
     for entry in frame.logprobs:
-        if not last < entry.index < len(tokens):
-            return f"log-probabilities of token {entry.index} of {len(tokens)}, after those of {last}"
+        if not last < entry.index < num_tokens:
+            return f"log-probabilities of token {entry.index} of {num_tokens}, after those of {last}"
         last = entry.index
     entries = [*frame.logprobs, *(entry for one in frame.prompt_logprobs for entry in one.entries)]
     for entry in entries:
@@ -187,6 +203,6 @@ def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | 
             return f"{len(entry.top_logprobs) / 4:g} log-probabilities of {len(entry.top_ids) / 4:g} tokens"
         if not 0 <= entry.token_id <= MOST_STREAMS:
             return f"log-probabilities of token {entry.token_id}"
-    if entries and min(unpack_int32s(b"".join([entry.top_ids for entry in entries])), default=0) < 0:
+    if min(unpack_int32s(b"".join([entry.top_ids for entry in entries])), default=0) < 0:
         return "log-probabilities of a token below 0"
     return None

@@ -113,7 +113,6 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.executor_timeout,
-            max_unread_bytes=config.max_unread_bytes,
         )
         options = FleetOptions(
             max_num_seqs=config.max_num_seqs,
@@ -142,7 +141,6 @@ class Coordinator:
             self.metrics,
             self._wire,
             timeout=config.gateway_timeout,
-            max_unread_bytes=config.max_unread_bytes,
         )
         guard = JoinGuard("gateway", keys)
         timeout = config.gateway_timeout

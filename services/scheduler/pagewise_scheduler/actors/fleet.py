@@ -77,14 +77,13 @@ class FleetOptions:
 class Executor:
     """An executor that has joined.
 
-    ``refused``, ``closed``: how many connections to its block socket it has reported as refused, and as closed because
-    too much of what they had sent was not read. ``storage_errors``, ``grammar_waits``: how many it has reported.
+    ``refused``: connections to its block socket that it has reported as refused. ``storage_errors``,
+    ``grammar_waits``: how many it has reported.
     """
 
     hello: Hello
     engine: Engine
     refused: int = 0
-    closed: int = 0
     storage_errors: int = 0
     grammar_waits: int = 0
 
@@ -292,7 +291,7 @@ class Fleet(Sessions[Executor]):
                     engine.take_answer(message)
                 case Found():
                     self.router.look_ups.found(engine, message)
-                case Heartbeat(tasks=tasks, closed=closed, storage_errors=errors, grammar_waits=waits):
+                case Heartbeat(tasks=tasks, storage_errors=errors, grammar_waits=waits):
                     self._count_refused(executor, message.refused)
                     if errors > executor.storage_errors:
                         self.metrics.storage_errors.inc(min(errors - executor.storage_errors, _MOST_REFUSED))
@@ -301,9 +300,6 @@ class Fleet(Sessions[Executor]):
                         self.metrics.grammar_waits.inc(min(waits - executor.grammar_waits, _MOST_REFUSED))
                         executor.grammar_waits = waits
                     engine.num_tasks = tasks
-                    if closed > executor.closed:
-                        self.metrics.connections_closed("blocks").inc(min(closed - executor.closed, _MOST_REFUSED))
-                        executor.closed = closed
                 case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:

@@ -19,7 +19,6 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Message, encode
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER
-from pagewise_shared.unread_bytes import CHECK_SECONDS, UnreadBytes, prepare
 
 from pagewise_scheduler.metrics import Metrics
 
@@ -104,7 +103,6 @@ class Wire:
 
     def __init__(self, keys: Keys | None, metrics: Metrics) -> None:
         self.context = zmq.asyncio.Context()
-        prepare(self.context)
         self.gate = (
             Gate(self.context, keys, metrics.connections_refused("unknown_key").inc) if keys is not None else None
         )
@@ -119,8 +117,7 @@ class Wire:
 class RouterSocket:
     """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
 
-    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through. ``max_unread_bytes``: bytes
-    that all connections together may have received over TCP without their being read yet.
+    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class RouterSocket:
         wire: Wire,
         *,
         timeout: float,
-        max_unread_bytes: int,
     ) -> None:
         """Bind.
 
@@ -153,8 +149,8 @@ class RouterSocket:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
         # No bound on queued messages: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds
-        # its ping, while a queue that was full holds up reading from it (its issue 4364). So no queue may become full;
-        # ``_unread`` bounds the bytes in them instead.
+        # its ping, while a queue that was full holds up reading from it (its issue 4364). So no queue may become full,
+        # and peers, which are on the allow-list, are trusted not to flood it.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._has_keys = wire.gate is not None
         if wire.gate is not None:
@@ -162,7 +158,6 @@ class RouterSocket:
         self._connections = Connections(self._monitored)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._unread = UnreadBytes(self._socket, max_unread_bytes, metrics.connections_closed(kind).inc)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._will_read = False
         self._has_more_parts = False  # of a message that has brought its frame, and is none
@@ -175,7 +170,6 @@ class RouterSocket:
         descriptor = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, self._read)
         self._read_soon()
-        self._check_unread()
         try:
             while True:
                 event = await self._connections.next()
@@ -217,12 +211,6 @@ class RouterSocket:
         """Put ``Unreachable`` into the mailbox behind what was received before: it may hold a Goodbye."""
         self._unreachable.append((identity, self._turns + _TURNS_BEFORE_TOLD))
         self._read_soon()
-
-    def _check_unread(self) -> None:
-        if self._loop is not None:
-            self._unread.check()
-            self._read_soon()
-            self._loop.call_later(CHECK_SECONDS, self._check_unread)
 
     def _read_soon(self) -> None:
         if not self._will_read and self._loop is not None:
@@ -269,15 +257,12 @@ class RouterSocket:
         if not sender.more:
             return sender.bytes, key, b""
         frame = self._socket.recv(_AT_ONCE, copy=False)
-        self._unread.read(frame, len(frame))
         self._has_more_parts = bool(frame.more)
         return sender.bytes, key, b"" if frame.more else frame.bytes
 
     def _drop_parts(self) -> None:
         """Drop some of the parts that follow; a message may have millions of them, so others have a turn in between."""
         for _ in range(_PARTS_AT_ONCE):
-            part = self._socket.recv(_AT_ONCE, copy=False)
-            self._unread.read(part, len(part))
-            if not part.more:
+            if not self._socket.recv(_AT_ONCE, copy=False).more:
                 self._has_more_parts = False
                 return

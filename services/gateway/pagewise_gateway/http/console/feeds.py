@@ -66,18 +66,22 @@ class Watcher:
 
 
 class _Feed:
-    """One view, and the consoles that show it."""
+    """One view, and the consoles that show it.
+
+    ``body``: what the scheduler answered last; None: it was not shown.
+    """
 
     def __init__(self, view: ConsoleView) -> None:
         self.view = view
         self.watchers: dict[Watcher, None] = {}
+        self.body: bytes | None = None
         self.frame = b""
         self.task: asyncio.Task[None] | None = None
 
     def put(self, frame: bytes) -> None:
-        """Give all consoles a frame; an empty one, if there is nothing to show any more, is not sent."""
+        """Give all consoles a frame."""
         self.frame = frame
-        for watcher in self.watchers if frame else ():
+        for watcher in self.watchers:
             watcher.put(self.view, frame)
 
 
@@ -143,32 +147,35 @@ class Feeds:
 
     async def _ask(self, feed: _Feed) -> None:
         """Ask for a view again and again."""
-        view, problem = feed.view, ""
-        last: bytes | None = None
         while True:
             began = monotonic()
-            try:
-                body = await self._link.query("console", view=view)
-                if body != last:
-                    shown = await with_text(self._tokenizer, body) if view.tokens else body
-                    over = _problem(view, "") if problem and not shown else b""
-                    feed.put(self._frame(view, shown) or over)
-                last, problem = body, ""
-            except AdmissionError as error:
-                problem = str(error)
-            except LookupError:
-                problem = f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"
-            except Exception:
-                log.exception("a console could not be told of its %s", view.part)
-                problem = "internal error; see the gateway's log"
-            if problem:
-                last, frame = None, _problem(view, problem)
-                if frame != feed.frame:
-                    feed.put(frame)
-            await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[view.part] - monotonic()))
+            if (frame := await self._answer(feed)) != feed.frame:
+                feed.put(frame)
+            await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[feed.view.part] - monotonic()))
+
+    async def _answer(self, feed: _Feed) -> bytes:
+        """Return the events of a view as it is now, or the one that says why it is not shown."""
+        view = feed.view
+        try:
+            body = await self._link.query("console", view=view)
+            if body == feed.body:
+                return feed.frame
+            feed.body = body
+            return self._frame(view, await with_text(self._tokenizer, body) if view.tokens else body)
+        except AdmissionError as error:
+            problem = str(error)
+        except LookupError:
+            problem = f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"
+        except Exception:
+            log.exception("a console could not be told of its %s", view.part)
+            problem = "internal error; see the gateway's log"
+        feed.body = None
+        return _problem(view, problem)
 
     def _frame(self, view: ConsoleView, body: bytes) -> bytes:
-        lines = body.split(b"\n") if body else []
+        if not body:  # there is nothing to show, which ends a problem all the same
+            return _problem(view, "")
+        lines = body.split(b"\n")
         if view.part == "fleet":
             lines = [b'%b,"consoles":%d}' % (line[:-1], len(self)) for line in lines]
         name = view.part.encode()

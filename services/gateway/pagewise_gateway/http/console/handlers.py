@@ -88,20 +88,33 @@ async def asset(request: web.Request) -> web.Response:
 async def stream(request: web.Request) -> web.StreamResponse:
     """Send server-sent events with the parts that the query asks for, until the client leaves or the gateway stops."""
     check_operator(request, "the console shows")
-    query, feeds = _parsed(request, _StreamQuery), request.app[Feeds.KEY]
+    feeds, views = request.app[Feeds.KEY], _views(_parsed(request, _StreamQuery), request.app[_SHOWS_TEXT])
+    if len(feeds) >= MAX_CONSOLES:
+        raise OverloadedError(f"{MAX_CONSOLES} consoles are open at this gateway: close one")
+    writer = EventWriter(request)
+    with feeds.watching(views) as watcher:
+        await writer.send(b": the console of Pagewise\n\n")
+        while frames := await watcher.take():
+            await writer.send(frames)
+    return await writer.finish()
+
+
+def _views(query: _StreamQuery, text: bool) -> list[ConsoleView]:
+    """Return the views that a stream has. ``text``: whether they may have the text of blocks.
+
+    Raises:
+        InvalidRequestError: there is no such part or tier, or there are too many tiers.
+    """
     parts = query.parts.split(",") if query.parts else get_args(_Part)
-    if unknown := [part for part in parts if part not in get_args(_Part)]:
-        raise InvalidRequestError(f"parts: there is none called {unknown[0][:20]!r}", "parts")
+    if unknown := set(parts).difference(get_args(_Part)):
+        raise InvalidRequestError(f"parts: there is none called {min(unknown)[:20]!r}", "parts")
     if query.colour != "state" and not query.executor and "map" in parts:
         raise InvalidRequestError(f"colour={query.colour} needs an executor", "colour")
     tiers = dict.fromkeys(query.tier.split(","))
     if len(tiers) > _MOST_TIERS:
         raise InvalidRequestError(f"tier: at most {_MOST_TIERS} are shown at a time", "tier")
-    if unknown := [tier for tier in tiers if len(tier) > _LONGEST_TIER]:
-        raise InvalidRequestError(f"tier: there is none called {unknown[0][:20]!r}", "tier")
-    if len(feeds) >= MAX_CONSOLES:
-        raise OverloadedError(f"{MAX_CONSOLES} consoles are open at this gateway: close one")
-    text = request.app[_SHOWS_TEXT]
+    if len(longest := max(tiers, key=len)) > _LONGEST_TIER:
+        raise InvalidRequestError(f"tier: there is none called {longest[:20]!r}", "tier")
     region = query.first, query.count, query.colour, query.cells
     views = {
         "fleet": [ConsoleView("fleet")],
@@ -109,12 +122,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
         "map": [ConsoleView("map", query.executor, tier, *region) for tier in tiers],
         "prefixes": [ConsoleView("prefixes", query.executor, tokens=text)],
     }
-    writer = EventWriter(request)
-    with feeds.watching(view for part in parts for view in views[part]) as watcher:
-        await writer.send(b": the console of Pagewise\n\n")
-        while frames := await watcher.take():
-            await writer.send(frames)
-    return await writer.finish()
+    return [view for part in parts for view in views[part]]
 
 
 async def block(request: web.Request) -> web.Response:
