@@ -12,6 +12,7 @@ import sys
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from pagewise_shared.service_process import return_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class RefusedRequests:
     def _collect(self) -> None:
         self._scheduled = False
         gc.collect()
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
