@@ -31,6 +31,7 @@ LONGER_FILES: dict[str, str] = {
     "services/executor/pagewise_executor/models/quantised_linear.py": "weights in eight bits, and their layers",
     "services/gateway/pagewise_gateway/http/parsing.py": "a body from its first byte to a checked struct",
     "services/gateway/pagewise_gateway/http/prompts.py": "texts and conversations to token ids",
+    "services/gateway/pagewise_gateway/link/live_request.py": "a request that is served, with its outputs",
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
     "services/scheduler/pagewise_scheduler/actors/fleet.py": "executors, and the checks of what they say",
     "services/scheduler/pagewise_scheduler/actors/router.py": "where requests wait and go",

@@ -22,7 +22,7 @@ from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import ChatFormats
-from pagewise_gateway.http.debug import debug_memory, debug_request
+from pagewise_gateway.http.debug import debug_explain, debug_memory, debug_request
 from pagewise_gateway.http.errors import (
     APIError,
     InvalidRequestError,
@@ -31,7 +31,6 @@ from pagewise_gateway.http.errors import (
     from_http_exception,
     shortened,
 )
-from pagewise_gateway.http.explain import debug_explain
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, Intake
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.messages_api.errors import error_response

@@ -1,23 +1,27 @@
 """The ``/debug`` endpoints, for people and for ``pagewise vmstat`` and ``pagewise pmap``.
 
-They show what KV memory holds, and the blocks of single requests. The JSON comes from the scheduler as it is. A client
-sees its own requests only, unless it has an operator's key.
+They show what KV memory holds, the blocks of single requests, and where a request's time went. The JSON comes from the
+scheduler, and the gateway that served a request adds whether its client read slowly. A client sees its own requests
+only, unless it has an operator's key.
 """
 
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
 
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError
 from pagewise_gateway.http.parsing import count_request
+from pagewise_gateway.http.writing import Deliveries
 
 DEFAULT_LIMIT, MOST = 100, 10_000
 MOST_OF_OWN = 1_000
 """The most that a client without an operator's key may ask for: the scheduler does nothing else meanwhile."""
 _LONGEST_NAME = 256
+_LEAST_SECONDS = 1e-3
 
 
 async def debug_memory(request: web.Request) -> web.Response:
@@ -38,6 +42,40 @@ async def debug_request(request: web.Request) -> web.Response:
         with suppress(LookupError):
             return _json(await _report(request, "request", known_as))
     raise NotFoundError(f"no request {name[:_LONGEST_NAME]} is known", "request_id")
+
+
+async def debug_explain(request: web.Request) -> web.Response:
+    """Answer where a request's time went and where its cached prefix was lost, by our id or the client's (the newest).
+
+    The last requests that have ended are known too. A request of another key is answered like an unknown one.
+    """
+    name = request.match_info["request_id"]
+    await count_request(request)
+    link, view = request.app[Service.KEY].link, request[CLIENT].view
+    for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
+        if len(known_as) > _LONGEST_NAME:
+            continue
+        with suppress(LookupError):
+            told: dict[str, Any] = msgspec.json.decode(
+                await link.query("request", known_as, key=view, detail="explain")
+            )
+            if "total_seconds" not in told:
+                raise NotFoundError("this scheduler is of a version that explains no requests", "request_id")
+            _add_client(told, request.app[Deliveries.KEY])
+            return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+    raise NotFoundError(f"no request {name[:_LONGEST_NAME]} is known", "request_id")
+
+
+def _add_client(told: dict[str, Any], deliveries: Deliveries) -> None:
+    """Tell whether the client read slowly, if that is known here."""
+    seconds = deliveries.blocked(told["request_id"])
+    told["client"] = {"known": seconds is not None, "blocked_seconds": seconds}
+    sentences = told.setdefault("sentences", [])
+    if seconds is None:
+        sentences.append("How fast its client read is not known to this gateway, which has not served it lately.")
+    elif seconds >= _LEAST_SECONDS:
+        waited = f"{1e3 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.2f} s"
+        sentences.append(f"Its answer waited {waited} for its client, which read more slowly than the tokens came.")
 
 
 async def _report(request: web.Request, kind: Literal["memory", "request"], argument: str) -> bytes:

@@ -9,10 +9,12 @@ import contextlib
 import re
 import zlib
 from collections.abc import AsyncIterator
+from functools import cache
 from time import monotonic
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect as types
 from aiohttp import web
 from msgspec import Struct
 from pagewise_shared.json_errors import why_not_json
@@ -29,7 +31,6 @@ from pagewise_gateway.http.errors import (
     shortened,
 )
 from pagewise_gateway.http.intake import Intake
-from pagewise_gateway.http.integers import with_integers
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
 from pagewise_gateway.http.tracing import RequestTrace
 
@@ -420,7 +421,7 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-            with_integers(wanted, request_type)
+            _with_integers(wanted, request_type)
             return msgspec.convert(wanted, request_type)
     except msgspec.ValidationError as error:
         raise explain(error, fields) from None
@@ -443,3 +444,43 @@ def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRe
     if path.endswith("].type") and (kind := _OTHER_KIND.match(text)):  # of a part, a block or a tool
         return UnsupportedParameterError(f"{path}: {kind[1]} is not supported by Pagewise", path)
     return InvalidRequestError(f"{path}: {text}" if path else text, path or None)
+
+
+def _with_integers(fields: dict[str, Any], request_type: type[Struct]) -> None:
+    """Replace floats without a fraction by integers, in place, in all fields that take integers or lists of them: JSON
+    has numbers only, and some clients send 10.0.
+
+    Other floats stay as they are, so that the error that they cause names the field.
+    """
+    for name in _integer_fields(request_type) & fields.keys():
+        fields[name] = _integral(fields[name])
+
+
+def _integral(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if float in kinds or list in kinds:
+            return [_integral(item) for item in value]
+    return value
+
+
+@cache
+def _integer_fields(request_type: type[Struct]) -> frozenset[str]:
+    info = types.type_info(request_type)
+    assert isinstance(info, types.StructType)
+    return frozenset(field.encode_name for field in info.fields if _takes_integers(field.type))
+
+
+def _takes_integers(kind: types.Type) -> bool:
+    """Whether a value of a field may be an integer, or a list of integers, but not another number."""
+    match kind:
+        case types.IntType():
+            return True
+        case types.ListType(item_type=item) | types.Metadata(type=item):
+            return _takes_integers(item)
+        case types.UnionType(types=alternatives):
+            return any(map(_takes_integers, alternatives))
+        case _:
+            return False

@@ -9,8 +9,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Outputs, PromptFailed, RequestRefused, TokenLogprobs, unpack_int32s
 
 from pagewise_gateway.generation import GenerationError, InvalidGrammarError, NoExecutorError
-from pagewise_gateway.link.live_request import LiveRequest
-from pagewise_gateway.link.output import LivePrompt, Output
+from pagewise_gateway.link.live_request import LivePrompt, LiveRequest, Output
 from pagewise_gateway.metrics import Metrics
 
 MOST_STREAMS = 2**31 - 1

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import msgspec
 from aiohttp import web
 from pagewise_shared.protocol import ConsoleView
 from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
 
 from pagewise_gateway.generation import AdmissionError
-from pagewise_gateway.http.console.block_text import with_text
 from pagewise_gateway.http.writing import encode
 from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 MAX_CONSOLES = 32
 """Consoles of one gateway that may be open at once."""
 
+_LONGEST_TEXT = 400
+"""Characters of the text of one block or prefix."""
+_KEY = "the console"
+"""Whose turn it is when text is made: none of an API key."""
 ALIVE_SECONDS = 5.0
 """How often a console gets a comment when nothing changes: the page takes 15 seconds of silence, and ``pagewise top``
 10, for a gateway that is gone."""
@@ -79,9 +83,9 @@ class _Feed:
         self.task: asyncio.Task[None] | None = None
 
     def put(self, frame: bytes) -> None:
-        """Give all consoles a frame."""
+        """Give all consoles a frame; an empty one, if there is nothing to show any more, is not sent."""
         self.frame = frame
-        for watcher in self.watchers:
+        for watcher in self.watchers if frame else ():
             watcher.put(self.view, frame)
 
 
@@ -160,7 +164,9 @@ class Feeds:
             body = await self._link.query("console", view=view)
             if body == feed.body:
                 return feed.frame
-            feed.body = body
+            had_problem, feed.body = feed.body is None and feed.frame, body
+            if not body:  # nothing is shown any more, but for the end of a problem
+                return _problem(view, "") if had_problem else b""
             return self._frame(view, await with_text(self._tokenizer, body) if view.tokens else body)
         except AdmissionError as error:
             problem = str(error)
@@ -173,13 +179,27 @@ class Feeds:
         return _problem(view, problem)
 
     def _frame(self, view: ConsoleView, body: bytes) -> bytes:
-        if not body:  # there is nothing to show, which ends a problem all the same
-            return _problem(view, "")
         lines = body.split(b"\n")
         if view.part == "fleet":
             lines = [b'%b,"consoles":%d}' % (line[:-1], len(self)) for line in lines]
         name = view.part.encode()
         return b"".join(b"event: %b\ndata: %b\n\n" % (name, line) for line in lines)
+
+
+async def with_text(tokenizer: Tokenizer, body: bytes) -> bytes:
+    """Return JSON in which each object with ``token_ids`` has their ``text`` instead."""
+    return await tokenizer.off_loop(lambda: msgspec.json.encode(_replaced(tokenizer, msgspec.json.decode(body))), _KEY)
+
+
+def _replaced(tokenizer: Tokenizer, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_replaced(tokenizer, one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    shown = {name: _replaced(tokenizer, one) for name, one in value.items() if name != "token_ids"}
+    if "token_ids" in value:
+        shown["text"] = tokenizer.decode(value["token_ids"], skip_special_tokens=False)[:_LONGEST_TEXT]
+    return shown
 
 
 def _problem(view: ConsoleView, message: str) -> bytes:

@@ -12,8 +12,7 @@ from pagewise_shared.protocol.console_messages import MAX_CELLS, Colour
 
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.console.assets import Assets
-from pagewise_gateway.http.console.block_text import with_text
-from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Feeds
+from pagewise_gateway.http.console.feeds import MAX_CONSOLES, Feeds, with_text
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.errors import InvalidRequestError, NotFoundError, OverloadedError
 from pagewise_gateway.http.writing import EventWriter
