@@ -1,8 +1,8 @@
 """Answers to chats in the shapes of other APIs: one JSON body, or a stream of events that have types."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar, Protocol
 
 from aiohttp import web
 
@@ -12,6 +12,7 @@ from pagewise_gateway.http.context import CLIENT
 from pagewise_gateway.http.errors import APIError, UnavailableError
 from pagewise_gateway.http.writing import encode, stream_events
 from pagewise_gateway.text.output_parsing import Delta
+from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
 
 class Event(Protocol):
@@ -27,11 +28,15 @@ class EventAnswer(ABC):
 
     cheap = False
     end = b""
+    kinds: ClassVar[Mapping[DeltaKind, str]]
+    """The type of the item that each kind of delta belongs to."""
 
     def __init__(self, run: ChatRun) -> None:
         self._run = run
         self._parser = run.parser()
         self._begun = False
+        self._open_kind = ""  # the type of the item that the next delta may continue
+        self._num_items = 0
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body.
@@ -93,13 +98,34 @@ class EventAnswer(ABC):
                 yield from self._take(new)
             yield from self._finish(delta)
 
+    def _take(self, new: Delta) -> Iterator[Event]:
+        """Yield the events of a piece of the message, which continues the item that is open, or begins another one."""
+        kind, text, begins_call = self.kinds[new.kind], new.text, new.kind == "call"
+        if begins_call or kind != self._open_kind:
+            yield from self._close()
+            if self._num_items and not begins_call:
+                text = text.removeprefix("\n")
+            self._num_items += 1
+            self._open_kind = kind
+            yield from self._open_item(kind, text)
+        if text and not begins_call:
+            yield self._extend(kind, text)
+
     @abstractmethod
     def _begin(self) -> Iterator[Event]:
         """Yield the first events."""
 
     @abstractmethod
-    def _take(self, new: Delta) -> Iterator[Event]:
-        """Yield the events of a piece of the message."""
+    def _open_item(self, kind: str, name: str) -> Iterator[Event]:
+        """Yield the events of a new item. ``name``: of the function, if it is a call."""
+
+    @abstractmethod
+    def _extend(self, kind: str, text: str) -> Event:
+        """Return the event of a text that the open item goes on with."""
+
+    @abstractmethod
+    def _close(self) -> Iterator[Event]:
+        """Yield the events of the end of the item that is open, if one is."""
 
     @abstractmethod
     def _finish(self, delta: SequenceDelta) -> Iterator[Event]:

@@ -125,32 +125,32 @@ def _of_outputs(outputs: StructuredOutputs) -> Wanted:
 
 
 def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs, validate: Validate) -> str:
-    if kind in ("json", "json_object"):
-        return json_schema_grammar(
-            outputs.json if kind == "json" else {"type": "object"},
-            whitespace=not outputs.disable_any_whitespace,
-            whitespace_pattern=outputs.whitespace_pattern,
-            additional_properties=not outputs.disable_additional_properties,
-        )
-    if kind == "regex":
-        return regex_grammar(outputs.regex or "")
-    if kind == "choice":
-        return choice_grammar(outputs.choice or ())
-    if kind == "grammar":
-        return context_free_grammar(outputs.grammar or "", validate)
-    tag = given = outputs.structural_tag
-    if isinstance(given, str):
-        try:
-            tag = msgspec.json.decode(given, type=StructuralTag)
-        except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
-            raise GrammarError(str(error)) from error
-        except msgspec.DecodeError as error:
-            raise GrammarError(why_not_json(given.encode(), error)) from error
-    assert isinstance(tag, StructuralTag)
-    return _tag_grammar(tag)
+    match kind:
+        case "regex":
+            return regex_grammar(outputs.regex or "")
+        case "choice":
+            return choice_grammar(outputs.choice or ())
+        case "grammar":
+            return context_free_grammar(outputs.grammar or "", validate)
+        case "structural_tag":
+            assert outputs.structural_tag is not None
+            return _tag_grammar(outputs.structural_tag)
+        case _:
+            return json_schema_grammar(
+                outputs.json if kind == "json" else {"type": "object"},
+                whitespace=not outputs.disable_any_whitespace,
+                whitespace_pattern=outputs.whitespace_pattern,
+                additional_properties=not outputs.disable_additional_properties,
+            )
 
 
-def _tag_grammar(tag: StructuralTag) -> str:
+def _tag_grammar(given: StructuralTag | str) -> str:
+    try:
+        tag = msgspec.json.decode(given, type=StructuralTag) if isinstance(given, str) else given
+    except (msgspec.ValidationError, UnicodeError, RecursionError) as error:
+        raise GrammarError(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise GrammarError(why_not_json(str(given).encode(), error)) from error
     return structural_tag_grammar([(one.begin, one.schema, one.end) for one in tag.structures], tag.triggers)
 
 
@@ -167,29 +167,22 @@ def answer_grammar(
     wanted = wanted_grammar(body)
     if parsing is None:
         return wanted
-    choice, tools = body.tool_choice, body.tools or []
-    has_to_call = choice == "required" or isinstance(choice, NamedToolChoice)
-    answer = wanted.make if wanted is not None and not has_to_call else None
-    if tools and choice != "none" and (has_to_call or answer or any(tool.function.strict for tool in tools)):
-        named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-        functions = [
-            Function(tool.function.name, tool.function.parameters, bool(tool.function.strict))
-            for tool in tools
-            if named in (None, tool.function.name)
-        ]
-        parallel = parsing.parallel and named is None
+    choice, functions = body.tool_choice, _callable_functions(body)
+    named = isinstance(choice, NamedToolChoice)
+    required = named or choice == "required"
+    answer = None if required or wanted is None else wanted.make
+    if functions and any((required, answer, *(function.strict for function in functions))):
 
         def make(validate: Validate) -> str:
-            followed = [_checked(each) if has_to_call or each.strict else each for each in functions]
             try:
                 return tool_call_grammar(
                     parsing.tool_parser,
                     parsing.format,
-                    followed,
+                    [_checked(function) if required or function.strict else function for function in functions],
                     special_tokens,
                     start=start,
-                    required=has_to_call,
-                    parallel=parallel,
+                    required=required,
+                    parallel=parsing.parallel and not named,
                     answer=answer(validate) if answer is not None else None,
                 )
             except UnsupportedSchemaError as error:
@@ -202,6 +195,18 @@ def answer_grammar(
     return wanted._replace(
         make=lambda validate: after_reasoning(make_answer(validate), parsing.format, special_tokens, start)
     )
+
+
+def _callable_functions(body: ChatRequest) -> list[Function]:
+    """Return the functions that an answer may call."""
+    choice = body.tool_choice
+    if choice == "none":
+        return []
+    return [
+        Function(tool.function.name, tool.function.parameters, bool(tool.function.strict))
+        for tool in body.tools or ()
+        if not isinstance(choice, NamedToolChoice) or tool.function.name == choice.function.name
+    ]
 
 
 def _checked(function: Function) -> Function:

@@ -1,6 +1,7 @@
 """The parts of a conversation's body that are about tools: OpenAI's shapes."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct
 
@@ -62,3 +63,18 @@ class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):
 
 ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+class DeclaredTool(Protocol):
+    """A function as the other APIs declare it."""
+
+    name: str
+    description: str | None
+    parameters: Any
+    strict: bool | None
+
+
+def function_tools(declared: Iterable[DeclaredTool]) -> list[Tool] | None:
+    """Return the tools of a chat for the functions that a request of another API declares; None: there are none."""
+    definitions = (FunctionDefinition(one.name, one.description, one.parameters, one.strict) for one in declared)
+    return [Tool("function", definition) for definition in definitions] or None

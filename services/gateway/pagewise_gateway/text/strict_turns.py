@@ -23,18 +23,18 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
     """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
     there are templates in which the user and the assistant have to alternate. Behind the result of a tool they join
     that, because in such templates it is the assistant's turn there."""
-    made: list[Message] = []
-    begun = joins = False  # whether there was another message than the system's; whether the last one was the system's
-    for message in messages:
-        is_system, last = message["role"] == "system", made[-1]["role"] if made else ""
-        begun = begun or not is_system
-        role = "user" if is_system and begun else message["role"]
+    begun = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    made = _merged(messages[:begun], lambda last, role: True)
+    last, joins = "system", False  # whether the last message was the system's, and became the user's
+    for message in messages[begun:]:
+        is_system = message["role"] == "system"
+        role = "user" if is_system else message["role"]
         behind_result = is_system and last == "tool"
         if behind_result or (last == role and (is_system or joins)):
             made[-1] = _joined(made[-1], message)
         else:
             made.append({**message, "role": role})
-        joins = is_system and not behind_result
+        last, joins = made[-1]["role"], is_system and not behind_result
     return made
 
 

@@ -1,29 +1,49 @@
-"""The answer to a request for a message: its blocks, and the events that tell of them."""
+"""The answer to a request for a message: its blocks, and the events of a stream of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 import msgspec
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http.chat import ChatRun, finish_reason
 from pagewise_gateway.http.errors import APIError
-from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.event_answer import Event, EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.messages_api.errors import error_detail
 from pagewise_gateway.http.messages_api.schema import BlockDelta, Message, MessageEvent, MessageUsage, OutputBlock
 from pagewise_gateway.http.responder import usage as usage_of
 from pagewise_gateway.text.output_parsing import Delta
+from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_EMPTY: dict[str, dict[str, str]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {},
+}
+"""The texts that a block of each type begins with."""
+_DELTAS: dict[str, tuple[Literal["text_delta", "thinking_delta", "input_json_delta"], str]] = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""The type of what continues a block of each type, and the field of its text."""
 
 
 class MessageAnswer(EventAnswer):
-    """Turns the output of a chat into a message: one JSON body, or events. Of what events tell nothing is kept."""
+    """Turns the output of a chat into a message: one JSON body, or events, whose texts are not kept."""
+
+    kinds: ClassVar[Mapping[DeltaKind, str]] = {
+        "content": "text",
+        "reasoning": "thinking",
+        "call": "tool_use",
+        "arguments": "tool_use",
+    }
 
     def __init__(self, run: ChatRun, message_id: str) -> None:
         super().__init__(run)
         self._text: list[str] = []  # of the block that is open
         self._open: OutputBlock | None = None
-        self._num_blocks = 0
         self._streams = bool(run.body.stream)
         self._message = Message(message_id, run.body.model or run.service.limits.model_name, [], MessageUsage(0, 0))
 
@@ -38,35 +58,24 @@ class MessageAnswer(EventAnswer):
     def _whole(self) -> Message:
         return self._message
 
-    def _take(self, new: Delta) -> Iterator[MessageEvent]:
-        if new.kind == "reasoning" and not self._run.body.include_reasoning:
-            return
-        text = new.text
-        kind = {"content": "text", "reasoning": "thinking"}.get(new.kind, "tool_use")
-        if new.kind == "call" or self._open is None or self._open.type != kind:
-            yield from self._close()
-            if self._num_blocks and new.kind != "call":
-                text = text.removeprefix("\n")
-            block = OutputBlock("tool_use", id=self._run.new_id(), name=text, input={})
-            if kind == "text":
-                block = OutputBlock("text", text="")
-            elif kind == "thinking":
-                block = OutputBlock("thinking", thinking="", signature="")
-            self._num_blocks += 1
-            if not self._streams:
-                self._message.content.append(block)
-            self._open, self._text = block, []
-            yield MessageEvent("content_block_start", index=self._index, content_block=block)
-        if new.kind == "call" or not text:
-            return
+    def _take(self, new: Delta) -> Iterator[Event]:
+        if new.kind != "reasoning" or self._run.body.include_reasoning:
+            yield from super()._take(new)
+
+    def _open_item(self, kind: str, name: str) -> Iterator[MessageEvent]:
+        block = OutputBlock(kind, **_EMPTY[kind])  # type: ignore[arg-type]
+        if kind == "tool_use":
+            block.id, block.name, block.input = self._run.new_id(), name, {}
+        if not self._streams:
+            self._message.content.append(block)
+        self._open, self._text = block, []
+        yield MessageEvent("content_block_start", index=self._num_items - 1, content_block=block)
+
+    def _extend(self, kind: str, text: str) -> MessageEvent:
         if not self._streams:
             self._text.append(text)
-        delta = BlockDelta("input_json_delta", partial_json=text)
-        if kind == "text":
-            delta = BlockDelta("text_delta", text=text)
-        elif kind == "thinking":
-            delta = BlockDelta("thinking_delta", thinking=text)
-        yield MessageEvent("content_block_delta", index=self._index, delta=delta)
+        delta, field = _DELTAS[kind]
+        return MessageEvent("content_block_delta", index=self._num_items - 1, delta=BlockDelta(delta, **{field: text}))
 
     def _close(self) -> Iterator[MessageEvent]:
         block = self._open
@@ -79,7 +88,7 @@ class MessageAnswer(EventAnswer):
             block.thinking = text
         else:
             block.input = _input(text)
-        yield MessageEvent("content_block_stop", index=self._index)
+        yield MessageEvent("content_block_stop", index=self._num_items - 1)
 
     def _finish(self, delta: SequenceDelta) -> Iterator[MessageEvent]:
         if delta.finish_reason == "abort":  # there is no such reason here, and the message is not complete
@@ -93,10 +102,6 @@ class MessageAnswer(EventAnswer):
         ending = BlockDelta(stop_reason=message.stop_reason, stop_sequence=message.stop_sequence)
         yield MessageEvent("message_delta", delta=ending, usage=message.usage)
         yield MessageEvent("message_stop")
-
-    @property
-    def _index(self) -> int:
-        return self._num_blocks - 1
 
     def _usage(self) -> MessageUsage:
         usage = usage_of(self._run.live)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from pagewise_gateway.http.schema import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SCHEMAS, TemplateKwargs
 from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
@@ -71,13 +71,13 @@ class InputMessage(Struct, forbid_unknown_fields=True):
 
 
 class MessageTool(Struct, forbid_unknown_fields=True):
-    """A tool that the model may use. ``input_schema``: the JSON schema of its input.
+    """A tool that the model may use. ``parameters``: the JSON schema of its input.
 
     The last five fields have no effect: the model sees every tool, and its input is always streamed as it is written.
     """
 
     name: FunctionName
-    input_schema: dict[str, Any]
+    parameters: dict[str, Any] = field(name="input_schema")
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None

@@ -1,4 +1,4 @@
-"""Turns a request for a message into the chat that it is."""
+"""Translates a request for a message into a request for a chat."""
 
 import msgspec
 
@@ -7,7 +7,8 @@ from pagewise_gateway.http.messages_api.schema import (
     Block,
     CountRequest,
     InputMessage,
-    MessagesRequest,
+    OutputConfig,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -18,10 +19,9 @@ from pagewise_gateway.http.tool_schema import (
     AssistantToolCall,
     CalledFunction,
     ChosenFunction,
-    FunctionDefinition,
     NamedToolChoice,
-    Tool,
     ToolChoice,
+    function_tools,
 )
 
 _BILLING = "x-anthropic-billing-header"
@@ -29,48 +29,50 @@ _BILLING = "x-anthropic-billing-header"
 again from there on, and it says nothing to the model."""
 
 _ALLOWED: dict[str, tuple[type[Block], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
-    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock, RedactedThinkingBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+    "system": (TextBlock, RedactedThinkingBlock),
 }
-"""The blocks that a message of each role may have; others have ``redacted_thinking``, which is left out anyway."""
+"""The blocks that a message of each role may have. ``redacted_thinking`` is left out of the prompt."""
+
+_FIELDS = {
+    "cache_salt": "cache_salt",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "stream": "stream",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""The fields of a chat, and the fields of a request for a message that mean the same. A request to count tokens has
+none of them."""
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """Return the chat that a request for a message is.
+    """Return the chat that a request for a message asks for.
 
     Raises:
         InvalidRequestError: a block is where it may not be, or a choice has no name.
     """
-    messages = _system(body)
-    for number, message in enumerate(body.messages):
-        messages += _messages(message, f"messages[{number}]")
-    if not messages or messages == _system(body):
-        raise InvalidRequestError("messages contain nothing that is a part of the prompt", "messages")
-    choice = body.tool_choice
+    said = _conversation(body)
+    config = body.output_config or OutputConfig()
     chat = ChatRequest(
-        messages=messages,
+        messages=[*_system(body), *said],
         model=body.model,
-        tools=[
-            Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
-            for tool in body.tools or ()
-        ]
-        or None,
+        tools=function_tools(body.tools or ()),
         tool_choice=_tool_choice(body),
-        parallel_tool_calls=not choice.disable_parallel_tool_use if choice is not None else None,
         chat_template_kwargs=_template_kwargs(body),
         include_reasoning=body.thinking is None or body.thinking.type != "disabled",
-        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
+        reasoning_effort=config.effort,
+        **{ours: getattr(body, theirs, None) for ours, theirs in _FIELDS.items()},
     )
+    if body.tool_choice is not None:
+        chat.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
+    if config.format is not None:
+        chat.response_format = JSONSchemaFormat(JSONSchema("output", config.format.schema))
     # An answer goes on with a last message of the assistant.
-    if messages[-1].role == "assistant" and not messages[-1].tool_calls:
+    if said[-1].role == "assistant" and not said[-1].tool_calls:
         chat.continue_final_message = True
-    if isinstance(body, MessagesRequest):
-        chat.max_completion_tokens = body.max_tokens
-        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
-        chat.stop, chat.stream, chat.cache_salt = body.stop_sequences, body.stream, body.cache_salt
-        if body.output_config is not None and body.output_config.format is not None:
-            chat.response_format = JSONSchemaFormat(JSONSchema("output", body.output_config.format.schema))
     return chat
 
 
@@ -85,35 +87,40 @@ def _system(body: CountRequest) -> list[ChatMessage]:
     return [ChatMessage("system", text)] if text else []
 
 
+def _conversation(body: CountRequest) -> list[ChatMessage]:
+    said = [one for number, message in enumerate(body.messages) for one in _messages(message, f"messages[{number}]")]
+    if not said:
+        raise InvalidRequestError("messages contain nothing that is a part of the prompt", "messages")
+    return said
+
+
 def _messages(message: InputMessage, place: str) -> list[ChatMessage]:
-    """The messages of a chat that one message is: results of tools have messages of their own."""
+    """Return the messages of a chat for one message: each result of a tool is a message of its own."""
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     texts: list[ContentPart] = []
     thoughts: list[str] = []
     calls: list[AssistantToolCall] = []
     results: list[ChatMessage] = []
-    allowed = _ALLOWED[message.role]
     for number, block in enumerate(message.content):
-        if isinstance(block, TextBlock):
-            texts.append(ContentPart("text", block.text))
-        elif not isinstance(block, allowed):
-            if isinstance(block, ToolUseBlock | ToolResultBlock | ThinkingBlock):
-                where = f"{place}.content[{number}]"
-                kind = block.__struct_config__.tag
-                raise InvalidRequestError(f"{where}: blocks of type {kind} are not for the {message.role}", where)
-        elif isinstance(block, ToolUseBlock):
-            arguments = msgspec.json.encode(block.input).decode()
-            calls.append(AssistantToolCall(block.id, CalledFunction(block.name, arguments)))
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolResultBlock):
-            results.append(ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id))
-    if not (texts or calls or thoughts):
-        return results
+        if not isinstance(block, _ALLOWED[message.role]):
+            where, kind = f"{place}.content[{number}]", block.__struct_config__.tag
+            raise InvalidRequestError(f"{where}: blocks of type {kind} are not for the {message.role}", where)
+        match block:
+            case TextBlock():
+                texts.append(ContentPart("text", block.text))
+            case ToolUseBlock():
+                arguments = msgspec.json.encode(block.input).decode()
+                calls.append(AssistantToolCall(block.id, CalledFunction(block.name, arguments)))
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolResultBlock():
+                results.append(ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id))
     content = texts[0].text if len(texts) == 1 else texts or None
-    said = ChatMessage(message.role, content, tool_calls=calls or None, reasoning="\n".join(thoughts) or None)
-    return [*results, said]
+    if any((texts, calls, thoughts)):
+        said = ChatMessage(message.role, content, tool_calls=calls or None, reasoning="\n".join(thoughts) or None)
+        results.append(said)
+    return results
 
 
 def _result(block: ToolResultBlock) -> str | list[ContentPart]:

@@ -1,10 +1,10 @@
-"""The answer to a request for a response: its items, and the events that tell of them."""
+"""The answer to a request for a response: its items, and the events of a stream of them."""
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -29,10 +29,16 @@ from pagewise_gateway.http.responses_api.schema import (
     ResponseUsage,
 )
 from pagewise_gateway.http.writing import encode
-from pagewise_gateway.text.output_parsing import Delta
+from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
-_KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "message": {"content_index": 0, "logprobs": []},
+    "reasoning": {"content_index": 0},
+    "function_call": {},
+}
+"""The fields that events of the text of an item have besides it, by the type of the item."""
 _MOST_CHARACTER = 4
 """Bytes of a character, in a text that has any characters but those of ASCII."""
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -71,13 +77,20 @@ def begun(response_id: str, model: str, body: ResponsesRequest) -> tuple[Respons
 class ResponseAnswer(EventAnswer):
     """Turns the output of a chat into a response: one JSON body, or events.
 
-    The last event has all of the response, so a stream takes memory for what it has told.
+    The last event has all of the response, so a stream takes memory for the texts that it has sent.
     """
 
+    kinds: ClassVar[Mapping[DeltaKind, str]] = {
+        "content": "message",
+        "reasoning": "reasoning",
+        "call": "function_call",
+        "arguments": "function_call",
+    }
+
     def __init__(self, run: ChatRun, response: Response, memory: Reservation) -> None:
-        """``response``: as ``begun`` returns it. ``memory``: of answers, for what a stream has told."""
+        """``response``: as ``begun`` returns it. ``memory``: of answers, for the texts that a stream has sent."""
         super().__init__(run)
-        self._memory, self._told = memory, 0
+        self._memory, self._num_sent = memory, 0
         self._sequence = 0
         self._text = StringIO()  # of the item that is open
         self._open: OutputItem | None = None
@@ -103,31 +116,18 @@ class ResponseAnswer(EventAnswer):
 
     # ---- items ---------------------------------------------------------------------------------------
 
-    def _take(self, new: Delta) -> Iterator[ResponseEvent]:
-        text, kind = new.text, _KINDS[new.kind]
-        if new.kind == "call" or self._open is None or self._open.type != kind:
-            yield from self._close("completed")
-            if new.kind != "call":
-                text = text.removeprefix("\n") if self._response.output else text
-            yield from self._begin_item(kind, text)
-        if new.kind == "call" or not text:
-            return
-        assert self._open is not None
+    def _extend(self, kind: str, text: str) -> ResponseEvent:
         self._keep(text)
-        names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-        fields: dict[str, Any] = {} if kind == "function_call" else {"content_index": 0}
-        if kind == "message":
-            fields["logprobs"] = []
-        yield self._of_item(f"response.{names[kind]}.delta", delta=text, **fields)
+        return self._of_item(f"response.{_DELTAS[kind]}.delta", delta=text, **_FIELDS[kind])
 
     def _keep(self, text: str) -> None:
         self._text.write(text)
         if self._run.body.stream:  # else the output counts
-            self._told += len(text) * (1 if text.isascii() else _MOST_CHARACTER)
-            if self._told > self._memory.size + UNCOUNTED_BYTES:
-                self._memory.grow_to(self._told)
+            self._num_sent += len(text) * (1 if text.isascii() else _MOST_CHARACTER)
+            if self._num_sent > self._memory.size + UNCOUNTED_BYTES:
+                self._memory.grow_to(self._num_sent)
 
-    def _begin_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
+    def _open_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
         item = OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
         if kind == "function_call":
             item.call_id, item.name, item.arguments = self._run.new_id(), name, ""
@@ -141,22 +141,20 @@ class ResponseAnswer(EventAnswer):
         if kind != "function_call":
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(""))
 
-    def _close(self, status: str) -> Iterator[ResponseEvent]:
+    def _close(self, status: str = "completed") -> Iterator[ResponseEvent]:
         item = self._open
         if item is None:
             return
-        text = self._settle(item, status)
+        text, done = self._complete(item, status), f"response.{_DELTAS[item.type]}.done"
         if item.type == "function_call":
-            yield self._of_item("response.function_call_arguments.done", name=item.name, arguments=text)
+            yield self._of_item(done, name=item.name, arguments=text)
         else:
-            name = "output_text" if item.type == "message" else "reasoning_text"
-            fields: dict[str, Any] = {"logprobs": []} if item.type == "message" else {}
-            yield self._of_item(f"response.{name}.done", content_index=0, text=text, **fields)
+            yield self._of_item(done, text=text, **_FIELDS[item.type])
             yield self._of_item("response.content_part.done", content_index=0, part=self._part(text))
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None
 
-    def _settle(self, item: OutputItem, status: str) -> str:
+    def _complete(self, item: OutputItem, status: str) -> str:
         """Give the open item its text, which is returned."""
         text, item.status = self._text.getvalue(), status
         self._text = StringIO()
@@ -181,11 +179,11 @@ class ResponseAnswer(EventAnswer):
         yield self._event(f"response.{response.status}", response=response)
 
     def _failed(self, error: APIError) -> ResponseEvent:
-        """The last event of a response that has failed. Nothing says that the item that is open is done: a client
-        might call a function with arguments that are not whole."""
+        """Return the last event of a response that has failed. No event says that the open item is done, because a
+        client might call a function with arguments that are cut off."""
         response = self._response
         if self._open is not None:
-            self._settle(self._open, "incomplete")
+            self._complete(self._open, "incomplete")
         response.status, response.usage = "failed", self._usage()
         response.error = ResponseError(_CODES.get(error.status, "server_error"), str(error))
         return self._event("response.failed", response=response)

@@ -1,9 +1,9 @@
-"""Turns a request for a response into the chat that it is."""
+"""Translates a request for a response into a request for a chat."""
 
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
 from pagewise_gateway.http.parsing import explain
@@ -39,10 +39,9 @@ from pagewise_gateway.http.tool_schema import (
     AssistantToolCall,
     CalledFunction,
     ChosenFunction,
-    FunctionDefinition,
     NamedToolChoice,
-    Tool,
     ToolChoice,
+    function_tools,
 )
 from pagewise_gateway.metrics import LeftOutTool
 
@@ -63,10 +62,10 @@ _LEFT_OUT: dict[type[Struct], LeftOutTool] = {
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request for a response is. Its tools are functions (``leave_out_tools``).
+    """Return the chat that a request for a response asks for. Its tools are functions (``leave_out_tools``).
 
     Raises:
-        InvalidRequestError: an item is wrong, or the request asks for what would have to be stored.
+        InvalidRequestError: an item is invalid, or the request asks for stored responses.
     """
     _check_stateless(body)
     return ChatRequest(
@@ -75,12 +74,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        tools=[
-            Tool("function", FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
-            for tool in body.tools or ()
-            if isinstance(tool, FunctionTool)
-        ]
-        or None,
+        tools=function_tools(tool for tool in body.tools or () if isinstance(tool, FunctionTool)),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
@@ -116,44 +110,56 @@ def _check_stateless(body: ResponsesRequest) -> None:
         if getattr(body, name):
             raise UnsupportedParameterError(f"{name} is not supported by Pagewise, which stores no responses", name)
     for wanted in body.include or ():
-        if wanted != "reasoning.encrypted_content":  # which clients without a store ask for; there is none
+        if wanted != "reasoning.encrypted_content":  # stateless clients ask for it; there is none
             raise UnsupportedParameterError(f"include: {wanted!r} is not supported by Pagewise", "include")
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:
-    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*messages, ChatMessage("user", body.input)]
-    if not body.input:
+    """Return the messages of the chat. Reasoning, text and calls of the model in a row are one message."""
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not given:
         raise InvalidRequestError("input must not be empty", "input")
-    if len(body.input) > MAX_ITEMS:
-        raise InvalidRequestError(f"input: {len(body.input)} items are too many, at most {MAX_ITEMS}", "input")
-    for number, given in enumerate(body.input):
-        item = _item(given, number)
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(ChatMessage(item.role, _content(item.content)))
-            continue
-        if isinstance(item, FunctionOutputItem):
-            messages.append(ChatMessage("tool", _content(item.output), tool_call_id=item.call_id))
-            continue
-        # What the model has thought, said and called, one behind the other, is one message.
-        last = messages[-1] if messages and messages[-1].role == "assistant" else None
-        begins = isinstance(item, ReasoningItem) and last is not None and (last.content or last.tool_calls)
-        if last is None or begins or (isinstance(item, MessageItem) and (last.content or last.tool_calls)):
-            last = ChatMessage("assistant")
-            messages.append(last)
-        if isinstance(item, MessageItem):
-            last.content = _content(item.content)
-        elif isinstance(item, ReasoningItem):
-            thought = "\n".join(part.text for part in item.content or ())
-            last.reasoning = f"{last.reasoning}\n{thought}" if last.reasoning else thought or None
-        elif isinstance(item, FunctionCallItem):
-            called = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
-            last.tool_calls = [*(last.tool_calls or ()), called]
-    said = [message for message in messages if message != ChatMessage("assistant")]
-    if not said:
+    if len(given) > MAX_ITEMS:
+        raise InvalidRequestError(f"input: {len(given)} items are too many, at most {MAX_ITEMS}", "input")
+    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
+    for number, item in enumerate(given):
+        message = _message(_item(item, number))
+        if messages and _continues(messages[-1], message):
+            message = _joined(messages.pop(), message)
+        messages.append(message)
+    messages = [message for message in messages if message != ChatMessage("assistant")]
+    if not messages:
         raise InvalidRequestError("input contains nothing that is a part of the prompt", "input")
-    return said
+    return messages
+
+
+def _message(item: Struct) -> ChatMessage:
+    match item:
+        case ReasoningItem():
+            return ChatMessage("assistant", reasoning="\n".join(part.text for part in item.content or ()) or None)
+        case FunctionCallItem():
+            call = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
+            return ChatMessage("assistant", tool_calls=[call])
+        case FunctionOutputItem():
+            return ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
+        case _:
+            assert isinstance(item, MessageItem)
+            return ChatMessage(item.role, _content(item.content))
+
+
+def _continues(last: ChatMessage, message: ChatMessage) -> bool:
+    """Whether a message of the model belongs to its last one: calls always do, reasoning and text only before them."""
+    belongs = bool(message.tool_calls) or not (last.content or last.tool_calls)
+    return belongs and last.role == message.role == "assistant"
+
+
+def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
+    return structs.replace(
+        last,
+        content=last.content if message.content is None else message.content,
+        reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))) or None,
+        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+    )
 
 
 def _item(given: dict[str, Any], number: int) -> Struct:
@@ -161,20 +167,26 @@ def _item(given: dict[str, Any], number: int) -> Struct:
     kind = given.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise UnsupportedParameterError(f"{place}: items of type {kind!r} are not supported by Pagewise", place)
-    kept = {name: value for name, value in given.items() if value is not None and name != "encrypted_content"}
-    for name in ("content", "output"):
-        if isinstance(parts := kept.get(name), list):
-            kept[name] = [_without_nulls(part) for part in parts]
+    kept = _without_nulls(given)
+    kept.pop("encrypted_content", None)
     try:
-        item = msgspec.convert(kept, _ITEMS[kind])
+        return msgspec.convert(kept, _ITEMS[kind])
     except msgspec.ValidationError as error:
         raised = explain(error, given)
         raise type(raised)(f"{place}: {raised}", f"{place}.{raised.param}" if raised.param else place) from None
-    return item
 
 
-def _without_nulls(part: Any) -> Any:
-    return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
+def _without_nulls(value: Any) -> Any:
+    """Return an item without the fields that are null, which clients add to the items and parts that they repeat."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(inner) if isinstance(inner, list) else inner
+            for name, inner in value.items()
+            if inner is not None
+        }
+    return value
 
 
 def _content(content: str | list[InputText]) -> str | list[ContentPart]:
