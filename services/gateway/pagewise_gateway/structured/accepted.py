@@ -29,6 +29,10 @@ _OF_ONE_TYPE = {
 }
 """Keywords that say nothing of values of other types."""
 _NO_TYPES: frozenset[str] = frozenset()
+_UNIONS = frozenset({"allOf", "anyOf", "oneOf"})
+
+Reach = tuple[frozenset[str], frozenset[str]]
+"""The types of which a schema may accept some value, and those of which it certainly accepts every value."""
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -63,36 +67,41 @@ def accepts_none(schema: Any) -> bool:
     return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
 
 
-def reach(schema: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the types of which a schema may accept some value, and those of which it certainly accepts every value."""
+def reach(schema: Any) -> Reach:
+    """Return the types of values that a schema accepts."""
+    if isinstance(schema, bool):
+        return (TYPES, TYPES) if schema else (_NO_TYPES, _NO_TYPES)
     if not isinstance(schema, dict):
-        return (_NO_TYPES if schema is False else TYPES), (TYPES if schema is True else _NO_TYPES)
+        return TYPES, _NO_TYPES
     if accepts_none(schema):
         return _NO_TYPES, _NO_TYPES
     some = every = types_of(schema)
-    for name in ("allOf", "anyOf", "oneOf"):
-        if not isinstance(parts := schema.get(name, []), list):
+    for union in _UNIONS & schema.keys():
+        if not isinstance(parts := schema[union], list):
             return TYPES, _NO_TYPES
-        if (found := list(map(reach, parts))) and (name == "allOf" or len(found) == 1):
-            some, every = some.intersection(*(one for one, _ in found)), every.intersection(*(one for _, one in found))
-        elif name in schema and name != "allOf":
-            some = some & _NO_TYPES.union(*(one for one, _ in found))
-            every = every & _NO_TYPES.union(*(one for _, one in found)) if name == "anyOf" else _NO_TYPES
-    return some, every if ASSERTIONS & schema.keys() <= {"type", "allOf", "anyOf", "oneOf"} else _NO_TYPES
+        some_of_parts, every_of_parts = _reach_of_union(union, list(map(reach, parts)))
+        some, every = some & some_of_parts, every & every_of_parts
+    return some, every if ASSERTIONS & schema.keys() <= {"type", *_UNIONS} else _NO_TYPES
+
+
+def _reach_of_union(union: str, parts: list[Reach]) -> Reach:
+    some, every = [one for one, _ in parts], [one for _, one in parts]
+    if union == "allOf" or len(parts) == 1:
+        return TYPES.intersection(*some), TYPES.intersection(*every)
+    # A value that two parts of oneOf accept is refused.
+    return _NO_TYPES.union(*some), _NO_TYPES.union(*every) if union == "anyOf" else _NO_TYPES
 
 
 def listed_names(schema: Any) -> Collection[str] | None:
     """Return the strings that a schema accepts, if it lists them; None otherwise."""
-    if not isinstance(schema, dict) or accepts_none(schema):
-        return () if accepts_none(schema) else None
+    if accepts_none(schema):
+        return ()
+    if not isinstance(schema, dict):
+        return None
     asserted = ASSERTIONS & schema.keys()
-    for union in ("allOf", "anyOf", "oneOf"):
-        if asserted == {union} and isinstance(parts := schema[union], list):
-            if None in (found := [listed_names(one) for one in parts]):
-                return None
-            times = Counter(name for names in found for name in names or ())
-            right = {"allOf": {len(parts)}, "oneOf": {1}}.get(union)
-            return [name for name, number in times.items() if right is None or number in right]
+    if len(asserted) == 1 and asserted <= _UNIONS:
+        (union,) = asserted
+        return _names_of_union(union, schema[union])
     if "string" not in types_of({"type": schema["type"]} if "type" in schema else {}):
         return ()
     if asserted - {"type"} == {"const"}:
@@ -100,6 +109,17 @@ def listed_names(schema: Any) -> Collection[str] | None:
     if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
         return dict.fromkeys(filter(is_text, schema["enum"]))
     return None
+
+
+def _names_of_union(union: str, parts: Any) -> Collection[str] | None:
+    found = [listed_names(part) for part in parts] if isinstance(parts, list) else [None]
+    times: Counter[str] = Counter()
+    for names in found:
+        if names is None:
+            return None
+        times.update(list(names))
+    right = {"allOf": len(found), "oneOf": 1}.get(union)
+    return [name for name, number in times.items() if right in (None, number)]
 
 
 def listed_texts(schema: Any) -> list[str | None] | None:

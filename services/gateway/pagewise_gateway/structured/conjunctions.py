@@ -7,7 +7,7 @@ of an output, where all rows of an executor wait for it.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -145,14 +145,18 @@ class _Merged:
                 continue
             found[key] = term
             if isinstance(term, dict):
-                if isinstance(reference := term.get("$ref"), str):
-                    waiting.append(self._resolve(reference))
-                if isinstance(parts := term.get("allOf"), list):
-                    waiting += parts
-                for keyword in ("anyOf", "oneOf"):
-                    if isinstance(parts := term.get(keyword), list):
-                        waiting.append(frozenset(self._node([part]) for part in parts))
+                waiting += self._applied(term)
         return self._flattened.setdefault(node, list(found.values()))
+
+    def _applied(self, schema: dict[str, Any]) -> Iterator[Any]:
+        """Yield the terms that apply to the same values as a schema does."""
+        if isinstance(reference := schema.get("$ref"), str):
+            yield self._resolve(reference)
+        if isinstance(parts := schema.get("allOf"), list):
+            yield from parts
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(parts := schema.get(keyword), list):
+                yield frozenset(self._node([part]) for part in parts)
 
     def _together(self, node: int) -> "Together":
         """Return the expressions that a string has to match."""

@@ -1,5 +1,7 @@
 """Regular expressions with look-ahead, which llguidance does not have, as others that together match the same texts."""
 
+import re
+
 _TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _KNOWN = {
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
@@ -11,6 +13,8 @@ _KNOWN = {
 }
 """What Zod 4 writes for e-mail addresses and durations, and the same without look-ahead."""
 _AHEAD = "^(?="
+_UNIT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""An escaped character, a class of characters, or any other character."""
 
 
 def without_lookahead(pattern: str) -> list[str]:
@@ -27,19 +31,12 @@ def without_lookahead(pattern: str) -> list[str]:
 def _group_end(pattern: str, at: int) -> int:
     """Return where a group ends that has begun before ``at``; -1: it does not, or an alternative or its own repetition
     follows it."""
-    depth, inside, end = 1, False, -1
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "\\":
-            at += 1
-        elif inside:
-            inside = character != "]"
-        elif character == "[":
-            inside = True
-        elif character in "()":
-            depth += 1 if character == "(" else -1
-            end = at if not depth and end < 0 else end
-        elif end >= 0 and not depth and (character == "|" or (character in "*+?{" and at == end + 1)):
+    depth, end = 1, -1
+    for found in _UNIT.finditer(pattern, at):
+        unit = found[0]
+        depth += (unit == "(") - (unit == ")")
+        if depth == 0 and end < 0:
+            end = found.start()
+        elif depth == 0 and (unit == "|" or (unit in "*+?{" and found.start() == end + 1)):
             return -1
-        at += 1
     return end

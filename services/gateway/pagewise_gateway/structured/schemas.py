@@ -86,6 +86,11 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
     for keyword in ("anyOf", "oneOf"):
         if isinstance(alternatives := keywords.get(keyword), list) and len(alternatives) > MAX_OPTIONAL:
             raise GrammarError(f"{keyword} may have at most {MAX_OPTIONAL} alternatives; an enum may have more texts")
+    _check_values(keywords)
+
+
+def _check_values(keywords: dict[str, Any]) -> None:
+    """Check the values that ``enum`` and ``const`` list."""
     values = keywords.get("enum")
     values = [*values, keywords.get("const")] if isinstance(values, list) else [keywords.get("const")]
     if any(isinstance(value, str) and len(value) > MAX_TEXT for value in values):

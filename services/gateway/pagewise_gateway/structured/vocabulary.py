@@ -134,12 +134,16 @@ class _Simplification:
         for keyword, needed in _USELESS_ALONE.items():
             if needed not in schema and not self._keeps(schema.get(keyword)):
                 schema.pop(keyword, None)
-        if ("not" in schema and not self._keeps(schema["not"]) and self.decides(schema, schema["not"])) or (
-            "$ref" in schema and accepts_none(self.resolved(schema))
-        ):
+        if self._excludes_all(schema):
             for keyword in schema.keys() - {"$defs", "definitions"}:
                 del schema[keyword]
             schema["allOf"] = [False]
+
+    def _excludes_all(self, schema: dict[str, Any]) -> bool:
+        """Whether ``not`` or ``$ref`` leaves no value."""
+        if "$ref" in schema and accepts_none(self.resolved(schema)):
+            return True
+        return "not" in schema and not self._keeps(schema["not"]) and bool(self.decides(schema, schema["not"]))
 
     def _says_nothing(self, schema: dict[str, Any], keyword: str, types: frozenset[str]) -> bool:
         """Whether a keyword can be left out of a schema that leaves values of these types."""

@@ -8,13 +8,11 @@ from pagewise_gateway.structured.errors import GrammarError
 
 MAX_DEPTH = 64
 """Levels of arrays and objects in a schema."""
-_SCHEMA = frozenset(
-    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
-    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+_APPLYING = frozenset(
+    {"additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "contentSchema", "else", "if", "items"}
+    | {"not", "oneOf", "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
 )
 """Keywords whose value is a schema, or a list of schemas."""
-_SCHEMAS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
-"""Keywords whose value is a list of schemas."""
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _NAMED = frozenset({"dependencies", "dependentSchemas", "properties"})
 """Keywords whose value has schemas by names, which are no keywords; with ``_DEFINITIONS``."""
@@ -27,6 +25,7 @@ def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool
     yielded that do nothing unless something refers to them.
     """
     waiting, walked = [schema], set() if walked is None else walked
+    named = _NAMED | _DEFINITIONS if definitions else _NAMED
     while waiting:
         one = waiting.pop()
         if not isinstance(one, dict) or id(one) in walked:
@@ -34,12 +33,13 @@ def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool
         walked.add(id(one))
         yield one
         for keyword, value in one.items():
-            if keyword in _SCHEMA and isinstance(value, dict):
-                waiting.append(value)
-            elif keyword in _SCHEMAS and isinstance(value, list):
-                waiting += value
-            elif keyword in (_NAMED | _DEFINITIONS if definitions else _NAMED) and isinstance(value, dict):
-                waiting += value.values()
+            match value:
+                case dict() if keyword in named:
+                    waiting += value.values()
+                case dict() if keyword in _APPLYING:
+                    waiting.append(value)
+                case list() if keyword in _APPLYING:
+                    waiting += value
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -72,12 +72,13 @@ def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
     target = schema
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and name.isascii() and int(name[:9]) < len(target):
-            target = target[int(name[:9])]
-        elif isinstance(target, dict) and name in target:
-            target = target[name]
-        else:
-            raise GrammarError(f"$ref {reference[:100]!r} refers to nothing in the schema")
+        match target:
+            case list() if name.isdecimal() and name.isascii() and int(name[:9]) < len(target):
+                target = target[int(name[:9])]
+            case dict() if name in target:
+                target = target[name]
+            case _:
+                raise GrammarError(f"$ref {reference[:100]!r} refers to nothing in the schema")
         if way is not None and isinstance(target, dict | list):
             way.add(id(target))
     return target
