@@ -1,13 +1,13 @@
 """Cuts the text of an output into reasoning, content and tool calls, while it arrives.
 
 ``scanner`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss.
-``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``, ``header_calls``, ``glm`` and
-``pythonic`` (with ``python_arguments``) read calls. ``message`` makes deltas, and ``parser`` puts them together.
-``grammar`` has the grammars of tool calls, and ``parameters`` what of a schema they can follow where arguments are no
-JSON object.
+``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``, ``glm`` and ``pythonic`` (with
+``python_arguments``) read calls, and ``reader`` runs them. ``message`` makes deltas, and ``parser`` puts them together.
+``grammar`` has the grammars of tool calls, and ``parameters`` the part of a schema that they follow where arguments are
+not one JSON object.
 """
 
-from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, joined
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, joined
 from pagewise_gateway.text.output_parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -20,7 +20,6 @@ from pagewise_gateway.text.output_parsing.parser import MessageParser, make_plai
 __all__ = [
     "REASONING_FORMATS",
     "TOOL_FORMATS",
-    "CallReader",
     "Delta",
     "MessageParser",
     "OutputFormat",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -66,32 +66,6 @@ class Tools:
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter of a tool may have; none: they are not declared."""
         return self._types.get(name, {}).get(parameter, frozenset())
-
-
-class CallReader(Protocol):
-    """Reads text that may be tool calls, behind the marker that begins them."""
-
-    @property
-    def called(self) -> bool:
-        """Whether a call has begun. Before that, no delta is returned."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the text turned out to be no call; all of it is read as something else."""
-
-    @property
-    def rest(self) -> str | None:
-        """The text that follows the calls, which is the end of that which was taken; None: they go on."""
-
-    @property
-    def quoting(self) -> bool:
-        """Whether the text goes on inside of a string, where a delimiter is a part of that."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Take text; return what is new."""
-
-    def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left. ``closed``: a delimiter has ended the calls, and not the end of the output."""
 
 
 def first_of(text: str, delimiters: Sequence[str]) -> tuple[int, int] | None:

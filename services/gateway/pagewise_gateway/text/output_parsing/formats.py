@@ -1,15 +1,13 @@
 """The formats in which models write reasoning and tool calls, by the names of vLLM's parsers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from pagewise_gateway.text.output_parsing import harmony
-from pagewise_gateway.text.output_parsing.deltas import CallReader, Tools
-from pagewise_gateway.text.output_parsing.glm import GlmCall
-from pagewise_gateway.text.output_parsing.header_calls import DEEPSEEK, HeaderCall, MistralCalls
-from pagewise_gateway.text.output_parsing.json_calls import JsonCalls
-from pagewise_gateway.text.output_parsing.pythonic import PythonicCalls
+from pagewise_gateway.text.output_parsing.glm import glm_call
+from pagewise_gateway.text.output_parsing.json_calls import deepseek_call, json_calls, mistral_calls
+from pagewise_gateway.text.output_parsing.pythonic import pythonic_calls
+from pagewise_gateway.text.output_parsing.reader import Read
 
 Start = Literal["main", "ended", "reasoning", "implied"]
 """Where an output begins: before an answer that may open reasoning, behind reasoning that the prompt has ended, in
@@ -21,14 +19,14 @@ class ToolFormat:
     """How a model writes tool calls.
 
     Fields:
-        reader: makes what reads the calls behind a marker.
+        read: reads the calls behind a marker.
         opening, closing: the marker before a call, and what ends it; closing empty: the next marker does.
         group: what stands around several calls, each with its opening and closing. inner: delimiters within calls.
         bare: characters with which a text begins that is read as calls though nothing opens them.
         id_length: characters of the ids of calls; 0: any number.
     """
 
-    reader: Callable[[Tools], CallReader]
+    read: Read
     opening: str = ""
     closing: str = ""
     group: tuple[str, str] | None = None
@@ -53,14 +51,14 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>")
 _DEEPSEEK = ToolFormat(
-    lambda tools: HeaderCall(DEEPSEEK, tools, fenced=True),
+    deepseek_call,
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
     "<\uff5ctool\u2581call\u2581end\uff5c>",
     ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
     ("<\uff5ctool\u2581sep\uff5c>",),
 )
 
-NO_TOOLS = ToolFormat(lambda tools: JsonCalls())
+NO_TOOLS = ToolFormat(lambda source, _: json_calls(source))
 """Calls are not looked for."""
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 
@@ -68,13 +66,13 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "glm45": ToolFormat(
-        GlmCall, "<tool_call>", "</tool_call>", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+        glm_call, "<tool_call>", "</tool_call>", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     ),
-    "hermes": ToolFormat(lambda tools: JsonCalls(), "<tool_call>", "</tool_call>"),
-    "llama3_json": ToolFormat(JsonCalls, "<|python_tag|>", bare="{"),
-    "mistral": ToolFormat(MistralCalls, "[TOOL_CALLS]", inner=("[ARGS]", "[CALL_ID]"), id_length=9),
+    "hermes": ToolFormat(lambda source, _: json_calls(source), "<tool_call>", "</tool_call>"),
+    "llama3_json": ToolFormat(json_calls, "<|python_tag|>", bare="{"),
+    "mistral": ToolFormat(mistral_calls, "[TOOL_CALLS]", inner=("[ARGS]", "[CALL_ID]"), id_length=9),
     HARMONY_TOOLS: NO_TOOLS,  # its scanner reads the calls
-    "pythonic": ToolFormat(PythonicCalls, bare="[`"),
+    "pythonic": ToolFormat(pythonic_calls, bare="[`"),
 }
 """By the names of vLLM's ``--tool-call-parser``."""
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from itertools import product
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind, begins, begun, first_of
-from pagewise_gateway.text.output_parsing.header_calls import parts
-from pagewise_gateway.text.output_parsing.json_calls import JsonValue
+from pagewise_gateway.text.output_parsing.json_calls import parts
 from pagewise_gateway.text.output_parsing.message import MessageBuilder
+from pagewise_gateway.text.output_parsing.reader import JsonValue
 
 _BEGINS = ("<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
@@ -74,22 +74,16 @@ class HarmonyScanner:
         """In what may be a header, which stands behind ``_num_before`` characters."""
         text = self._pending[self._num_before :]
         start, end = first_of(text, (_MESSAGE, _CALL)) or (-1, -1)
-        header = text[:start] if start >= 0 else text[: len(text) - (0 if final else begun(text, (_CALL,)))]
-        found = _HEADER.fullmatch(header) if start >= 0 else None
-        recipient = (found["first"] or found["second"] or "") if found is not None else ""
-        calls = recipient.startswith(_FUNCTIONS) and len(recipient) > len(_FUNCTIONS)
-        if found is not None and not calls and text[start:end] == _CALL:  # only a call can do without a message
-            found = None
-        if len(header) > _MOST_HEADER or _PART.fullmatch(header) is None or (found is None and (final or start >= 0)):
-            return self._no_header(deltas)
-        if found is None:
+        if start < 0 and not final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
             return False
+        header = _parsed(text[:start], text[start:end]) if start >= 0 else None
+        if header is None:
+            return self._no_header(deltas)
         self._end_message(True, deltas)
-        if calls:
-            self._kind, self._arguments, self._some = "arguments", JsonValue(), False
-            self._message.add([Delta("call", recipient.removeprefix(_FUNCTIONS))], deltas)
-        else:
-            self._kind = "reasoning" if recipient or found["channel"] == "analysis" else "content"
+        self._kind, function = header
+        if function:
+            self._arguments, self._some = JsonValue(), False
+            self._message.add([Delta("call", function)], deltas)
         self._pending, self._state, self._num_before = text[end:], HarmonyScanner._body, 0
         if text[start:end] == _CALL:
             self._end_message(True, deltas)
@@ -156,3 +150,20 @@ class HarmonyScanner:
             self._message.add([Delta("arguments", "{}")], deltas)
         self._message.border()
         self._kind = "content"
+
+
+def _may_begin(header: str) -> bool:
+    return len(header) <= _MOST_HEADER and _PART.fullmatch(header) is not None
+
+
+def _parsed(header: str, delimiter: str) -> tuple[DeltaKind, str] | None:
+    """Return the kind of the text behind a header, and the function that it calls; None: it is no header."""
+    found = _HEADER.fullmatch(header) if _may_begin(header) else None
+    if found is None:
+        return None
+    recipient = found["first"] or found["second"] or ""
+    if function := recipient.removeprefix(_FUNCTIONS) if recipient.startswith(_FUNCTIONS) else "":
+        return "arguments", function
+    if delimiter == _CALL:  # only a call can do without a message
+        return None
+    return "reasoning" if recipient or found["channel"] == "analysis" else "content", ""

@@ -1,240 +1,197 @@
-"""Reads tool calls that are JSON objects with a name and arguments, character by character."""
+"""Reads tool calls whose arguments are JSON: objects with a name and arguments, and headers before arguments."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Generator
+from typing import NamedTuple
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, as_text
+from pagewise_gateway.text.output_parsing.deltas import Tools, as_text
+from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
 
 _MOST_KEY = 256
 """Characters of the longest name of a member; what is longer is no call."""
-_MEMBERS = frozenset({"name", "arguments", "parameters", "type", "id"})
-_BETWEEN = re.compile(r"[\s,;\[\]}]*")
+_ARGUMENTS = ("arguments", "parameters")
+_MEMBERS = frozenset({"name", "type", "id", *_ARGUMENTS})
+_BETWEEN = re.compile(r"[\s,;\[\]}]*+")
 _BEFORE_FIRST = re.compile(r"\s*\[?\s*")
 _BEFORE_NEXT = re.compile(r"[\s,;]*")
 _LIST_END = re.compile(r"^\s*\]")
-_SPACE = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"[\s,]*+")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
 _OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'"|\\.?', re.DOTALL)
-_INSIDE_RAW = re.compile(r'["\x00-\x1f]|\\.?', re.DOTALL)
-_BEHIND_WORD = re.compile(r"[,}\]\s]")
+
+_MOST_HEADER = 512
+"""Characters before the arguments of a call; what is longer is no call."""
+NAME = r"""[^\s\[\]{}<>()"'`]+"""
+"""A name that a header may have."""
+_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_BEHIND = re.compile(r"[\s`\]}]*")
+_LEGAL_BEHIND = re.compile(r"\s*(?:```)?\s*")
 
 
-_State = Callable[["JsonCalls", str, int, list[Delta]], int]
-"""Plain functions: a method would hold its object, which then stays until the next garbage collection."""
-
-
-class JsonValue:
-    """Finds where a JSON value ends, in text that arrives in pieces. Only strings and brackets are looked at."""
-
-    __slots__ = ("_begun", "_depth", "_escaped", "_raw", "_string")
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._begun = self._string = self._escaped = False
-        self._raw = False  # whether the string that is open has a control character, which JSON would have escaped
-
-    @property
-    def quoting(self) -> bool:
-        """Whether the text goes on inside of a string. What is open behind a line break is none: a quote is missing, or
-        one was not escaped."""
-        return self._string and not self._raw
-
-    def end(self, text: str, at: int) -> int:
-        """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
-        if self._escaped and at < len(text):
-            self._escaped, self._raw, at = False, self._raw or text[at] < " ", at + 1
-        if not self._begun and at < len(text):
-            self._begun, self._string, self._depth, at = True, text[at] == '"', int(text[at] in "{["), at + 1
-        while (found := self._until.search(text, at)) is not None:
-            at, sign = found.end(), found[0]
-            if self._string:
-                self._raw = self._raw or sign[-1] < " "
-                self._escaped, self._string = sign == "\\", sign != '"'
-            elif not self._depth:
-                return found.start()
-            elif sign == '"':
-                self._string, self._raw = True, False
-            else:
-                self._depth += 1 if sign in "{[" else -1
-            if not self._string and not self._depth:
-                return at
-        return -1
-
-    @property
-    def _until(self) -> re.Pattern[str]:
-        """Matches what counts next."""
-        if self._string:
-            return _INSIDE if self._raw else _INSIDE_RAW
-        return _OUTSIDE if self._depth else _BEHIND_WORD
-
-
-class JsonCalls:
-    """Reads objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
+def json_calls(source: CallText, known: Tools | None = None) -> Generator[None]:
+    """Read objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
     Arguments are passed on as they are written. Brackets too many before the delimiter are a part of the calls.
-    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls, as where
-    nothing else tells them from an answer in JSON.
+    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls. Nothing
+    else tells them from an answer in JSON where no marker opens them.
     """
+    in_list = False
+    while True:
+        separator, is_legal = yield from _separator(source, in_list)
+        before = _behind_last(separator, in_list)
+        if not is_legal or not source.text.startswith("{"):
+            source.text = before + source.text
+            return
+        in_list = in_list or "[" in separator
+        if not (yield from _ObjectCall(source, known, before).read()):
+            return
 
-    def __init__(self, known: Tools | None = None) -> None:
-        self.called = self.failed = False
-        self.rest: str | None = None
-        self._known = known
-        self._state: _State = JsonCalls._between
-        self._rest = ""  # text that cannot be read before more comes
-        self._key = self._name = ""
-        self._value = JsonValue()
-        self._separator = ""  # before the next object
-        self._raw: list[str] = []  # of an object that is no call yet, with the separator
-        self._words: list[str] = []  # of a value that is needed as a whole
+
+def _separator(source: CallText, in_list: bool) -> Generator[None, None, tuple[str, bool]]:
+    """Read the text before the next object, and return it, and whether an object may follow it."""
+    separator, legal = "", _BEFORE_NEXT if source.called else _BEFORE_FIRST
+    try:
+        while True:
+            separator += source.take(_end(_BETWEEN, source.text))
+            is_legal = legal.fullmatch(separator) is not None
+            if source.text or not (source.called or is_legal):
+                return separator, is_legal
+            yield
+    except EndOfTextError as end:
+        if source.called and not end.closed:
+            source.content(_behind_last(separator, in_list).strip())
+        raise
+
+
+def _behind_last(separator: str, in_list: bool) -> str:
+    """The text behind the last call, without the bracket that closes the list."""
+    return _LIST_END.sub("", separator, count=1) if in_list else separator
+
+
+def _end(pattern: re.Pattern[str], text: str) -> int:
+    """The end of the match at the beginning of a text."""
+    found = pattern.match(text)
+    return found.end() if found is not None else 0
+
+
+class _NoCallError(Exception):
+    """An object is no call."""
+
+
+class _ObjectCall:
+    """Reads an object that is a call. ``before``: the text before it, which is a part of it if it is no call."""
+
+    def __init__(self, source: CallText, known: Tools | None, before: str) -> None:
+        self._source, self._known = source, known
+        self._raw = [before]  # the text until it is known that the object is a call
+        self._called = False
+        self._name = ""
         self._early: list[str] = []  # arguments that came before the name
-        self._arguments = self._called = self._in_list = False
+        self._whole = False  # whether the arguments have ended
 
-    @property
-    def quoting(self) -> bool:
-        """Whether the text goes on inside of a string."""
-        return self._value.quoting or _OPEN_KEY.fullmatch(self._rest) is not None
+    def read(self) -> Generator[None, None, bool]:
+        """Read the object, and return whether it is a call; if not, the rest of it can be read otherwise."""
+        source = self._source
+        try:
+            self._take(len("{"))
+            while (key := (yield from self._key())) is not None:
+                yield from self._member(key)
+            self._call()
+        except _NoCallError:
+            source.text = "".join(self._raw) + source.text
+            return False
+        except EndOfTextError:
+            if source.called and not self._called:
+                source.content("".join(self._raw) + source.text)
+            raise
+        if not self._whole:
+            source.add("{}")
+        return True
 
-    def push(self, text: str) -> list[Delta]:
-        """Take text; return what is new."""
-        text, self._rest = self._rest + text, ""
-        deltas: list[Delta] = []
-        at = 0
-        while 0 <= at < len(text):
-            at = self._state(self, text, at, deltas)
-        return deltas
+    def _key(self) -> Generator[None, None, str | None]:
+        """Read the name of the next member, and the colon; None: the object has ended."""
+        source = self._source
+        while True:
+            self._take(_end(_SPACE, source.text))
+            if (found := _KEY.match(source.text)) is not None:
+                break
+            if source.text.startswith("}"):
+                self._take(len("}"))
+                return None
+            if source.text and (source.text[0] != '"' or len(source.text) >= _MOST_KEY):
+                raise _NoCallError
+            source.quoting = _OPEN_KEY.fullmatch(source.text) is not None
+            yield
+        source.quoting = False
+        if len(found[0]) >= _MOST_KEY:
+            raise _NoCallError
+        self._take(found.end())
+        return found[1]
 
-    def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left: what is no part of the calls, if no delimiter has ended them."""
-        if self._state is not JsonCalls._between:
-            text = "".join(self._raw) + self._rest if not self._called else ""
+    def _member(self, key: str) -> Generator[None]:
+        """Read the value of a member."""
+        if not self._called and self._known is not None and key not in _MEMBERS:
+            raise _NoCallError
+        if key in _ARGUMENTS and not self._whole:
+            yield from self._arguments()
+            return
+        value = yield from self._value()
+        if key == "name" and not self._name:
+            self._name = as_text(_decoded(value))
+            if not self._name or (self._known is not None and self._name not in self._known):
+                raise _NoCallError
+            if self._known is None or self._whole:
+                self._call()
+
+    def _arguments(self) -> Generator[None]:
+        if self._name:
+            self._call()
+        if self._source.text.startswith("{"):
+            yield from self._source.json_value(self._pass_on)
         else:
-            text = "" if closed else self._behind_last().strip()
-        return [Delta("content", text)] if text and self.called else []
-
-    # ---- states: each reads text from ``at`` on, and returns where the next one goes on; -1: more text is needed ----
-
-    def _between(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """Outside of objects."""
-        found = _BETWEEN.match(text, at)
-        end = found.end() if found is not None else at
-        self._separator += text[at:end]
-        legal = _BEFORE_NEXT if self.called else _BEFORE_FIRST
-        if end == len(text) and (self.called or legal.fullmatch(self._separator)):
-            return end
-        self._raw = [self._behind_last()]
-        if end == len(text) or text[end] != "{" or not legal.fullmatch(self._separator):
-            return self._stop(text, end)
-        self._in_list = self._in_list or "[" in self._separator
-        self._state, self._separator = JsonCalls._member, ""
-        self._raw.append("{")
-        self._called = self._arguments = False
-        self._early, self._name = [], ""
-        return end + 1
-
-    def _member(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """Before the name of a member, or the end of the object."""
-        found = _SPACE.match(text, at)
-        start = found.end() if found is not None else at
-        self._keep(text[at:start])
-        if start == len(text):
-            return start
-        if text[start] == "}":
-            self._keep("}")
-            if not self._called and not self._name:
-                return self._stop(text, start + 1)
-            self._call(deltas)
-            self._state = JsonCalls._between
-            if not self._arguments:
-                deltas.append(Delta("arguments", "{}"))
-            return start + 1
-        if (key := _KEY.match(text, start)) is None:
-            if text[start] == '"' and len(text) - start < _MOST_KEY:
-                self._rest = text[start:]
-                return -1
-            return self._stop(text, start)
-        if len(key[0]) >= _MOST_KEY or not (self._called or self._known is None or key[1] in _MEMBERS):
-            return self._stop(text, start)
-        self._keep(key[0])
-        self._key, self._value, self._words = key[1], JsonValue(), []
-        is_arguments = self._key in ("arguments", "parameters") and not self._arguments
-        if is_arguments and self._name:
-            self._call(deltas)
-        self._state = JsonCalls._arguments_value if is_arguments and text[key.end()] == "{" else JsonCalls._other_value
-        return key.end()
-
-    def _other_value(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """In a value that is needed as a whole, or not at all."""
-        end = self._value.end(text, at)
-        piece = text[at:] if end < 0 else text[at:end]
-        self._keep(piece)
-        self._words.append(piece)
-        if end < 0:
-            return len(text)
-        self._state = JsonCalls._member
-        value = "".join(self._words)
-        if self._key == "name" and not self._name:
-            self._name = self._tool(value)
-            if not self._name:
-                return self._stop(text, end)
-            if self._known is None or self._arguments:
-                self._call(deltas)
-        elif self._key in ("arguments", "parameters") and not self._arguments:
+            value = yield from self._value()
             written = as_text(_decoded(value)) or value  # some models write them as a string
-            self._pass_on("{}" if value in ("null", '""') else written, deltas)
-            self._arguments = True
-        return end
+            self._add("{}" if value in ("null", '""') else written)
+        self._whole = True
 
-    def _arguments_value(self, text: str, at: int, deltas: list[Delta]) -> int:
-        """In arguments, which are passed on as they come."""
-        end = self._value.end(text, at)
-        piece = text[at:] if end < 0 else text[at:end]
-        self._keep(piece)
-        self._pass_on(piece, deltas)
-        if end < 0:
-            return len(text)
-        self._arguments = True
-        self._state = JsonCalls._member
-        return end
+    def _value(self) -> Generator[None, None, str]:
+        pieces: list[str] = []
 
-    def _behind_last(self) -> str:
-        """What follows the last call, without what closes the list."""
-        return _LIST_END.sub("", self._separator, count=1) if self._in_list else self._separator
+        def push(piece: str) -> None:
+            self._keep(piece)
+            pieces.append(piece)
 
-    def _stop(self, text: str, at: int) -> int:
-        """What has been read of an object, and what follows, is no call; returns the end of the text."""
-        if self.called:
-            self.rest = "".join(self._raw) + text[at:]
-        self.failed = not self.called
-        self._raw, self._value = [], JsonValue()
-        return len(text)
+        yield from self._source.json_value(push)
+        return "".join(pieces)
+
+    def _take(self, end: int) -> None:
+        self._keep(self._source.take(end))
 
     def _keep(self, text: str) -> None:
         if not self._called:
             self._raw.append(text)
 
-    def _tool(self, value: str) -> str:
-        """The tool that is named by a value; an empty text: none is."""
-        name = as_text(_decoded(value))
-        return name if self._known is None or name in self._known else ""
+    def _pass_on(self, arguments: str) -> None:
+        self._keep(arguments)
+        self._add(arguments)
 
-    def _call(self, deltas: list[Delta]) -> None:
-        """The object is a call."""
+    def _add(self, arguments: str) -> None:
         if self._called:
-            return
-        self._called, self.called, self._raw = True, True, []
-        deltas.append(Delta("call", self._name))
-        if self._early:
-            deltas.append(Delta("arguments", "".join(self._early)))
-
-    def _pass_on(self, arguments: str, deltas: list[Delta]) -> None:
-        if self._called:
-            deltas.append(Delta("arguments", arguments))
+            self._source.add(arguments)
         else:
             self._early.append(arguments)
+
+    def _call(self) -> None:
+        """Begin the call, unless that has been done."""
+        if self._called:
+            return
+        if not self._name:
+            raise _NoCallError
+        self._called, self._raw = True, []
+        self._source.call(self._name)
+        if self._early:
+            self._source.add("".join(self._early))
 
 
 def _decoded(value: str) -> object:
@@ -242,3 +199,97 @@ def _decoded(value: str) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return None
+
+
+# ---- a name before the arguments -----------------------------------------------------------------------
+
+
+class Header(NamedTuple):
+    """The text that may stand before arguments.
+
+    Fields:
+        whole: matches it. Its groups: ``name`` is the name, ``only`` a name that needs no more to be called, and
+            ``sure`` is there if the name may be that of an unknown tool.
+        part: matches beginnings of it.
+    """
+
+    whole: re.Pattern[str]
+    part: re.Pattern[str]
+
+    def name(self, header: str, tools: Tools) -> str:
+        """Return the name that is in a header; an empty text: there is none."""
+        found = self.whole.fullmatch(header)
+        if found is None:
+            return ""
+        name = found["name"] or found["only"]
+        return name if found["sure"] or found["only"] or name in tools else ""
+
+
+def parts(*expressions: str) -> str:
+    """Return the expression of beginnings of a text, of which these match the parts; a literal is cut anywhere."""
+    found = ""
+    for expression in reversed(expressions):
+        literal = expression.startswith("=")
+        for unit in map(re.escape, reversed(expression[1:])) if literal else (f"(?:{expression})",):
+            found = f"(?:{unit}{found})?"
+    return found
+
+
+_BEFORE_ID, _BEFORE_ARGUMENTS = (r"\s*", NAME, r"\s*"), ("=[ARGS]", r"\s*")
+_MISTRAL = Header(
+    re.compile(rf"\s*(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?P<sure>\[ARGS\]\s*)?(?P<only>(?!))?"),
+    re.compile(
+        parts(*_BEFORE_ID, "=[CALL_ID]", r"\s*", r"[\w-]+", r"\s*", *_BEFORE_ARGUMENTS)
+        + "|"
+        + parts(*_BEFORE_ID, *_BEFORE_ARGUMENTS)
+    ),
+)
+"""Since version 11."""
+_DEEPSEEK = Header(
+    re.compile(
+        rf"\s*(?:(?:(?P<sure>function)|[^\s<]+){_SEPARATOR}\s*(?P<name>{NAME})|(?P<only>{NAME}){_SEPARATOR})"
+        r"\s*(?:```(?:json)?\s*)?"
+    ),
+    re.compile(parts(r"\s*", NAME, f"={_SEPARATOR}", r"\s*", rf"(?:{NAME})?", r"\s*", "=```", "=json", r"\s*")),
+)
+"""Of V3 and R1 (type, separator, name, fence) or of V3.1 (name, separator)."""
+
+
+def _header_call(header: Header, source: CallText, tools: Tools) -> Generator[None]:
+    """Read a call: a header, and then its arguments, which begin with the first brace."""
+    try:
+        while (brace := source.text.find("{")) < 0:
+            if len(source.text) > _MOST_HEADER or header.part.fullmatch(source.text) is None:
+                return
+            yield
+    except EndOfTextError as end:
+        if end.closed and (name := header.name(source.text, tools)):
+            source.call(name)
+            source.add("{}")
+        return
+    if brace <= _MOST_HEADER and (name := header.name(source.text[:brace], tools)):
+        source.call(name)
+        source.take(brace)
+        yield from source.json_value(source.add)
+
+
+def deepseek_call(source: CallText, tools: Tools) -> Generator[None]:
+    """Read a call of DeepSeek. A fence, and brackets too many, before the delimiter are a part of the call."""
+    yield from _header_call(_DEEPSEEK, source, tools)
+    if not source.called:
+        return
+    try:
+        while len(source.text) <= _MOST_HEADER and _BEHIND.fullmatch(source.text):
+            yield
+    except EndOfTextError as end:
+        if not end.closed and _LEGAL_BEHIND.fullmatch(source.text) is None:
+            source.content(source.text)
+
+
+def mistral_calls(source: CallText, tools: Tools) -> Generator[None]:
+    """Read calls of Mistral: a list of objects, or since version 11 a name and arguments."""
+    while not source.text.lstrip():
+        source.text = ""
+        yield
+    source.text = source.text.lstrip()
+    yield from json_calls(source) if source.text[0] in "[{" else _header_call(_MISTRAL, source, tools)

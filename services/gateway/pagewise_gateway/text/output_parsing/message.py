@@ -1,7 +1,7 @@
 """Makes deltas of a message from pieces of which the kind is known."""
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind
-from pagewise_gateway.text.output_parsing.json_calls import JsonValue
+from pagewise_gateway.text.output_parsing.reader import JsonValue
 
 
 class MessageBuilder:

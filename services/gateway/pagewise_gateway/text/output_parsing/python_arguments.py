@@ -28,6 +28,7 @@ _BODY = {
 }
 """What the strings of these quotes contain, as far as it is there."""
 _PAIRS = {")": "(", "]": "[", "}": "{"}
+_OPENING = frozenset("([{")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _CALL = ""
@@ -54,33 +55,12 @@ class PythonArguments:
         self._written.append(text)
         at, num_held = 0, len(self._held)
         text, self._held = self._held + text, ""
-        while at < len(text):
-            if self._quote:
-                at = self._in_string(text, at)
-                continue
-            found = _TOKEN.match(text, at)
-            assert found is not None
-            sign, end = found[0], found.end()
-            if (len(text) - at < 3 and text[at:] in _OPEN_QUOTES) or (sign[0] == "#" and end == len(text)):
-                self._held = text[at:] if sign[0] != "#" else "#"
-                break
-            at = end
-            if sign[0] in "\"'":
-                self._quote = sign
-            elif sign in _PAIRS:
-                self._do(sign)
-                self._open.pop()
-                if not self._open:
-                    self._written[-1] = self._written[-1][: at - num_held - 1]
-                    return at - num_held
-            elif sign in "([{":
-                self._do(sign)
-                self._open.append((sign, len(self._json) - 1))
-            elif sign in ",:=":
-                self._do(sign)
-            elif sign[0] != "#":
-                self._word.append(sign)
-        return -1
+        while at < len(text) and self._open:
+            at = self._in_string(text, at) if self._quote else self._token(text, at)
+        if self._open:
+            return -1
+        self._written[-1] = self._written[-1][: at - num_held - 1]
+        return at - num_held
 
     def finish(self) -> str:
         """Return the arguments of a call that has ended as JSON, or as they were written if that is not possible."""
@@ -94,7 +74,32 @@ class PythonArguments:
                 return written
         return (_parsed(written) if len(written) <= _MOST_SOURCE else None) or written
 
+    def _token(self, text: str, at: int) -> int:
+        """Read the token at an index, and return the index behind it. One that may go on is held."""
+        if text[at : at + 3] in _OPEN_QUOTES:
+            self._held = text[at:]
+            return len(text)
+        found = _TOKEN.match(text, at)
+        assert found is not None
+        sign, end = found[0], found.end()
+        if sign in _OPENING:
+            self._do(sign)
+            self._open.append((sign, len(self._json) - 1))
+        elif sign in _PAIRS:
+            self._do(sign)
+            self._open.pop()
+        elif sign in ",:=":
+            self._do(sign)
+        elif sign[0] in "\"'":
+            self._quote = sign
+        elif sign[0] != "#":
+            self._word.append(sign)
+        elif end == len(text):  # a comment
+            self._held = "#"
+        return end
+
     def _in_string(self, text: str, at: int) -> int:
+        """Read the string that goes on at an index, and return the index behind it."""
         found = _BODY[self._quote].match(text, at)
         assert found is not None
         end = found.end()
@@ -108,15 +113,15 @@ class PythonArguments:
         return end + len(quote)
 
     def _do(self, sign: str, body: str = "") -> None:
-        """Translate a token, and the word before it. What cannot be understood is searched for its end only."""
+        """Translate a token, and the word before it. If one cannot be understood, only the end is looked for."""
         word, self._word = "".join(self._word).strip(), []
         if not self._failed:
             try:
-                self._json += self._translated(sign, word, body)
+                self._json.append(self._translated(sign, word, body))
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 self._failed, self._json = True, []
 
-    def _translated(self, sign: str, word: str, body: str) -> list[str]:
+    def _translated(self, sign: str, word: str, body: str) -> str:
         """Return what a token adds to the JSON. ``body``: of a string.
 
         Raises:
@@ -124,26 +129,30 @@ class PythonArguments:
         """
         bracket, place = self._open[-1]
         if sign[0] in "\"'":
-            return [self._string(sign, word, body)]
+            return self._string(sign, word, body)
         if sign == "=":
-            name = unicodedata.normalize("NFKC", word)
-            if bracket != _CALL or not name.isidentifier():
-                raise ValueError("an argument without a name")
-            self._names.append(name)
-            return [f"{as_json(name)}: "]
+            return self._keyword(word)
         if word:
             self._json.append(_value_of(word))
-        if sign in _PAIRS:
-            return [self._closing(sign)]
-        if sign in "([{":
-            if len(self._open) > _MOST_DEPTH:
-                raise ValueError("too many brackets")
-            return [" " if sign == "(" else sign]  # around a value, unless a comma makes it a tuple
-        if sign == ":" and bracket != "{":
-            raise ValueError("a colon outside of an object")
-        if sign == "," and bracket == "(":
-            self._json[place] = "["
-        return [f"{sign} "]
+        match sign:
+            case "," if bracket == "(":
+                self._json[place] = "["
+            case ":" if bracket != "{":
+                raise ValueError("a colon outside of an object")
+            case ")" | "]" | "}":
+                return self._closing(sign)
+            case "(" | "[" | "{":
+                if len(self._open) > _MOST_DEPTH:
+                    raise ValueError("too many brackets")
+                return " " if sign == "(" else sign  # around a value, unless a comma makes it a tuple
+        return f"{sign} "
+
+    def _keyword(self, word: str) -> str:
+        name = unicodedata.normalize("NFKC", word)
+        if self._open[-1][0] != _CALL or not name.isidentifier():
+            raise ValueError("an argument without a name")
+        self._names.append(name)
+        return f"{as_json(name)}: "
 
     def _closing(self, sign: str) -> str:
         bracket, place = self._open[-1]

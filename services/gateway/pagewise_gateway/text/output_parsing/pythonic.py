@@ -1,104 +1,73 @@
 """Reads tool calls that are a list of calls in Python, such as ``[f(a=1), g(b="x")]``.
 
-``ResponseParser`` has no content parser for them. Gemma 3 has no format of its own; the templates that are used with it
-write calls like this, sometimes in a block that is fenced as ``tool_code``.
+Gemma 3 has no format of its own; the templates that are used with it write calls like this, sometimes in a block that
+is fenced as ``tool_code``.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Generator
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, Tools
+from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.python_arguments import PythonArguments
+from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
 
-_BEGIN = re.compile(r"(?:```(?:tool_code|python)?\s*)?\[?\s*([A-Za-z_][\w.-]*)\(")
 _MOST_BEGIN = 512
-"""Characters in which the first call has to begin; what is longer is no call."""
-_NAME = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
+"""Characters in which a call has to begin; what is longer is no call."""
+_BEGIN = re.compile(r"(?:```(?:tool_code|python)?\s*)?\[?\s*([A-Za-z_][\w.-]*)\(")
+_MAY_BEGIN = re.compile(r"(?:`{1,3}[a-z_]*\s*)?\[?\s*(?:[A-Za-z_][\w.-]*)?")
+_NEXT = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
+_MAY_BE_NEXT = re.compile(r"[\s,;]*(?:[A-Za-z_][\w.-]*)?")
 
 
-_State = Callable[["PythonicCalls", str, list[Delta]], str]
+def pythonic_calls(source: CallText, tools: Tools) -> Generator[None]:
+    """Read calls of ``tools``. A call is passed on when it is whole, and its name alone if it is cut off."""
+    found = yield from _match(source, _BEGIN, _MAY_BEGIN)
+    if found is None or found.end() > _MOST_BEGIN or found[1] not in tools:
+        return
+    before, source.called = source.take(found.start(1)), True
+    try:
+        while (found := (yield from _match(source, _NEXT, _MAY_BE_NEXT))) is not None and found.end() < _MOST_BEGIN:
+            source.take(found.end())
+            yield from _arguments(source, found[1])
+        for closing in ["]"] * ("[" in before) + ["```"] * ("```" in before):
+            if not (yield from _closing(source, closing)):
+                return
+    except EndOfTextError:
+        if source.text.strip():
+            source.content(source.text)
 
 
-class PythonicCalls:
-    """Reads calls of ``tools``, each of which is passed on when it is whole."""
-
-    __slots__ = ("_arguments", "_calling", "_closing", "_state", "_text", "_tools", "called", "failed", "rest")
-
-    quoting = False  # no delimiter ends these calls
-
-    def __init__(self, tools: Tools) -> None:
-        self.called = self.failed = False
-        self.rest: str | None = None
-        self._closing: list[str] = []  # what is still to close the list, and the block
-        self._tools = tools
-        self._text = ""
-        self._state: _State = PythonicCalls._begin
-        self._calling = ""
-        self._arguments = PythonArguments()
-
-    def push(self, text: str) -> list[Delta]:
-        """Take text; return what is new."""
-        deltas: list[Delta] = []
-        text, self._text = self._text + text, ""
-        while text and not self.failed and self.rest is None:
-            text = self._state(self, text, deltas)
-        return deltas
-
-    def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left. Of a call that is cut off there is its name."""
-        if self._calling:
-            return [Delta("call", self._calling)]
-        return [Delta("content", self._text)] if self.called and self._text.strip() else []
-
-    # ---- states: each takes text and returns what is left of it ---------------------------------------
-
-    def _begin(self, text: str, deltas: list[Delta]) -> str:
-        found = _BEGIN.match(text, 0, _MOST_BEGIN + 1)
-        if found is not None and found.end() <= _MOST_BEGIN and found[1] in self._tools:
-            self.called = True
-            before = text[: found.start(1)]
-            self._closing = ["]"] * ("[" in before) + ["```"] * ("```" in before)
-            self._state = PythonicCalls._between
-            return text[found.start(1) :]
-        self.failed = found is not None or len(text) >= _MOST_BEGIN or not _may_begin(text)
-        self._text = text
-        return ""
-
-    def _between(self, text: str, deltas: list[Delta]) -> str:
-        found = _NAME.match(text)
-        if found is not None and found.end() < _MOST_BEGIN:
-            self._calling, self._arguments = found[1], PythonArguments()
-            self._state = PythonicCalls._in_call
-            return text[found.end() :]
-        if re.fullmatch(r"[\s,;]*(?:[A-Za-z_][\w.-]*)?", text) and len(text) < _MOST_BEGIN:
-            self._text = text
-            return ""
-        self._state = PythonicCalls._behind
-        return text
-
-    def _behind(self, text: str, deltas: list[Delta]) -> str:
-        """Behind the last call: what closes the list and the block is a part of it."""
-        while self._closing:
-            left, closing = text.lstrip(), self._closing[0]
-            if not left.startswith(closing):
-                if closing.startswith(left) and len(text) < _MOST_BEGIN:
-                    self._text = text
-                    return ""
-                break
-            text = left[len(closing) :]
-            del self._closing[0]
-        self.rest = text
-        return ""
-
-    def _in_call(self, text: str, deltas: list[Delta]) -> str:
-        end = self._arguments.push(text)
-        if end < 0:
-            return ""
-        deltas += [Delta("call", self._calling), Delta("arguments", self._arguments.finish())]
-        self._calling, self._state = "", PythonicCalls._between
-        return text[end:]
+def _match(
+    source: CallText, pattern: re.Pattern[str], beginning: re.Pattern[str]
+) -> Generator[None, None, re.Match[str] | None]:
+    """Match the text as soon as it is there. ``beginning``: matches beginnings of such texts."""
+    while (found := pattern.match(source.text, 0, _MOST_BEGIN + 1)) is None:
+        if len(source.text) >= _MOST_BEGIN or beginning.fullmatch(source.text) is None:
+            return None
+        yield
+    return found
 
 
-def _may_begin(text: str) -> bool:
-    """Whether a text that is no call yet may become one."""
-    return re.fullmatch(r"(?:`{1,3}[a-z_]*\s*)?\[?\s*(?:[A-Za-z_][\w.-]*)?", text) is not None
+def _arguments(source: CallText, name: str) -> Generator[None]:
+    """Read the arguments of a call."""
+    arguments = PythonArguments()
+    try:
+        while (end := arguments.push(source.text)) < 0:
+            source.text = ""
+            yield
+    except EndOfTextError:
+        source.call(name)
+        raise
+    source.take(end)
+    source.call(name)
+    source.add(arguments.finish())
+
+
+def _closing(source: CallText, mark: str) -> Generator[None, None, bool]:
+    """Read a mark that closes the list or the block, which is a part of the calls; False: it is not there."""
+    while not (behind := source.text.lstrip()).startswith(mark):
+        if not mark.startswith(behind) or len(source.text) >= _MOST_BEGIN:
+            return False
+        yield
+    source.text = behind.removeprefix(mark)
+    return True

@@ -8,9 +8,10 @@ none: then it is looked at once more, without the marker.
 
 from collections.abc import Callable
 
-from pagewise_gateway.text.output_parsing.deltas import CallReader, Delta, Tools, begins, begun, first_of
+from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, begins, begun, first_of
 from pagewise_gateway.text.output_parsing.formats import OutputFormat, Start
 from pagewise_gateway.text.output_parsing.message import MessageBuilder
+from pagewise_gateway.text.output_parsing.reader import CallReader
 
 _MOST_HELD = 262_144
 """Characters in which a call has to begin behind its marker. What is held is looked at again if it is no call."""
@@ -193,7 +194,7 @@ class TextScanner:
 
     def _begin(self, marker: str, text: str, grouped: bool) -> None:
         """A reader has to say whether there are calls in this text, which follows a marker."""
-        self._reader = self._format.tools.reader(self._tools)
+        self._reader = CallReader(self._format.tools.read, self._tools)
         self._marker, self._pending, self._grouped = marker, text, grouped
         self._raw, self._num_raw = [], 0
         self._state = TextScanner._calls
