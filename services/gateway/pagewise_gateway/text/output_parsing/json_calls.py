@@ -131,18 +131,21 @@ class _ObjectCall:
 
     def _member(self, key: str) -> Generator[None]:
         """Read the value of a member."""
-        if not self._called and self._known is not None and key not in _MEMBERS:
-            raise _NoCallError
         if key in _ARGUMENTS and not self._whole:
             yield from self._arguments()
-            return
-        value = yield from self._value()
-        if key == "name" and not self._name:
-            self._name = as_text(_decoded(value))
-            if not self._name or (self._known is not None and self._name not in self._known):
-                raise _NoCallError
-            if self._known is None or self._whole:
-                self._call()
+        elif key == "name" and not self._name:
+            yield from self._function()
+        elif self._called or self._known is None or key in _MEMBERS:
+            yield from self._value()
+        else:
+            raise _NoCallError
+
+    def _function(self) -> Generator[None]:
+        self._name = as_text(_decoded((yield from self._value())))
+        if not self._name or (self._known is not None and self._name not in self._known):
+            raise _NoCallError
+        if self._known is None or self._whole:
+            self._call()
 
     def _arguments(self) -> Generator[None]:
         if self._name:

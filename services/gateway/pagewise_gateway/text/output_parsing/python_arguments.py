@@ -1,24 +1,21 @@
-"""Translates the arguments of a call in Python to JSON while they arrive.
+"""Turns the arguments of a call in Python into JSON.
 
-``ast.parse`` would need them as a whole, and hold the event loop for half a second for a list of some 100k tokens.
-Here each token becomes that of JSON, and the parser of JSON finds out at the end whether they make sense.
+While they arrive, only their ends are looked for. A value that is JSON stays as it is written, which takes no time and
+allows numbers of any size; any other one is read by Python's own parser.
 """
 
 import ast
-import json
 import re
 import unicodedata
 import warnings
 
 from pagewise_gateway.text.output_parsing.deltas import as_json, is_json
 
-_MOST_SOURCE = 16_384
-"""Characters of arguments that Python may parse as a whole, if they are written in an unusual way."""
 _MOST_DEPTH = 200
 """Brackets inside of each other; Python has the same limit."""
-_MOST_WORD = 4096
-"""Characters of the longest number that JSON writes in another way."""
-_TOKEN = re.compile(r"""[()\[\]{},:=]|"(?:"")?|'(?:'')?|\#[^\n]*|[^()\[\]{},:="'#]+""")
+_MOST_TOKENS = 20_000
+"""Strings, brackets and commas of one value that Python parses, which takes the event loop 0.1 s."""
+_TOKEN = re.compile(r"""[()\[\]{},]|"(?:"")?|'(?:'')?|\#[^\n]*|[^()\[\]{},"'#]+""")
 _OPEN_QUOTES = ("'", "''", '"', '""')
 """Ends of a text that may be, or begin, the quotes of a string."""
 _BODY = {
@@ -27,52 +24,48 @@ _BODY = {
     for quote, again in ((sign, "(?!)"), (3 * sign, f"{sign}{{1,2}}(?=[^{sign}])"))
 }
 """What the strings of these quotes contain, as far as it is there."""
-_PAIRS = {")": "(", "]": "[", "}": "{"}
-_OPENING = frozenset("([{")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
-_CALL = ""
-"""Stands for the opening bracket of the call."""
+_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonArguments:
     """Reads arguments from behind the opening bracket of a call."""
 
-    __slots__ = ("_body", "_failed", "_held", "_json", "_names", "_open", "_quote", "_word", "_written")
+    __slots__ = ("_arguments", "_depth", "_held", "_quote", "_too_much", "_written")
 
     def __init__(self) -> None:
         self._written: list[str] = []
+        self._arguments: list[list[str]] = [[]]  # their tokens, without comments
         self._held = ""  # the end of the text, which cannot be read before more comes
-        self._json = ["{"]
-        self._names: list[str] = []
-        self._open = [(_CALL, 0)]  # the brackets that are open, and their places in the JSON
-        self._word: list[str] = []  # of a number, a word, the name of an argument, or the prefix of a string
-        self._quote, self._body = "", list[str]()  # of the string that is open
-        self._failed = False
+        self._quote = ""  # of the string that is open
+        self._depth = 1  # the brackets that are open
+        self._too_much = False  # whether the arguments stay as they are written
 
     def push(self, text: str) -> int:
         """Take text; return the index behind the bracket that ends the call, or -1 if it does not end in this text."""
         self._written.append(text)
         at, num_held = 0, len(self._held)
         text, self._held = self._held + text, ""
-        while at < len(text) and self._open:
+        while at < len(text) and self._depth:
             at = self._in_string(text, at) if self._quote else self._token(text, at)
-        if self._open:
+        if self._depth:
             return -1
         self._written[-1] = self._written[-1][: at - num_held - 1]
         return at - num_held
 
     def finish(self) -> str:
         """Return the arguments of a call that has ended as JSON, or as they were written if that is not possible."""
-        found, written = "".join(self._json), "".join(self._written)
-        if not self._failed and is_json(found):
-            if len(set(self._names)) == len(self._names):
-                return found
-            try:
-                return as_json(json.loads(found))  # the last one of a name counts
-            except ValueError:  # a number that is too long for Python
-                return written
-        return (_parsed(written) if len(written) <= _MOST_SOURCE else None) or written
+        written = "".join(self._written)
+        if self._too_much:
+            return written
+        num_tokens = sum(map(len, self._arguments))
+        texts = ["".join(tokens) for tokens in self._arguments]
+        if not texts[-1].strip():  # behind the last comma, or there are no arguments
+            texts.pop()
+        try:  # the last argument of a name counts
+            values = dict(_argument(text, only_json=num_tokens > _MOST_TOKENS) for text in texts)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return written
+        return "{" + ", ".join(f"{as_json(name)}: {value}" for name, value in values.items()) + "}"
 
     def _token(self, text: str, at: int) -> int:
         """Read the token at an index, and return the index behind it. One that may go on is held."""
@@ -82,20 +75,17 @@ class PythonArguments:
         found = _TOKEN.match(text, at)
         assert found is not None
         sign, end = found[0], found.end()
-        if sign in _OPENING:
-            self._do(sign)
-            self._open.append((sign, len(self._json) - 1))
-        elif sign in _PAIRS:
-            self._do(sign)
-            self._open.pop()
-        elif sign in ",:=":
-            self._do(sign)
-        elif sign[0] in "\"'":
-            self._quote = sign
-        elif sign[0] != "#":
-            self._word.append(sign)
-        elif end == len(text):  # a comment
-            self._held = "#"
+        if sign[0] == "#":
+            self._held = "#" if end == len(text) else ""
+            return end
+        if sign == "," and self._depth == 1:
+            self._arguments.append([])
+            return end
+        self._depth += (sign in "([{") - (sign in ")]}")
+        self._quote = sign if sign[0] in "\"'" else ""
+        if self._depth:
+            self._arguments[-1].append(sign)
+        self._too_much = self._too_much or self._depth > _MOST_DEPTH
         return end
 
     def _in_string(self, text: str, at: int) -> int:
@@ -103,114 +93,33 @@ class PythonArguments:
         found = _BODY[self._quote].match(text, at)
         assert found is not None
         end = found.end()
-        self._body.append(text[at:end])
+        self._arguments[-1].append(text[at:end])
         if not text.startswith(self._quote, end):  # it goes on
             self._held = text[end:]
             return len(text)
-        quote, body = self._quote, "".join(self._body)
-        self._quote, self._body = "", []
-        self._do(quote, body)
-        return end + len(quote)
-
-    def _do(self, sign: str, body: str = "") -> None:
-        """Translate a token, and the word before it. If one cannot be understood, only the end is looked for."""
-        word, self._word = "".join(self._word).strip(), []
-        if not self._failed:
-            try:
-                self._json.append(self._translated(sign, word, body))
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
-                self._failed, self._json = True, []
-
-    def _translated(self, sign: str, word: str, body: str) -> str:
-        """Return what a token adds to the JSON. ``body``: of a string.
-
-        Raises:
-            ValueError, SyntaxError, RecursionError, MemoryError: it does not fit, so far as JSON would not tell.
-        """
-        bracket, place = self._open[-1]
-        if sign[0] in "\"'":
-            return self._string(sign, word, body)
-        if sign == "=":
-            return self._keyword(word)
-        if word:
-            self._json.append(_value_of(word))
-        match sign:
-            case "," if bracket == "(":
-                self._json[place] = "["
-            case ":" if bracket != "{":
-                raise ValueError("a colon outside of an object")
-            case ")" | "]" | "}":
-                return self._closing(sign)
-            case "(" | "[" | "{":
-                if len(self._open) > _MOST_DEPTH:
-                    raise ValueError("too many brackets")
-                return " " if sign == "(" else sign  # around a value, unless a comma makes it a tuple
-        return f"{sign} "
-
-    def _keyword(self, word: str) -> str:
-        name = unicodedata.normalize("NFKC", word)
-        if self._open[-1][0] != _CALL or not name.isidentifier():
-            raise ValueError("an argument without a name")
-        self._names.append(name)
-        return f"{as_json(name)}: "
-
-    def _closing(self, sign: str) -> str:
-        bracket, place = self._open[-1]
-        if bracket not in (_CALL, _PAIRS[sign]):
-            raise ValueError("brackets that do not fit")
-        if bracket == "(" and len(self._json) == place + 1:
-            self._json[place] = "["
-        if self._json[-1] == ", ":
-            self._json.pop()
-            if len(self._json) == place + 1:
-                raise ValueError("a comma behind nothing")
-        return {"{": "}", "[": "]"}.get(self._json[place], " ")
-
-    def _string(self, quote: str, prefix: str, body: str) -> str:
-        """Return a string as JSON, together with the one before it if it is behind one."""
-        if prefix or not {*"\\\n\r"}.isdisjoint(body):
-            with warnings.catch_warnings():  # of escapes that Python does not know
-                warnings.simplefilter("ignore")
-                body = ast.literal_eval(f"{prefix}{quote}{body}{quote}")
-            if not isinstance(body, str):
-                raise ValueError("bytes")
-        before = self._json.pop()[:-1] if self._json[-1].endswith('"') else '"'
-        return before + as_json(body)[1:]
+        self._arguments[-1].append(self._quote)
+        end += len(self._quote)
+        self._quote = ""
+        return end
 
 
-def _value_of(word: str) -> str:
-    """Return a number or a word as JSON.
+def _argument(text: str, *, only_json: bool) -> tuple[str, str]:
+    """Return the name of an argument, and its value as JSON. ``only_json``: it has to be written so.
 
     Raises:
-        ValueError, SyntaxError, RecursionError, MemoryError: it is neither.
+        ValueError, SyntaxError, RecursionError, MemoryError: it has no name, or JSON has no such value.
     """
-    if (known := _WORDS.get(word)) is not None or _NUMBER.fullmatch(word):
-        return known or word
-    if len(word) > _MOST_WORD:
-        raise ValueError("a number that is too long")
-    value = ast.literal_eval(word)
-    if not isinstance(value, int | float):
-        raise ValueError("a value that JSON does not have")
-    return as_json(value)
-
-
-def _parsed(written: str) -> str | None:
-    """Return arguments that Python itself parses, as JSON; None: it does not, or they are not what JSON has."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            call = ast.parse(f"f({written}\n)", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        return as_json({_name(each): _value(each.value) for each in call.keywords})
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def _name(argument: ast.keyword) -> str:
-    if argument.arg is None:
-        raise ValueError("arguments without a name")
-    return argument.arg
+    name, _, written = text.partition("=")
+    name, written = unicodedata.normalize("NFKC", name.strip()), written.strip()
+    if not name.isidentifier() or not written:
+        raise ValueError("an argument without a name or a value")
+    if is_json(written):
+        return name, written
+    if only_json:
+        raise ValueError("too many tokens for Python's parser")
+    with warnings.catch_warnings():  # of escapes that Python does not know
+        warnings.simplefilter("ignore")
+        return name, as_json(_value(ast.parse(f"({written}\n)", mode="eval").body))
 
 
 def _value(node: ast.expr) -> object:
@@ -219,12 +128,13 @@ def _value(node: ast.expr) -> object:
     Raises:
         ValueError: it has some, or is nothing that JSON has.
     """
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+    match node:
+        case ast.Name(id) if id in _NAMES:
+            return _NAMES[id]
+        case ast.List(elements) | ast.Tuple(elements):
+            return list(map(_value, elements))
+        case ast.Dict(keys, values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
     found = ast.literal_eval(node)
     if not isinstance(found, str | int | float | None):
         raise ValueError("a value that JSON does not have")

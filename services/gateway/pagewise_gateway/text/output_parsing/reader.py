@@ -10,7 +10,8 @@ from contextlib import suppress
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, begun
 
-_FIRST = re.compile("(.)", re.DOTALL)
+_FIRST = re.compile(r"([\s\S])")
+_ESCAPED = re.compile("(.)", re.DOTALL)
 _OUTSIDE = re.compile(r'[^"{}\[\]]*+(["{}\[\]])')
 _INSIDE = re.compile(r'(?:[^"\\\x00-\x1f]++|\\[^\x00-\x1f])*+(["\\\x00-\x1f])')
 _INSIDE_RAW = re.compile(r'(?:[^"\\]++|\\.)*+(["\\])', re.DOTALL)
@@ -70,7 +71,8 @@ class CallText:
         """Read a JSON value, and push its pieces as they come."""
         value = JsonValue()
         while (end := value.end(self.text, 0)) < 0:
-            push(self.take(len(self.text)))
+            text, self.text = self.text, ""
+            push(text)
             self.quoting = value.quoting
             yield
         self.quoting = False
@@ -110,9 +112,9 @@ class CallReader:
         """Take text; return what is new."""
         source = self._source
         source.text += text
-        try:
-            next(self._steps)
-        except StopIteration:
+        for _ in self._steps:  # up to where it waits
+            break
+        else:
             self.rest = source.text
         return self._new()
 
@@ -130,12 +132,13 @@ class CallReader:
 class JsonValue:
     """Finds where a JSON value ends, in text that arrives in pieces. Only strings and brackets are looked at."""
 
-    __slots__ = ("_begun", "_depth", "_escaped", "_raw", "_string")
+    __slots__ = ("_depth", "_next", "_raw", "_string")
 
     def __init__(self) -> None:
         self._depth = 0
-        self._begun = self._string = self._escaped = False
+        self._string = False
         self._raw = False  # whether the string that is open has a control character, which JSON would have escaped
+        self._next = _FIRST  # matches up to the next character that counts
 
     @property
     def quoting(self) -> bool:
@@ -146,33 +149,31 @@ class JsonValue:
     def end(self, text: str, at: int) -> int:
         """Return the index behind the value, which goes on at ``at``; -1: it does not end in this text."""
         while (found := self._next.match(text, at)) is not None:
-            if self._begun and not self._string and not self._depth:
-                return found.start(1)  # behind a number or a word
+            if self._next is _BEHIND_WORD:
+                return found.start(1)
             at = found.end()
             if self._ends_with(found[1]):
                 return at
         return -1
 
-    @property
-    def _next(self) -> re.Pattern[str]:
-        """Matches up to the next character that counts."""
-        if self._escaped or not self._begun:
-            return _FIRST
-        if self._string:
-            return _INSIDE_RAW if self._raw else _INSIDE
-        return _OUTSIDE if self._depth else _BEHIND_WORD
-
     def _ends_with(self, sign: str) -> bool:
         """Whether the value ends with this character."""
-        if not self._begun:
-            self._begun, self._string, self._depth = True, sign == '"', int(sign in "{[")
-            return False
-        if self._escaped:
-            self._escaped, self._raw = False, self._raw or sign < " "
+        begins = self._next is _FIRST
+        if begins:
+            self._string, self._depth = sign == '"', int(sign in "{[")
         elif self._string:
-            self._escaped, self._string, self._raw = sign == "\\", sign != '"', self._raw or sign < " "
+            self._string, self._raw = self._next is _ESCAPED or sign != '"', self._raw or sign < " "
         elif sign == '"':
             self._string, self._raw = True, False
         else:
             self._depth += 1 if sign in "{[" else -1
-        return not self._string and not self._depth
+        self._next = self._behind(sign)
+        return not (begins or self._string or self._depth)
+
+    def _behind(self, sign: str) -> re.Pattern[str]:
+        """Return the pattern that matches up to the next character that counts, behind this one."""
+        if not self._string:
+            return _OUTSIDE if self._depth else _BEHIND_WORD
+        if sign == "\\" and self._next is not _ESCAPED:
+            return _ESCAPED
+        return _INSIDE_RAW if self._raw else _INSIDE
