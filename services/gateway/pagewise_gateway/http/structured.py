@@ -32,11 +32,11 @@ from pagewise_gateway.structured.grammars import (
     regex_grammar,
     structural_tag_grammar,
 )
+from pagewise_gateway.structured.parameters import UnsupportedSchemaError
 from pagewise_gateway.structured.schemas import check_schema
+from pagewise_gateway.structured.tool_calls import Function, after_reasoning, tool_call_grammar
 from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.text.output_parsing import Start
-from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
-from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 
 class Wanted(NamedTuple):

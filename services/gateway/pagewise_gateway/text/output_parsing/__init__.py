@@ -3,8 +3,6 @@
 ``scanner`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss.
 ``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``, ``glm`` and ``pythonic`` (with
 ``python_arguments``) read calls, and ``reader`` runs them. ``message`` makes deltas, and ``parser`` puts them together.
-``grammar`` has the grammars of tool calls, and ``parameters`` the part of a schema that they follow where arguments are
-not one JSON object.
 """
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, joined

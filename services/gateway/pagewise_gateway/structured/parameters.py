@@ -1,15 +1,16 @@
-"""Parameters of functions for formats in which calls do not have their arguments as one JSON object.
+"""Parameters of functions for formats in which arguments are not one JSON object.
 
-The grammar of such a call is made parameter by parameter. So what a schema says of the object as a whole cannot be
-followed, and it is refused by name: only the keywords that are listed here are honoured, or say nothing. A function
-that is not strict may have some more, which are left to the model.
+The grammar of such a call is made parameter by parameter. So keywords about the object as a whole cannot be followed,
+and are refused by name: only the keywords that are listed here are honoured, or forbid nothing. A function that is not
+strict may have some more, which are left to the model.
 """
 
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from pagewise_gateway.structured.walk import references
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 
 _ANNOTATIONS = frozenset(
@@ -46,18 +47,8 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
     _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS if strict else _OF_PARAMETERS | _LOOSE)
     if "object" not in (schema_types(schema) or ["object"]):
         raise UnsupportedSchemaError(f"the parameters of {function!r} are no object")
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} are not what they name")
-    for name in required:
-        if not isinstance(name, str) or properties.get(name, False) is False:
-            raise UnsupportedSchemaError(
-                f"the parameters of {function!r} require {name!r}, which is not listed in properties"
-            )
-    for name, value in properties.items():
-        if not isinstance(value, Mapping | bool):
-            raise UnsupportedSchemaError(f"the schema of the parameter {name!r} of {function!r} is no schema")
-    for reference in _references(schema):
+    properties, required = _properties(function, schema)
+    for reference in references(schema):
         if not reference.startswith(_REFERENCES):
             raise UnsupportedSchemaError(
                 f"$ref {reference[:100]!r} in the parameters of {function!r} cannot be followed: in the format of this "
@@ -70,12 +61,28 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
     ]
 
 
+def _properties(function: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the schemas of the parameters by their names, and the names of those that are required."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} are not what they name")
+    for name in required:
+        if not isinstance(name, str) or properties.get(name, False) is False:
+            raise UnsupportedSchemaError(
+                f"the parameters of {function!r} require {name!r}, which is not listed in properties"
+            )
+    for name, value in properties.items():
+        if not isinstance(value, Mapping | bool):
+            raise UnsupportedSchemaError(f"the schema of the parameter {name!r} of {function!r} is no schema")
+    return properties, required
+
+
 def self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a value, with the definitions in ``schema`` that it refers to, also by way of others."""
     found: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [value]
     while waiting:
-        for reference in _references(waiting.pop()):
+        for reference in references(waiting.pop()):
             group, name = reference.split("/")[1:3]
             name = unquote(name).replace("~1", "/").replace("~0", "~")
             definitions = schema.get(group)
@@ -122,13 +129,8 @@ def string_choices(function: str, parameter: Parameter, strict: bool) -> Sequenc
 
 def _choices(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
     """Return the values of an enum or a const, which may also be null; None: there is none."""
-    if isinstance(union := schema.get("anyOf"), list):
-        others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
-        inner = _choices(what, others[0], known) if len(others) == 1 and len(others) >= len(union) - 1 else None
-        if inner is not None:
-            _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
-            return inner + ["null"] * (len(union) - 1)
-        return None
+    if isinstance(schema.get("anyOf"), list):
+        return _choices_or_null(what, schema, known)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(isinstance(each, str | None) for each in values):
         return None
@@ -138,6 +140,16 @@ def _choices(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> lis
         return None
     _check_keywords(what, schema, known | {"enum", "const"})
     return found
+
+
+def _choices_or_null(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
+    """Return the same of an ``anyOf`` of one schema, with null or without it."""
+    union = schema["anyOf"]
+    others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
+    if len(others) != 1 or len(union) > 2 or (found := _choices(what, others[0], known)) is None:
+        return None
+    _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+    return found + ["null"] * (len(union) - 1)
 
 
 def _check_string(what: str, schema: Any, known: frozenset[str]) -> None:
@@ -164,16 +176,3 @@ def _check_keywords(what: str, schema: Mapping[str, Any], known: frozenset[str])
 
 def _of(function: str, parameter: Parameter) -> str:
     return f"the parameter {parameter.name!r} of {function!r}"
-
-
-def _references(value: Any) -> Iterator[str]:
-    """All references in a schema, wherever they stand."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping):
-            if isinstance(reference := one.get("$ref"), str):
-                yield reference
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one

@@ -1,7 +1,7 @@
 """Grammars of tool calls, in Lark's form as llguidance reads it: what the model may write, in its own format.
 
-A delimiter that is a special token of the vocabulary is written as that token, any other one as text. Text that is free
-may contain no special token.
+A delimiter that is a special token of the vocabulary is written as that token, any other one as text. Free text may
+contain no special token.
 """
 
 import json
@@ -12,15 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-from pagewise_gateway.text.output_parsing.deltas import schema_types
-from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
-from pagewise_gateway.text.output_parsing.parameters import (
+from pagewise_gateway.structured.parameters import (
     UnsupportedSchemaError,
     listed_parameters,
     python_parameters,
     self_contained,
     string_choices,
 )
+from pagewise_gateway.text.output_parsing.deltas import schema_types
+from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
 
 _ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -113,26 +113,34 @@ def tool_call_grammar(
         UnsupportedSchemaError: a schema cannot be followed.
     """
     grammar = _Grammar(special_tokens)
-    shape = _SHAPES[parser]
-    if shape.arguments == "python" and not required:  # what the model cannot call does not keep it from the others
-        functions = [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
-    if parser == "mistral" and "[ARGS]" not in special_tokens:
-        shape = _MISTRAL_LIST
-    if not required and answer is None and shape.trigger not in special_tokens:
-        shape = shape.behind_trigger()
-    calls = " | ".join(grammar.call(shape, function, required) for function in functions)
+    is_free = not required and answer is None
+    shape = _shape(parser, special_tokens, is_free)
+    calls = " | ".join(grammar.call(shape, one, required) for one in _callable_functions(shape, functions, required))
     if output.harmony:
         grammar.harmony(calls, required, "@answer" if answer is not None else None)
     else:
-        thinking = grammar.reasoning(output, start)
-        one = grammar.rule("call", calls)
-        if required or answer is not None:
-            more = f" ({grammar.text(shape.between)} {one})*" if parallel else ""
-            group = f"{grammar.text(shape.opening)} {one}{more} {grammar.text(shape.closing)}"
-            grammar.rule("start", f"{thinking} {group}" if required else f"{thinking} ({group} | @answer)")
+        thinking, one = grammar.reasoning(output, start), grammar.rule("call", calls)
+        if is_free:
+            found = grammar.free(shape, one, output, parallel)
         else:
-            grammar.rule("start", f"{thinking} {grammar.free(shape, one, output, parallel)}")
+            more = f" ({grammar.text(shape.between)} {one})*" if parallel else ""
+            found = f"{grammar.text(shape.opening)} {one}{more} {grammar.text(shape.closing)}"
+            found = found if required else f"({found} | @answer)"
+        grammar.rule("start", f"{thinking} {found}")
     return str(grammar) if answer is None else _with_answer(grammar, answer)
+
+
+def _shape(parser: str, special_tokens: Mapping[str, int], is_free: bool) -> _Shape:
+    """Return how calls are written. In free text, the grammar begins behind a trigger that is no special token."""
+    shape = _MISTRAL_LIST if parser == "mistral" and "[ARGS]" not in special_tokens else _SHAPES[parser]
+    return shape.behind_trigger() if is_free and shape.trigger not in special_tokens else shape
+
+
+def _callable_functions(shape: _Shape, functions: Sequence[Function], required: bool) -> Sequence[Function]:
+    """Leave out functions that the model cannot call, unless they have to be followed, which is refused then."""
+    if shape.arguments != "python" or required:
+        return functions
+    return [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
 
 
 def after_reasoning(grammar: str, output: OutputFormat, special_tokens: Mapping[str, int], start: Start) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from pagewise_gateway.structured.parameters import UnsupportedSchemaError
+from pagewise_gateway.structured.tool_calls import Function, tool_call_grammar
 from pagewise_gateway.text.output_parsing import make_format
-from pagewise_gateway.text.output_parsing.grammar import Function, tool_call_grammar
-from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 
 def grammar(name: str, *, functions: Sequence[Function], required: bool = True) -> str:

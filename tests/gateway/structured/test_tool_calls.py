@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from pagewise_gateway.structured.parameters import UnsupportedSchemaError
+from pagewise_gateway.structured.tool_calls import Function, after_reasoning, tool_call_grammar
 from pagewise_gateway.text.output_parsing import (
     TOOL_FORMATS,
     MessageParser,
@@ -15,8 +17,6 @@ from pagewise_gateway.text.output_parsing import (
     make_format,
 )
 from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
-from pagewise_gateway.text.output_parsing.grammar import Function, after_reasoning, tool_call_grammar
-from pagewise_gateway.text.output_parsing.parameters import UnsupportedSchemaError
 
 from tests.gateway.text.tokenizer_builders import byte_level_backend
 
