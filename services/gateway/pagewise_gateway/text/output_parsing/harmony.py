@@ -5,12 +5,11 @@ the end. What looks like one of them elsewhere is text of the message.
 """
 
 import re
-from collections.abc import Callable
 from itertools import product
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind, begins, begun, first_of
 from pagewise_gateway.text.output_parsing.json_calls import parts
-from pagewise_gateway.text.output_parsing.message import MessageBuilder
+from pagewise_gateway.text.output_parsing.message import MessageBuilder, Scanner
 from pagewise_gateway.text.output_parsing.reader import JsonValue
 
 _BEGINS = ("<|start|>", "<|channel|>")
@@ -41,113 +40,95 @@ _HEADER = re.compile(
 )
 _FUNCTIONS = "functions."
 
-_State = Callable[["HarmonyScanner", bool, list[Delta]], bool]
-"""As those of ``TextScanner``."""
 
-
-class HarmonyScanner:
+class HarmonyScanner(Scanner):
     """Scans one output. ``continues``: it begins in a message."""
 
-    __slots__ = ("_arguments", "_kind", "_message", "_num_before", "_pending", "_some", "_state")
-
     def __init__(self, message: MessageBuilder, *, continues: bool) -> None:
-        self._message = message
-        self._pending = ""
+        super().__init__(message, HarmonyScanner._body if continues else HarmonyScanner._header)
         self._num_before = 0  # characters of ``_pending`` before a header, with which the message before it has ended
         self._kind: DeltaKind = "content"  # of the text of a message; a call: "arguments"
         self._arguments = JsonValue()
         self._some = False  # whether there are any arguments
-        self._state: _State = HarmonyScanner._body if continues else HarmonyScanner._header
 
-    def push(self, text: str, deltas: list[Delta]) -> None:
-        """Take text, and add what is new."""
-        self._pending += text
-        while self._pending and self._state(self, False, deltas):
-            pass
-
-    def finish(self, deltas: list[Delta]) -> None:
-        """Add what was held back. No more text comes."""
-        while self._pending and self._state(self, True, deltas):
-            pass
-
-    def _header(self, final: bool, deltas: list[Delta]) -> bool:
+    def _header(self) -> bool:
         """In what may be a header, which stands behind ``_num_before`` characters."""
         text = self._pending[self._num_before :]
         start, end = first_of(text, (_MESSAGE, _CALL)) or (-1, -1)
-        if start < 0 and not final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
+        if start < 0 and not self._final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
             return False
         header = _parsed(text[:start], text[start:end]) if start >= 0 else None
         if header is None:
-            return self._no_header(deltas)
-        self._end_message(True, deltas)
+            return self._no_header()
+        self._end_message(True)
         self._kind, function = header
         if function:
             self._arguments, self._some = JsonValue(), False
-            self._message.add([Delta("call", function)], deltas)
+            self._message.add([Delta("call", function)])
         self._pending, self._state, self._num_before = text[end:], HarmonyScanner._body, 0
         if text[start:end] == _CALL:
-            self._end_message(True, deltas)
+            self._end_message(True)
             self._state = HarmonyScanner._behind
         return True
 
-    def _no_header(self, deltas: list[Delta]) -> bool:
+    def _no_header(self) -> bool:
         """A delimiter begins no header, so it is text."""
         found = first_of(self._pending, _ENDS if self._num_before else _BEGINS)
         end = found[1] if found is not None and found[0] == 0 else 0
-        self._text(self._pending[:end], deltas)
+        self._text(self._pending[:end])
         self._pending, self._num_before, self._state = self._pending[end:], 0, HarmonyScanner._body
         return True
 
-    def _body(self, final: bool, deltas: list[Delta]) -> bool:
+    def _body(self) -> bool:
         """In a message, up to what ends it."""
         text, found = self._pending, first_of(self._pending, _ENDS)
-        start, end = found or (len(text) - (0 if final else begun(text, _ENDS)),) * 2
-        self._text(text[:start], deltas)
+        start, end = found or (len(text) - (0 if self._final else begun(text, _ENDS)),) * 2
+        self._text(text[:start])
         self._pending = text[start:]
         if found is None:
             return False
         if self._kind == "arguments" and self._arguments.quoting:
-            self._text(text[start:end], deltas)
+            self._text(text[start:end])
             self._pending = text[end:]
         else:
             self._num_before, self._state = end - start, HarmonyScanner._behind
         return True
 
-    def _behind(self, final: bool, deltas: list[Delta]) -> bool:
+    def _behind(self) -> bool:
         """Behind what may end a message."""
         behind = self._pending[self._num_before :]
         begin = behind.lstrip()
-        if not begin and final:
-            self._end_message(True, deltas)
+        if not begin and self._final:
+            self._end_message(True)
             self._pending = ""
         elif begin.startswith(_BEGINS):
             self._num_before, self._state = len(self._pending) - len(begin), HarmonyScanner._header
-        elif begins(begin, _BEGINS) and not final and len(behind) < _MOST_SPACE:
+        elif begins(begin, _BEGINS) and not self._final and len(behind) < _MOST_SPACE:
             return False
         else:
-            return self._no_header(deltas)
+            return self._no_header()
         return True
 
-    def _text(self, text: str, deltas: list[Delta]) -> None:
+    def _text(self, text: str) -> None:
         """Add text of the message."""
         if self._kind == "content":
-            self._message.content.push(text, deltas)
+            self._message.content.push(text)
         elif self._kind == "reasoning":
-            self._message.reasoning.push(text, deltas)
+            self._message.reasoning.push(text)
         else:
             text = text if self._some else text.lstrip()
             if not text:
                 return
             self._some = True
             end = self._arguments.end(text, 0)
-            self._message.add([Delta("arguments", text if end < 0 else text[:end])], deltas)
+            self._message.add([Delta("arguments", text if end < 0 else text[:end])])
             if end >= 0:  # what follows arguments is no part of them
-                self._end_message(False, deltas)
-                self._message.content.push(text[end:], deltas)
+                self._end_message(False)
+                self._message.content.push(text[end:])
 
-    def _end_message(self, closed: bool, deltas: list[Delta]) -> None:
+    def _end_message(self, closed: bool) -> None:
         if self._kind == "arguments" and closed and not self._some:
-            self._message.add([Delta("arguments", "{}")], deltas)
+            self._message.add([Delta("arguments", "{}")])
         self._message.border()
         self._kind = "content"
 

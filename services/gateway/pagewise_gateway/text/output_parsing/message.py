@@ -1,4 +1,7 @@
-"""Makes deltas of a message from pieces of which the kind is known."""
+"""Makes deltas of a message from pieces whose kind is known, and finds out the kinds in states."""
+
+from collections.abc import Callable
+from typing import Any
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind
 from pagewise_gateway.text.output_parsing.reader import JsonValue
@@ -11,10 +14,12 @@ class MessageBuilder:
     parts are joined by line breaks. ``parallel``: whether calls after the first one count.
     """
 
-    __slots__ = ("_arguments", "_parallel", "content", "num_calls", "reasoning", "whole")
+    __slots__ = ("_arguments", "_deltas", "_parallel", "content", "num_calls", "reasoning", "whole")
 
     def __init__(self, parallel: bool) -> None:
-        self.content, self.reasoning = _Trimmed("content", False), _Trimmed("reasoning", True)
+        self._deltas: list[Delta] = []
+        self.content, self.reasoning = _Trimmed("content", self._deltas), _Trimmed("reasoning", self._deltas)
+        self.reasoning.border()
         self.num_calls = 0
         """How many tool calls have begun."""
         self.whole = True
@@ -22,23 +27,29 @@ class MessageBuilder:
         self._arguments: JsonValue | None = None
         self._parallel = parallel
 
+    def take(self) -> list[Delta]:
+        """Return what is new."""
+        new = self._deltas.copy()
+        self._deltas.clear()
+        return new
+
     def border(self) -> None:
         """Note that content and reasoning end here, and may go on later."""
         self.content.border()
         self.reasoning.border()
 
-    def add(self, found: list[Delta], deltas: list[Delta]) -> None:
+    def add(self, found: list[Delta]) -> None:
         """Add what a reader of calls has found."""
         for delta in found:
             if delta.kind == "content":
-                self.content.push(delta.text, deltas)
+                self.content.push(delta.text)
                 continue
             if delta.kind == "call":
                 self.num_calls += 1
                 self.content.border()
             if delta.text and (self._parallel or self.num_calls == 1):
                 self._follow(delta)
-                deltas.append(delta)
+                self._deltas.append(delta)
 
     def _follow(self, delta: Delta) -> None:
         """Notice whether the last call is whole."""
@@ -54,22 +65,21 @@ class MessageBuilder:
 class _Trimmed:
     """Passes text on without white space at its borders. ``begun``: whether there was any other text."""
 
-    __slots__ = ("_bordered", "_fresh", "_held", "_kind", "begun")
+    __slots__ = ("_bordered", "_deltas", "_fresh", "_held", "_kind", "begun")
 
-    def __init__(self, kind: DeltaKind, bordered: bool) -> None:
-        self._kind = kind
-        self._bordered = self._fresh = bordered
+    def __init__(self, kind: DeltaKind, deltas: list[Delta]) -> None:
+        self._kind, self._deltas = kind, deltas
+        self._bordered = self._fresh = self.begun = False
         self._held: list[str] = []
-        self.begun = False
 
-    def push(self, text: str, deltas: list[Delta]) -> None:
+    def push(self, text: str) -> None:
         """Pass on text; white space at its end waits for more text."""
         stripped = text.rstrip()
         if not stripped:
             self._held.append(text)
             return
         before = ("\n" if self.begun else "") if self._fresh else "".join(self._held)
-        deltas.append(Delta(self._kind, before + (stripped.lstrip() if self._fresh else stripped)))
+        self._deltas.append(Delta(self._kind, before + (stripped.lstrip() if self._fresh else stripped)))
         self._held = [text[len(stripped) :]]
         self.begun, self._fresh = True, False
 
@@ -78,8 +88,33 @@ class _Trimmed:
         self._bordered = self._fresh = True
         self._held = []
 
-    def finish(self, deltas: list[Delta]) -> None:
+    def finish(self) -> None:
         """Pass on white space at the end, if there was no border at all."""
         held = "".join(self._held)
         if held and not self._bordered:
-            deltas.append(Delta(self._kind, held))
+            self._deltas.append(Delta(self._kind, held))
+
+
+class Scanner:
+    """Scans an output in states.
+
+    Each state reads ``_pending``, and returns whether there may be more to read in it. States are plain functions: a
+    method would hold its object, which then stays until the next garbage collection.
+    """
+
+    def __init__(self, message: MessageBuilder, state: Callable[[Any], bool]) -> None:
+        self._message, self._state = message, state
+        self._pending = ""
+        self._final = False  # whether no more text comes
+
+    def push(self, text: str) -> None:
+        """Take text, and add what is new to the message."""
+        self._pending += text
+        while self._pending and self._state(self):
+            pass
+
+    def finish(self) -> None:
+        """Add what was held back. No more text comes."""
+        self._final = True
+        while self._pending and self._state(self):
+            pass

@@ -33,13 +33,13 @@ class MessageParser:
         calls_first: bool = False,
     ) -> None:
         self._message = MessageBuilder(parallel)
-        self._scanner: HarmonyScanner | TextScanner
-        if output_format.harmony:
-            self._scanner = HarmonyScanner(self._message, continues=continues)
-        else:
-            self._scanner = TextScanner(
+        self._scanner = (
+            HarmonyScanner(self._message, continues=continues)
+            if output_format.harmony
+            else TextScanner(
                 output_format, start, tools or Tools({}), self._message, continues=continues, calls_first=calls_first
             )
+        )
 
     @property
     def num_calls(self) -> int:
@@ -53,16 +53,14 @@ class MessageParser:
 
     def push(self, text: str) -> list[Delta]:
         """Take text; return what is new in the message."""
-        deltas: list[Delta] = []
-        self._scanner.push(text, deltas)
-        return deltas
+        self._scanner.push(text)
+        return self._message.take()
 
     def finish(self) -> list[Delta]:
         """Return what was held back. No more text comes."""
-        deltas: list[Delta] = []
-        self._scanner.finish(deltas)
-        self._message.content.finish(deltas)
-        return deltas
+        self._scanner.finish()
+        self._message.content.finish()
+        return self._message.take()
 
 
 _PLAIN = OutputFormat()
