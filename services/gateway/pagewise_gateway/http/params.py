@@ -34,19 +34,15 @@ _OF_BEAM_SEARCH: dict[str, Sequence[object]] = {"length_penalty": (1.0,), "early
 """The fields of a beam search, and the values that are the same without one."""
 _WITHOUT_BEAM_SEARCH: dict[str, Sequence[object]] = {
     "stop": ("", []),
-    "logprobs": (False,),
-    "echo": (False,),
-    "temperature": (0.0,),
-    "top_p": (1.0,),
-    "top_k": (-1, 0),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_k": (-1, 0),
+    "min_tokens": (0,),
+    **dict.fromkeys(("temperature", "min_p", "presence_penalty", "frequency_penalty"), (0.0,)),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (1.0,)),
 }
 """The fields that a beam search does not support, and their values that have no effect."""
 

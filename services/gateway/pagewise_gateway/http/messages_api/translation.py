@@ -3,17 +3,7 @@
 import msgspec
 
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.messages_api.schema import (
-    Block,
-    CountRequest,
-    InputMessage,
-    OutputConfig,
-    RedactedThinkingBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from pagewise_gateway.http.messages_api import schema
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
 from pagewise_gateway.http.tool_schema import (
     AssistantToolCall,
@@ -28,10 +18,10 @@ _BILLING = "x-anthropic-billing-header"
 """Begins a line that some clients put into the system text. It changes with every request, so no prefix would be found
 again from there on, and it says nothing to the model."""
 
-_ALLOWED: dict[str, tuple[type[Block], ...]] = {
-    "user": (TextBlock, ToolResultBlock, RedactedThinkingBlock),
-    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
-    "system": (TextBlock, RedactedThinkingBlock),
+_ALLOWED: dict[str, tuple[type[schema.Block], ...]] = {
+    "user": (schema.TextBlock, schema.ToolResultBlock, schema.RedactedThinkingBlock),
+    "assistant": (schema.TextBlock, schema.ToolUseBlock, schema.ThinkingBlock, schema.RedactedThinkingBlock),
+    "system": (schema.TextBlock, schema.RedactedThinkingBlock),
 }
 """The blocks that a message of each role may have. ``redacted_thinking`` is left out of the prompt."""
 
@@ -48,14 +38,14 @@ _FIELDS = {
 none of them."""
 
 
-def chat_request(body: CountRequest) -> ChatRequest:
+def chat_request(body: schema.CountRequest) -> ChatRequest:
     """Return the chat that a request for a message asks for.
 
     Raises:
         InvalidRequestError: a block is where it may not be, or a choice has no name.
     """
     said = _conversation(body)
-    config = body.output_config or OutputConfig()
+    config = body.output_config or schema.OutputConfig()
     chat = ChatRequest(
         messages=[*_system(body), *said],
         model=body.model,
@@ -76,7 +66,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     return chat
 
 
-def _system(body: CountRequest) -> list[ChatMessage]:
+def _system(body: schema.CountRequest) -> list[ChatMessage]:
     given = body.system or []
     blocks = [given] if isinstance(given, str) else [block.text for block in given]
     kept = [
@@ -87,14 +77,14 @@ def _system(body: CountRequest) -> list[ChatMessage]:
     return [ChatMessage("system", text)] if text else []
 
 
-def _conversation(body: CountRequest) -> list[ChatMessage]:
+def _conversation(body: schema.CountRequest) -> list[ChatMessage]:
     said = [one for number, message in enumerate(body.messages) for one in _messages(message, f"messages[{number}]")]
     if not said:
         raise InvalidRequestError("messages contain nothing that is a part of the prompt", "messages")
     return said
 
 
-def _messages(message: InputMessage, place: str) -> list[ChatMessage]:
+def _messages(message: schema.InputMessage, place: str) -> list[ChatMessage]:
     """Return the messages of a chat for one message: each result of a tool is a message of its own."""
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
@@ -107,14 +97,14 @@ def _messages(message: InputMessage, place: str) -> list[ChatMessage]:
             where, kind = f"{place}.content[{number}]", block.__struct_config__.tag
             raise InvalidRequestError(f"{where}: blocks of type {kind} are not for the {message.role}", where)
         match block:
-            case TextBlock():
+            case schema.TextBlock():
                 texts.append(ContentPart("text", block.text))
-            case ToolUseBlock():
+            case schema.ToolUseBlock():
                 arguments = msgspec.json.encode(block.input).decode()
                 calls.append(AssistantToolCall(block.id, CalledFunction(block.name, arguments)))
-            case ThinkingBlock():
+            case schema.ThinkingBlock():
                 thoughts.append(block.thinking)
-            case ToolResultBlock():
+            case schema.ToolResultBlock():
                 results.append(ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id))
     content = texts[0].text if len(texts) == 1 else texts or None
     if any((texts, calls, thoughts)):
@@ -123,13 +113,13 @@ def _messages(message: InputMessage, place: str) -> list[ChatMessage]:
     return results
 
 
-def _result(block: ToolResultBlock) -> str | list[ContentPart]:
+def _result(block: schema.ToolResultBlock) -> str | list[ContentPart]:
     if isinstance(block.content, list):
         return [ContentPart("text", part.text) for part in block.content] or ""
     return block.content or ""
 
 
-def _tool_choice(body: CountRequest) -> ToolChoice | None:
+def _tool_choice(body: schema.CountRequest) -> ToolChoice | None:
     choice = body.tool_choice
     if choice is None:
         return None
@@ -140,7 +130,7 @@ def _tool_choice(body: CountRequest) -> ToolChoice | None:
     return "required" if choice.type == "any" else "none" if choice.type == "none" else "auto"
 
 
-def _template_kwargs(body: CountRequest) -> dict[str, object] | None:
+def _template_kwargs(body: schema.CountRequest) -> dict[str, object] | None:
     if body.thinking is None or body.thinking.type == "adaptive":
         return body.chat_template_kwargs
     thinks = body.thinking.type == "enabled"

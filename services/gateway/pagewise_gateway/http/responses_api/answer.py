@@ -16,18 +16,7 @@ from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
 from pagewise_gateway.http.responder import usage as usage_of
-from pagewise_gateway.http.responses_api.schema import (
-    IncompleteDetails,
-    InputDetails,
-    OutputDetails,
-    OutputItem,
-    OutputText,
-    Response,
-    ResponseError,
-    ResponseEvent,
-    ResponsesRequest,
-    ResponseUsage,
-)
+from pagewise_gateway.http.responses_api import schema
 from pagewise_gateway.http.writing import encode
 from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
@@ -45,7 +34,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's codes of failed responses by the status that the error would have had; others are server_error."""
 
 
-def begun(response_id: str, model: str, body: ResponsesRequest) -> tuple[Response, int]:
+def begun(response_id: str, model: str, body: schema.ResponsesRequest) -> tuple[schema.Response, int]:
     """Return the response to a request before it has any output, and the bytes of what it repeats of the request.
 
     That is kept as JSON, because it lives as long as the response, and as objects it would take ten times as much.
@@ -54,7 +43,7 @@ def begun(response_id: str, model: str, body: ResponsesRequest) -> tuple[Respons
     tools = encode(body.tools or [])
     text = encode(body.text) if body.text and body.text.format else b'{"format":{"type":"text"}}'
     instructions, metadata = encode(body.instructions), encode(body.metadata or {})
-    response = Response(
+    response = schema.Response(
         response_id,
         int(time.time()),
         model,
@@ -87,13 +76,13 @@ class ResponseAnswer(EventAnswer):
         "arguments": "function_call",
     }
 
-    def __init__(self, run: ChatRun, response: Response, memory: Reservation) -> None:
+    def __init__(self, run: ChatRun, response: schema.Response, memory: Reservation) -> None:
         """``response``: as ``begun`` returns it. ``memory``: of answers, for the texts that a stream has sent."""
         super().__init__(run)
         self._memory, self._num_sent = memory, 0
         self._sequence = 0
         self._text = StringIO()  # of the item that is open
-        self._open: OutputItem | None = None
+        self._open: schema.OutputItem | None = None
         self._response = response
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
@@ -107,16 +96,16 @@ class ResponseAnswer(EventAnswer):
         """Return the event that ends a stream which has failed."""
         return as_bytes(self._failed(error))
 
-    def _begin(self) -> Iterator[ResponseEvent]:
+    def _begin(self) -> Iterator[schema.ResponseEvent]:
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
-    def _whole(self) -> Response:
+    def _whole(self) -> schema.Response:
         return self._response
 
     # ---- items ---------------------------------------------------------------------------------------
 
-    def _extend(self, kind: str, text: str) -> ResponseEvent:
+    def _extend(self, kind: str, text: str) -> schema.ResponseEvent:
         self._keep(text)
         return self._of_item(f"response.{_DELTAS[kind]}.delta", delta=text, **_FIELDS[kind])
 
@@ -127,8 +116,8 @@ class ResponseAnswer(EventAnswer):
             if self._num_sent > self._memory.size + UNCOUNTED_BYTES:
                 self._memory.grow_to(self._num_sent)
 
-    def _open_item(self, kind: str, name: str) -> Iterator[ResponseEvent]:
-        item = OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
+    def _open_item(self, kind: str, name: str) -> Iterator[schema.ResponseEvent]:
+        item = schema.OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
         if kind == "function_call":
             item.call_id, item.name, item.arguments = self._run.new_id(), name, ""
         else:
@@ -141,7 +130,7 @@ class ResponseAnswer(EventAnswer):
         if kind != "function_call":
             yield self._of_item("response.content_part.added", content_index=0, part=self._part(""))
 
-    def _close(self, status: str = "completed") -> Iterator[ResponseEvent]:
+    def _close(self, status: str = "completed") -> Iterator[schema.ResponseEvent]:
         item = self._open
         if item is None:
             return
@@ -154,7 +143,7 @@ class ResponseAnswer(EventAnswer):
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open = None
 
-    def _complete(self, item: OutputItem, status: str) -> str:
+    def _complete(self, item: schema.OutputItem, status: str) -> str:
         """Give the open item its text, which is returned."""
         text, item.status = self._text.getvalue(), status
         self._text = StringIO()
@@ -164,7 +153,7 @@ class ResponseAnswer(EventAnswer):
             item.content = [self._part(text)]
         return text
 
-    def _finish(self, delta: SequenceDelta) -> Iterator[ResponseEvent]:
+    def _finish(self, delta: SequenceDelta) -> Iterator[schema.ResponseEvent]:
         if delta.finish_reason == "abort":
             yield self._failed(ended_early())
             return
@@ -174,27 +163,27 @@ class ResponseAnswer(EventAnswer):
         response = self._response
         response.status = "completed" if complete else "incomplete"
         if not complete:
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+            response.incomplete_details = schema.IncompleteDetails("max_output_tokens")
         response.usage = self._usage()
         yield self._event(f"response.{response.status}", response=response)
 
-    def _failed(self, error: APIError) -> ResponseEvent:
+    def _failed(self, error: APIError) -> schema.ResponseEvent:
         """Return the last event of a response that has failed. No event says that the open item is done, because a
         client might call a function with arguments that are cut off."""
         response = self._response
         if self._open is not None:
             self._complete(self._open, "incomplete")
         response.status, response.usage = "failed", self._usage()
-        response.error = ResponseError(_CODES.get(error.status, "server_error"), str(error))
+        response.error = schema.ResponseError(_CODES.get(error.status, "server_error"), str(error))
         return self._event("response.failed", response=response)
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> schema.ResponseUsage:
         usage = usage_of(self._run.live)
-        return ResponseUsage(
+        return schema.ResponseUsage(
             usage.prompt_tokens,
-            InputDetails(usage.prompt_tokens_details.cached_tokens),
+            schema.InputDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            OutputDetails(),
+            schema.OutputDetails(),
             usage.total_tokens,
         )
 
@@ -202,16 +191,16 @@ class ResponseAnswer(EventAnswer):
     def _index(self) -> int:
         return len(self._response.output) - 1
 
-    def _part(self, text: str) -> OutputText:
+    def _part(self, text: str) -> schema.OutputText:
         assert self._open is not None
         if self._open.type == "reasoning":
-            return OutputText(text, "reasoning_text")
-        return OutputText(text, annotations=[], logprobs=[])
+            return schema.OutputText(text, "reasoning_text")
+        return schema.OutputText(text, annotations=[], logprobs=[])
 
-    def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _of_item(self, kind: str, **fields: Any) -> schema.ResponseEvent:
         assert self._open is not None
         return self._event(kind, output_index=self._index, item_id=self._open.id, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _event(self, kind: str, **fields: Any) -> schema.ResponseEvent:
         self._sequence += 1
-        return ResponseEvent(kind, self._sequence - 1, **fields)
+        return schema.ResponseEvent(kind, self._sequence - 1, **fields)

@@ -1,31 +1,13 @@
 """Translates a request for a response into a request for a chat."""
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct, structs
 
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
 from pagewise_gateway.http.parsing import explain
-from pagewise_gateway.http.responses_api.schema import (
-    MAX_ITEMS,
-    CustomTool,
-    FunctionCallItem,
-    FunctionOutputItem,
-    FunctionTool,
-    ImageGenerationTool,
-    InputText,
-    JSONObject,
-    JSONSchemaText,
-    MessageItem,
-    NamedFunction,
-    NamespaceTool,
-    ReasoningItem,
-    ResponsesRequest,
-    ResponseTool,
-    ToolSearchTool,
-    WebSearchTool,
-)
+from pagewise_gateway.http.responses_api import schema
 from pagewise_gateway.http.schema import (
     ChatMessage,
     ChatRequest,
@@ -46,22 +28,14 @@ from pagewise_gateway.http.tool_schema import (
 from pagewise_gateway.metrics import LeftOutTool
 
 _ITEMS: dict[str, type[Struct]] = {
-    "message": MessageItem,
-    "reasoning": ReasoningItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": FunctionOutputItem,
-}
-
-_LEFT_OUT: dict[type[Struct], LeftOutTool] = {
-    WebSearchTool: "web_search",
-    ImageGenerationTool: "image_generation",
-    ToolSearchTool: "tool_search",
-    NamespaceTool: "namespace",
-    CustomTool: "custom",
+    "message": schema.MessageItem,
+    "reasoning": schema.ReasoningItem,
+    "function_call": schema.FunctionCallItem,
+    "function_call_output": schema.FunctionOutputItem,
 }
 
 
-def chat_request(body: ResponsesRequest) -> ChatRequest:
+def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
     """Return the chat that a request for a response asks for. Its tools are functions (``leave_out_tools``).
 
     Raises:
@@ -74,7 +48,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        tools=function_tools(tool for tool in body.tools or () if isinstance(tool, FunctionTool)),
+        tools=function_tools(tool for tool in body.tools or () if isinstance(tool, schema.FunctionTool)),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
@@ -86,7 +60,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     )
 
 
-def leave_out_tools(body: ResponsesRequest) -> set[LeftOutTool]:
+def leave_out_tools(body: schema.ResponsesRequest) -> set[LeftOutTool]:
     """Leave out the tools that are no functions, and return their types.
 
     Agents offer such tools beside their functions to every server, and do without them if the model never calls one.
@@ -95,8 +69,10 @@ def leave_out_tools(body: ResponsesRequest) -> set[LeftOutTool]:
         UnsupportedParameterError: there are no functions, so the request is about such a tool.
     """
     tools = body.tools or []
-    functions: list[ResponseTool] = [tool for tool in tools if isinstance(tool, FunctionTool)]
-    others = [_LEFT_OUT[type(tool)] for tool in tools if not isinstance(tool, FunctionTool)]
+    functions: list[schema.ResponseTool] = [tool for tool in tools if isinstance(tool, schema.FunctionTool)]
+    others = [
+        cast(LeftOutTool, tool.__struct_config__.tag) for tool in tools if not isinstance(tool, schema.FunctionTool)
+    ]
     if others and not functions:
         raise UnsupportedParameterError(
             f"tools: {others[0]} is not supported by Pagewise, only functions are", "tools[0].type"
@@ -105,7 +81,7 @@ def leave_out_tools(body: ResponsesRequest) -> set[LeftOutTool]:
     return set(others)
 
 
-def _check_stateless(body: ResponsesRequest) -> None:
+def _check_stateless(body: schema.ResponsesRequest) -> None:
     for name in ("store", "previous_response_id", "background"):
         if getattr(body, name):
             raise UnsupportedParameterError(f"{name} is not supported by Pagewise, which stores no responses", name)
@@ -114,13 +90,13 @@ def _check_stateless(body: ResponsesRequest) -> None:
             raise UnsupportedParameterError(f"include: {wanted!r} is not supported by Pagewise", "include")
 
 
-def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+def _messages(body: schema.ResponsesRequest) -> list[ChatMessage]:
     """Return the messages of the chat. Reasoning, text and calls of the model in a row are one message."""
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not given:
         raise InvalidRequestError("input must not be empty", "input")
-    if len(given) > MAX_ITEMS:
-        raise InvalidRequestError(f"input: {len(given)} items are too many, at most {MAX_ITEMS}", "input")
+    if len(given) > schema.MAX_ITEMS:
+        raise InvalidRequestError(f"input: {len(given)} items are too many, at most {schema.MAX_ITEMS}", "input")
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     for number, item in enumerate(given):
         message = _message(_item(item, number))
@@ -135,15 +111,15 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
 
 def _message(item: Struct) -> ChatMessage:
     match item:
-        case ReasoningItem():
+        case schema.ReasoningItem():
             return ChatMessage("assistant", reasoning="\n".join(part.text for part in item.content or ()) or None)
-        case FunctionCallItem():
+        case schema.FunctionCallItem():
             call = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
             return ChatMessage("assistant", tool_calls=[call])
-        case FunctionOutputItem():
+        case schema.FunctionOutputItem():
             return ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
         case _:
-            assert isinstance(item, MessageItem)
+            assert isinstance(item, schema.MessageItem)
             return ChatMessage(item.role, _content(item.content))
 
 
@@ -189,21 +165,21 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _content(content: str | list[InputText]) -> str | list[ContentPart]:
+def _content(content: str | list[schema.InputText]) -> str | list[ContentPart]:
     return content if isinstance(content, str) else [ContentPart("text", part.text) for part in content]
 
 
-def _tool_choice(body: ResponsesRequest) -> ToolChoice | None:
+def _tool_choice(body: schema.ResponsesRequest) -> ToolChoice | None:
     choice = body.tool_choice
-    if isinstance(choice, NamedFunction):
+    if isinstance(choice, schema.NamedFunction):
         return NamedToolChoice("function", ChosenFunction(choice.name))
     return choice
 
 
-def _format(body: ResponsesRequest) -> ResponseFormat | None:
+def _format(body: schema.ResponsesRequest) -> ResponseFormat | None:
     wanted = body.text.format if body.text is not None else None
-    if isinstance(wanted, JSONObject):
+    if isinstance(wanted, schema.JSONObject):
         return JSONObjectFormat()
-    if isinstance(wanted, JSONSchemaText):
+    if isinstance(wanted, schema.JSONSchemaText):
         return JSONSchemaFormat(JSONSchema(wanted.name, wanted.schema))
     return None
