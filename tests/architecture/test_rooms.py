@@ -33,6 +33,8 @@ LONGER_FILES: dict[str, str] = {
     "services/gateway/pagewise_gateway/http/prompts.py": "texts and conversations to token ids",
     "services/gateway/pagewise_gateway/link/live_request.py": "a request that is served, with its outputs",
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
+    "services/gateway/pagewise_gateway/structured/tool_calls.py": "grammars of calls, and the parameters in them",
+    "services/gateway/pagewise_gateway/structured/vocabulary.py": "the keywords of schemas that forbid nothing",
     "services/scheduler/pagewise_scheduler/actors/fleet.py": "executors, and the checks of what they say",
     "services/scheduler/pagewise_scheduler/actors/router.py": "where requests wait and go",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",

@@ -32,9 +32,8 @@ from pagewise_gateway.structured.grammars import (
     regex_grammar,
     structural_tag_grammar,
 )
-from pagewise_gateway.structured.parameters import UnsupportedSchemaError
 from pagewise_gateway.structured.schemas import check_schema
-from pagewise_gateway.structured.tool_calls import Function, after_reasoning, tool_call_grammar
+from pagewise_gateway.structured.tool_calls import Function, UnsupportedSchemaError, after_reasoning, tool_call_grammar
 from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.text.output_parsing import Start
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.text.output_parsing.python_arguments import PythonArguments
+from pagewise_gateway.text.output_parsing.pythonic import PythonArguments
 
 
 def translated(written: str, cuts: tuple[int, ...] = ()) -> str:

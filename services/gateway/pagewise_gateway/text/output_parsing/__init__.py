@@ -1,8 +1,8 @@
 """Cuts the text of an output into reasoning, content and tool calls, while it arrives.
 
-``scanner`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss.
-``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``, ``glm`` and ``pythonic`` (with
-``python_arguments``) read calls, and ``reader`` runs them. ``message`` makes deltas, and ``parser`` puts them together.
+``parser`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss;
+``message`` makes deltas of them. ``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``,
+``glm`` and ``pythonic`` read calls, and ``reader`` runs them.
 """
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, joined
