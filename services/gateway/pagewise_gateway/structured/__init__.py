@@ -1,1 +1,1 @@
-"""Structured output: what requests ask for, as grammars that executors follow."""
+"""Structured output: makes grammars, which executors follow, of the requests' parameters."""

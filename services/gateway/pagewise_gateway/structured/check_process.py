@@ -56,7 +56,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _flaw(tokenizer: LLTokenizer, grammar: str, max_symbols: int) -> str:
-    """Return what is wrong with a grammar. If nothing is, begin with an output too, as executors do."""
+    """Return the flaw of a grammar. If it has none, begin with an output too, as executors do."""
     limits = LLParserLimits(verbose_errors=False, max_grammar_size=max_symbols)
     if flaw := LLMatcher.validate_grammar(grammar, limits=limits):
         return flaw

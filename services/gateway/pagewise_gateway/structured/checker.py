@@ -42,7 +42,7 @@ class Checker:
         self._ready = False
 
     def validate(self, grammar: str, max_symbols: int) -> str:
-        """Return what is wrong with a grammar; empty: nothing. ``max_symbols``: the most that its rules may have.
+        """Return the flaw of a grammar; empty: it has none. ``max_symbols``: the most that its rules may have.
 
         Raises:
             GrammarError: it takes too long, or too much memory.

@@ -89,9 +89,10 @@ class Together(NamedTuple):
 
 
 class _Merged:
-    """The schemas that apply to each place of a document. A node is a number: that of schemas which all have to match.
+    """The schemas that apply to each place of a document. A node is the number of a set of schemas which all have to
+    match.
 
-    Nodes are numbered so that those of the same schemas are looked at once. One that is asked for while it is being
+    Nodes are numbered so that each set of schemas is looked at once. One that is asked for while it is being
     looked at refers to itself, which adds nothing.
     """
 
@@ -133,7 +134,7 @@ class _Merged:
         return self._numbers[key]
 
     def _flat(self, node: int) -> list[_Term]:
-        """All terms of a node, and those that they refer to."""
+        """All terms of a node, and the terms that they refer to."""
         if node in self._flattened:
             return self._flattened[node]
         waiting: list[Any] = list(self._terms[node])

@@ -51,13 +51,13 @@ MAX_WAITING_GRAMMARS = 4096
 """Of one API key."""
 
 Validate = Callable[[str, int], str]
-"""Returns what is wrong with a grammar, of which the rules may have so many symbols; an empty text: nothing."""
+"""Returns the flaw of a grammar, whose rules may have so many symbols; an empty text: it has none."""
 Make = Callable[[Validate], str]
-"""Makes a grammar, or raises ``GrammarError``. What takes long in it is done by the other function."""
+"""Makes a grammar, or raises ``GrammarError``. The other function does the part that takes long."""
 
 
 def validate_here(grammar: str, max_symbols: int = _ANY_SYMBOLS) -> str:
-    """Return what is wrong with a grammar, found in this process: it may take any time and memory."""
+    """Return the flaw of a grammar, found in this process: it may take any time and memory."""
     return LLMatcher.validate_grammar(
         grammar, limits=LLParserLimits(verbose_errors=False, max_grammar_size=max_symbols)
     )
@@ -88,7 +88,7 @@ def json_schema_grammar(
 def _schema_grammar(
     encoded: bytes, whitespace: bool, whitespace_pattern: str | None, additional_properties: bool
 ) -> str:
-    """The same of a schema as JSON. What merges large unions takes up to a second, and clients send a schema again."""
+    """The same of a schema as JSON. Merging large unions takes up to a second, and clients send a schema again."""
     schema = simplified(msgspec.json.decode(encoded))
     check_schema(schema)
     if schema is False:
@@ -175,7 +175,7 @@ def context_free_grammar(text: str, validate: Validate = validate_here) -> str:
 def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> str:
     """Return the grammar of texts in which each of ``triggers`` begins one of the structures.
 
-    ``structures``: what begins each, the schema of the JSON text that follows, and what ends it.
+    ``structures``: the text that begins each, the schema of the JSON text in it, and the text that ends it.
 
     Raises:
         GrammarError: no trigger begins a structure, or a schema is not honoured.
@@ -295,7 +295,7 @@ class Grammars:
                 self._checkers.append(checker)
 
     def _flaw(self, grammar: str, checker: Checker) -> str:
-        """Check a grammar, and remember what is wrong with it."""
+        """Check a grammar, and remember its flaw."""
         try:
             check_grammar(grammar, checker.validate)
             flaw = ""
@@ -352,7 +352,7 @@ def _with_schemas(lark: str) -> tuple[str, str]:
         whole.append(lark[at : found.end()])
         try:
             schema, at = decoder.raw_decode(lark, found.end())
-        except ValueError:  # in a comment or a string; else the library says what is wrong
+        except ValueError:  # in a comment or a string; else the library names the error
             rest[-1], at = found[0], found.end()
             continue
         except RecursionError:

@@ -11,15 +11,15 @@ _KNOWN = {
         rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T{_TIME})?|T{_TIME})$"
     ),
 }
-"""What Zod 4 writes for e-mail addresses and durations, and the same without look-ahead."""
+"""Zod 4's expressions of e-mail addresses and durations, and the same without look-ahead."""
 _AHEAD = "^(?="
 _UNIT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """An escaped character, a class of characters, or any other character."""
 
 
 def without_lookahead(pattern: str) -> list[str]:
-    """Return expressions that all match the texts that an expression matches, and no others. What looks ahead at the
-    beginning has one of its own; other look-around stays, and is refused where it is compiled."""
+    """Return expressions that all match the texts that an expression matches, and no others. A look-ahead at the
+    beginning becomes an expression of its own; other look-around stays, and is refused where it is compiled."""
     pattern = _KNOWN.get(pattern, pattern)
     found = []
     while pattern.startswith(_AHEAD) and (end := _group_end(pattern, len(_AHEAD))) > 0:

@@ -1,6 +1,6 @@
 """JSON schemas: which of them can be honoured.
 
-llguidance refuses most keywords that it does not implement. A few it accepts and does not honour; those are refused
+llguidance refuses most keywords that it does not implement. It accepts a few that it does not honour; they are refused
 here, wherever they stand as keywords. Source of what it implements: ``docs/json_schema.md`` of llguidance.
 """
 
@@ -15,17 +15,17 @@ from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.walk import nesting, subschemas, target_of
 
 MAX_LEVELS = 2048
-"""Levels of a schema together with those of all that it refers to: what refers is compiled recursively."""
+"""Levels of a schema and of all schemas that it refers to: references are compiled recursively."""
 MAX_TEXT = 8192
 """Characters of a text in ``enum`` or ``const``: each state of a lexeme takes as long to make as it is long."""
 MAX_OPTIONAL = 480
 """Properties of an object that are not required, or alternatives of ``anyOf``: executors follow 2,000 possibilities at
 a time, and these are up to four each."""
 MAX_AT_LEAST_ONE = 100
-"""Properties that are not required, of a schema with ``minProperties``: what is compiled for that grows with their
+"""Properties that are not required, of a schema with ``minProperties``: the compiled grammar grows with their
 cube."""
 MAX_MULTIPLE = 10_000
-"""What all numbers in ``multipleOf`` divide, apart from powers of ten: so many states a number then has."""
+"""A number that all numbers in ``multipleOf`` divide, apart from powers of ten. A number has so many states then."""
 
 _UNHONOURED = {
     "patternProperties": "properties can be named one by one in properties, or all be alike in additionalProperties",
@@ -34,7 +34,8 @@ _UNHONOURED = {
 
 
 def check_schema(schema: Any) -> int:
-    """Check that what the library accepts of a schema, it honours. Returns how many levels it has (``MAX_LEVELS``).
+    """Check that the library honours all keywords of a schema that it accepts. Returns how many levels it has
+    (``MAX_LEVELS``).
 
     Raises:
         GrammarError: it is no schema, is nested too deeply, or has a keyword that is not honoured.
@@ -43,7 +44,7 @@ def check_schema(schema: Any) -> int:
         raise GrammarError("a JSON schema is an object, true or false")
     depths: dict[int, int] = {}
     nesting(schema, depths)
-    # What is referred to may lie where no schema is looked for.
+    # References may lead to places where no schema is looked for.
     levels, references, walked = 0, ["#"], set[int]()
     everywhere: list[dict[str, Any]] = []
     found = {"#"}
@@ -100,7 +101,7 @@ def _check_values(keywords: dict[str, Any]) -> None:
 
 
 def _check_together(everywhere: Iterable[dict[str, Any]]) -> None:
-    """Check what the schemas in a schema, which may be merged, amount to."""
+    """Check the limits of all schemas in a schema together, because they may be merged."""
     num_optional, at_least_one, multiple = 0, False, 1
     for keywords in everywhere:
         num_optional += _num_optional(keywords)

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in Lark's form as llguidance reads it: what the model may write, in its own format.
+"""Grammars of tool calls, in Lark's form as llguidance reads it. They allow calls in the model's own format.
 
 A delimiter that is a special token of the vocabulary is written as that token, any other one as text. Free text may
 contain no special token.
@@ -33,7 +33,7 @@ _OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required"
 _OF_STRINGS = _ANNOTATIONS | _DEFINITIONS | {"type"}
 _LOOSE = frozenset({"minProperties"})
 _LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
-"""What is followed by nothing but the model, if the function is not strict."""
+"""Keywords that the grammar leaves to the model, if the function is not strict."""
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
 
@@ -81,7 +81,7 @@ class _Shape:
     arguments: Literal["json", "python", "glm"] = "json"
 
     def behind_trigger(self) -> "_Shape":
-        """The same without what has been written before it."""
+        """The same without the trigger."""
         if self.opening:
             return replace(self, opening=self.opening.removeprefix(self.trigger))
         return replace(self, before=self.before.removeprefix(self.trigger))
@@ -209,7 +209,7 @@ class _Grammar:
         return self.rule("until", "/(?s:.*)/", f"[suffix={_quoted(delimiter)}]")
 
     def reasoning(self, output: OutputFormat, start: Start) -> str:
-        """Return the expression of what the model thinks before it answers."""
+        """Return the expression of the model's reasoning before its answer."""
         reasoning = output.reasoning
         if reasoning is None or start == "ended":
             return ""
@@ -282,7 +282,7 @@ class _Grammar:
 
     def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Arguments of a call in Python, whose values JSON and Python write alike."""
-        # From the last property to the first: what may follow if something stands before it, or nothing does.
+        # From the last property to the first: the rest of the arguments, behind another argument or as the first one.
         some = none = '""'
         for name, value, needed in reversed(python_parameters(function.name, schema, function.strict)):
             item = self.rule("argument", f"{_quoted(name + '=')} {self._json(self_contained(value, schema))}")
@@ -333,7 +333,7 @@ def _with_answer(grammar: _Grammar, answer: str) -> str:
 
 
 def _without(texts: Sequence[str]) -> str:
-    """What makes a terminal one that does not contain these texts."""
+    """Return the end of a terminal's expression that excludes these texts."""
     return "".join(f" & ~/(?s:.*){_escaped(text)}(?s:.*)/" for text in texts)
 
 
@@ -375,7 +375,7 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
 
 
 def _properties(function: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the schemas of the parameters by their names, and the names of those that are required."""
+    """Return the schemas of the parameters by their names, and the names of the required ones."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} are not what they name")
@@ -422,7 +422,8 @@ def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
 
 
 def string_choices(function: str, parameter: Parameter, strict: bool) -> Sequence[str] | None:
-    """Return the values of a parameter that is written as it is, without quotes: those of its enum; None: any string.
+    """Return the values of a parameter that is written as it is, without quotes: the values of its enum; None: any
+    string.
 
     ``strict``: as for ``listed_parameters``.
 

@@ -43,7 +43,7 @@ _NO_TYPES: frozenset[str] = frozenset()
 _UNIONS = frozenset({"allOf", "anyOf", "oneOf"})
 
 Reach = tuple[frozenset[str], frozenset[str]]
-"""The types of which a schema may accept some value, and those of which it certainly accepts every value."""
+"""The types of which a schema may accept some value, and the types of which it certainly accepts every value."""
 _STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _APPLICATORS = ("if", "then", "else", "not", "contains")
@@ -53,7 +53,7 @@ _EVALUATING = frozenset({"anyOf", "contains", "if", "patternProperties"})
 _ANY_TEXT = ("", ".*", "^", "^.*", r"[\s\S]*", r"^[\s\S]*$")
 """Patterns that every text matches."""
 _ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$", ".+", "^.+$", "^(.+)$")
-"""Those that every text of one line matches, but for an empty one."""
+"""Patterns that every text of one line matches, but for an empty one."""
 _FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
@@ -67,10 +67,10 @@ _EVALUATED_BESIDE = frozenset(
     {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas", "if"}
     | {"not", "oneOf"}
 )
-"""Keywords that may evaluate items or properties beside those of the same schema."""
+"""Keywords that may evaluate items or properties beside the keywords of the same schema."""
 _LARGEST = 9.22e18
 """A number that just fits 64 bits. llguidance takes no lower bound that does not, and no such upper one where numbers
-need not be integers. Each stands for those beyond it, so a few integers at the end of 64 bits are not allowed."""
+need not be integers. Each stands for the numbers beyond it, so a few integers at the end of 64 bits are not allowed."""
 _BOUNDS = {"minimum": -_LARGEST, "exclusiveMinimum": -_LARGEST, "maximum": _LARGEST, "exclusiveMaximum": _LARGEST}
 _URI = "!#$%&'()*+,-./:;=?@_~"
 """Characters that a reference may have as they are."""
@@ -128,8 +128,8 @@ class _Simplification:
                 continue
 
     def run(self) -> None:
-        """Simplify schemas, each after those that are in it. What others refer to comes first: they ask for what it
-        forbids."""
+        """Simplify schemas, each after those that are in it. Targets of references come first, because
+        simplifying the others needs the types that they accept."""
         for schema in [*self._targets.values(), self.root]:
             for one in reversed(list(subschemas(schema, self._done))):
                 self._drop(one)
@@ -166,7 +166,7 @@ class _Simplification:
         return test is not None and not evaluates and test(self, schema, schema[keyword])
 
     def _rewrite(self, schema: dict[str, Any]) -> None:
-        """Write with other keywords what llguidance does not implement."""
+        """Replace keywords that llguidance does not implement by others."""
         self._rewrite_reference(schema)
         self._rewrite_pattern(schema)
         self._rewrite_bounds(schema)
@@ -196,7 +196,7 @@ class _Simplification:
                 schema[name] = most
 
     def _rewrite_unevaluated(self, schema: dict[str, Any]) -> None:
-        """What no other keyword evaluates, where no other can, are all others."""
+        """Where no other keyword can evaluate items or properties, the unevaluated ones are all others."""
         if _EVALUATED_BESIDE & schema.keys():
             return
         items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
@@ -284,7 +284,7 @@ class _Simplification:
             schema["properties"] |= {name: others for name in names if name not in properties}
         schema["additionalProperties"] = False
 
-    # ---- what a schema forbids ------------------------------------------------------------------------
+    # ---- keywords that forbid --------------------------------------------------------------------------
 
     def resolved(self, schema: Any) -> Any:
         """Return the schema that a schema refers to, if it does nothing else."""
@@ -310,7 +310,7 @@ class _Simplification:
         return self.accepts_all(schema) and not self._finds_unevaluated
 
     def known(self, test: Callable[[Any], Any], schema: Any) -> Any:
-        """Return what a test says of a schema, which is asked once. Simplifying a schema does not change that."""
+        """Return the result of a test of a schema, which is run once. Simplifying a schema does not change that."""
         if (key := (test, id(schema))) not in self._known:
             self._known[key] = schema, test(schema)
         return self._known[key][1]
@@ -320,13 +320,13 @@ _Test = Callable[[_Simplification, dict[str, Any], Any], bool]
 
 
 def _conditional(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
-    """Whether ``if`` decides nothing, because of what follows or because what follows does not."""
+    """Whether ``if`` decides nothing: each branch that may be taken accepts every value."""
     then, otherwise = work.accepts_all(schema.get("then", True)), work.accepts_all(schema.get("else", True))
     return (then or accepts_none(value)) and (otherwise or work.accepts_all(value))
 
 
 def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
-    """Whether what a property brings with it is free, or required anyway."""
+    """Whether the schemas or names that a property requires are free, or required anyway."""
     required, closed, named = required_of(schema), is_closed(schema), properties_of(schema)
     return isinstance(value, dict) and all(
         (closed and of not in named)
@@ -408,7 +408,7 @@ def _add(schema: dict[str, Any], others: Sequence[Any]) -> None:
 
 
 # ---- the values that a schema accepts, as far as that is certain ---------------------------------------
-# References are not followed, because those within unions may multiply. A schema that has one may accept anything.
+# References are not followed, because references within unions may multiply. A schema that has one may accept anything.
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -519,7 +519,7 @@ def properties_of(schema: Mapping[str, Any]) -> Collection[str]:
 
 
 def is_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether an object has no other properties than those that are named."""
+    """Whether an object has no other properties than the named ones."""
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
@@ -543,7 +543,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    """The number of a keyword; what is none is refused where it is checked."""
+    """The number of a keyword. Other values are refused where the schema is compiled."""
     return value if is_number(value := schema.get(keyword)) else default
 
 

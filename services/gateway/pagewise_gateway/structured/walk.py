@@ -19,10 +19,10 @@ _NAMED = frozenset({"dependencies", "dependentSchemas", "properties"})
 
 
 def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all schemas in it; those that are true or false are left out.
+    """Yield a schema and all schemas in it, without ``true`` and ``false``.
 
-    ``walked``: ids of those that were yielded before, which are not yielded again. ``definitions``: whether schemas are
-    yielded that do nothing unless something refers to them.
+    ``walked``: ids of schemas that were yielded before, which are not yielded again. ``definitions``: whether schemas
+    are yielded that do nothing unless something refers to them.
     """
     waiting, walked = [schema], set() if walked is None else walked
     named = _NAMED | _DEFINITIONS if definitions else _NAMED
@@ -60,7 +60,7 @@ def references(value: Any) -> Iterator[str]:
 
 
 def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
-    """Return what a reference inside the schema refers to. ``way``: gets the ids of what leads there.
+    """Return the target of a reference inside the schema. ``way``: gets the ids of the values that lead there.
 
     Raises:
         GrammarError: it refers to nothing in the schema.

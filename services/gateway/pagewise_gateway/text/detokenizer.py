@@ -149,7 +149,7 @@ class _WindowDecoder:
 
     The window is ``_ids``; the text of its first ``_read`` tokens, ``_prefix_text``, has been returned already. As in
     Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete. If
-    there has been only such text for long, because every push ended within a character, what comes before the tokens of
+    there has been only such text for long, because every push ended within a character, the text before the tokens of
     that character is returned.
     """
 
@@ -184,7 +184,7 @@ class _WindowDecoder:
         return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""
 
     def _take(self, window: str, end: int | None = None) -> str:
-        """Return what is new in ``window``, the text of the first ``end`` tokens (None: of all)."""
+        """Return the new part of ``window``, the text of the first ``end`` tokens (None: of all)."""
         open_tokens = 0 if end is None else len(self._ids) - end
         fresh = window[len(self._prefix_text) :]
         if fresh:  # tokens without text (special ones) stay in the window, as long as it is short

@@ -43,7 +43,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take text; return what is final. With ``include``, the returned text ends with the stop string."""
+        """Take text; return the text that is final. With ``include``, the returned text ends with the stop string."""
         if self.matched is not None:
             return ""
         if not self._held and self._strings.by_first_character.keys().isdisjoint(text):

@@ -2,8 +2,8 @@
 
 The APIs allow several turns of one role in a row, a system message anywhere, a user's text behind the result of a tool,
 and ids of any length. Each function here changes a conversation so that a template takes it that refuses one of these.
-What a function makes of a message depends on that message and those before it only, and a message is only ever extended
-by later ones. So the prompt of a turn stays a prefix of the next turn's, as far as the template allows.
+The message that a function makes of another one depends on that message and those before it only, and a message is only
+ever extended by later ones. So the prompt of a turn stays a prefix of the next turn's, as far as the template allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 Message = dict[str, Any]
 
 ID_LENGTH = 9
-"""The length of ids of calls that Mistral's templates check. Those made here have letters and digits only."""
+"""The length of ids of calls that Mistral's templates check. Ids that are made here have letters and digits only."""
 _ALPHABET = digits + ascii_letters
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 
@@ -49,7 +49,7 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_text_in_results(messages: Sequence[Message]) -> list[Message]:
-    """Join what the user says behind the result of a tool with that result."""
+    """Join the user's text behind the result of a tool with that result."""
     return _merged(messages, lambda last, role: (last, role) == ("tool", "user"))
 
 

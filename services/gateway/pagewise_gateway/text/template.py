@@ -36,7 +36,7 @@ RESERVED_NAMES = {
 
 
 class Dialect(NamedTuple):
-    """What a template expects of messages that call tools.
+    """The form in which a template expects messages that call tools.
 
     Fields:
         arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
@@ -61,7 +61,7 @@ _SAID: dict[_Shape, str] = {
     strict_turns.with_names: "no result of a tool without its name: it gets that of the call",
     strict_turns.with_short_ids: "ids of calls of nine characters only: others are shortened",
 }
-"""What is logged of a template that needs one of these."""
+"""The text that is logged for a template that needs one of these."""
 _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
 
 
@@ -81,7 +81,7 @@ class Template:
     ) -> str:
         """Render a conversation. If the template is strict, in the form that it takes.
 
-        ``messages``: their contents are texts, or null. ``options``: those of transformers' function.
+        ``messages``: their contents are texts, or null. ``options``: of transformers' function.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
@@ -239,8 +239,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation.
 
-        ``messages``: role and content, and what else the template knows; a content that is a list of text parts is
-        joined by line breaks. A strict template gets the conversation in the form that it takes (``strict_turns``).
+        ``messages``: role and content, and other fields that the template knows; a content that is a list of text parts
+        is joined by line breaks. A strict template gets the conversation in the form that it takes (``strict_turns``).
         ``tools``: in OpenAI's shape, as the template gets them.
 
         Raises:

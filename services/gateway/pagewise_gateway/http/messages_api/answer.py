@@ -27,7 +27,7 @@ _DELTAS: dict[str, tuple[Literal["text_delta", "thinking_delta", "input_json_del
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""The type of what continues a block of each type, and the field of its text."""
+"""The type of the delta that continues a block of each type, and the field of its text."""
 
 
 class MessageAnswer(EventAnswer):

@@ -22,9 +22,9 @@ _NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_conf
 
 
 def error_detail(error: APIError) -> MessageErrorDetail:
-    """Return what an error says."""
+    """Return the detail of an error."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    if not isinstance(error, UnknownParameterError):  # that one names what the client sent
+    if not isinstance(error, UnknownParameterError):  # that one names the field that the client sent
         error.rename(_NAMES)
     detail = MessageErrorDetail(kind, str(error), error.param, error.code)
     # By this the tool runner of Anthropic's SDK knows that it has to send all messages each time.

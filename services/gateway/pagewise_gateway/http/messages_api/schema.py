@@ -39,7 +39,7 @@ class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="to
 
 
 class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
-    """What a tool has returned."""
+    """The result of a tool."""
 
     tool_use_id: Id
     content: str | list[OnlyText] | None = None
@@ -48,14 +48,14 @@ class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
 
 class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
-    """What the model has thought. Its signature has no effect."""
+    """The model's reasoning. Its signature has no effect."""
 
     thinking: str
     signature: str | None = None
 
 
 class RedactedThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="redacted_thinking"):
-    """What another server has kept for itself; it is left out."""
+    """Reasoning that another server has kept secret; it is left out."""
 
     data: str
 
@@ -112,7 +112,7 @@ class JSONOutput(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """What the text of the answer has to match. ``effort``: the variable ``reasoning_effort`` of the chat template."""
+    """The format of the answer's text. ``effort``: the variable ``reasoning_effort`` of the chat template."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JSONOutput | None = None
@@ -157,7 +157,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessageUsage(Struct):
-    """Token counts; those of the input that were found in the cache are counted apart."""
+    """Token counts. Cached tokens of the input are counted apart."""
 
     input_tokens: int
     output_tokens: int
@@ -191,7 +191,7 @@ class Message(Struct):
 
 
 class BlockDelta(Struct):
-    """What is new in a block, or in the message."""
+    """The new part of a block, or of the message."""
 
     type: Literal["text_delta", "input_json_delta", "thinking_delta"] | UnsetType = UNSET
     text: str | UnsetType = UNSET
@@ -202,7 +202,7 @@ class BlockDelta(Struct):
 
 
 class MessageErrorDetail(Struct):
-    """What went wrong. ``param`` and ``code`` are OpenAI's. ``details``: what clients can do about it."""
+    """An error. ``param`` and ``code`` are OpenAI's. ``details``: a hint for clients."""
 
     type: str
     message: str

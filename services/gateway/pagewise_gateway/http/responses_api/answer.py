@@ -35,7 +35,8 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def begun(response_id: str, model: str, body: schema.ResponsesRequest) -> tuple[schema.Response, int]:
-    """Return the response to a request before it has any output, and the bytes of what it repeats of the request.
+    """Return the response to a request before it has any output, and the bytes of the fields that it repeats of the
+    request.
 
     That is kept as JSON, because it lives as long as the response, and as objects it would take ten times as much.
     """

@@ -1,4 +1,4 @@
-"""The bodies of ``/v1/responses``: OpenAI's shapes, without what would need a store of earlier responses."""
+"""The bodies of ``/v1/responses``: OpenAI's shapes, without the fields that need a store of earlier responses."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ _TOOLS = "Functions. Tools of the other types are left out if there are function
 
 
 class InputText(Struct, forbid_unknown_fields=True):
-    """A text in an item. What earlier answers had besides it has no effect."""
+    """A text in an item. The other fields, which earlier answers had, have no effect."""
 
     text: str
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
@@ -37,7 +37,7 @@ class MessageItem(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningItem(Struct, forbid_unknown_fields=True):
-    """What the model has thought. Its summary has no effect."""
+    """The model's reasoning. Its summary has no effect."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -58,7 +58,7 @@ class FunctionCallItem(Struct, forbid_unknown_fields=True):
 
 
 class FunctionOutputItem(Struct, forbid_unknown_fields=True):
-    """What a function has returned."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -130,14 +130,15 @@ class JSONSchemaText(Struct, forbid_unknown_fields=True, tag_field="type", tag="
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    """What the text of the answer has to match. ``verbosity`` has no effect."""
+    """The format of the answer's text. ``verbosity`` has no effect."""
 
     format: PlainText | JSONObject | JSONSchemaText | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """``effort``: a variable of the chat template. There are no summaries, and the template decides what is kept."""
+    """``effort``: a variable of the chat template. There are no summaries, and the template decides how much reasoning
+    is kept."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -146,7 +147,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
-    """What a stream contains besides its text: nothing."""
+    """Options of a stream, which contains nothing besides its text."""
 
     include_obfuscation: Literal[False] | None = None
 
@@ -251,7 +252,7 @@ class ResponseError(Struct):
 
 
 class Response(Struct):
-    """Answer of ``/v1/responses``. What it repeats of the request is JSON already."""
+    """Answer of ``/v1/responses``. The fields that it repeats of the request are JSON already."""
 
     id: str
     created_at: int

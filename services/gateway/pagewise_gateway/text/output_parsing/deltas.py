@@ -1,4 +1,4 @@
-"""What a parser makes of the text of an output: deltas, and the message that they add up to."""
+"""The deltas that a parser makes of the text of an output, and the message that they add up to."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def joined(deltas: Iterable[Delta]) -> ParsedMessage:
 
 
 class Tools:
-    """What a parser has to know of the tools of a request: their names, and the types of their parameters."""
+    """The names of the tools of a request, and the types of their parameters, which a parser has to know."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any] | None]) -> None:
         """``parameters``: the JSON schema of the parameters of each tool, by its name."""
@@ -132,7 +132,7 @@ def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
 
 
 def schema_types(schema: Any) -> list[str]:
-    """Return the JSON types that a schema declares, of unions those of each part."""
+    """Return the JSON types that a schema declares, or that the parts of its union declare."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")

@@ -20,7 +20,7 @@ class ToolFormat:
 
     Fields:
         read: reads the calls behind a marker.
-        opening, closing: the marker before a call, and what ends it; closing empty: the next marker does.
+        opening, closing: the marker before a call, and the marker behind it; closing empty: the next marker does.
         group: what stands around several calls, each with its opening and closing. inner: delimiters within calls.
         bare: characters with which a text begins that is read as calls though nothing opens them.
         id_length: characters of the ids of calls; 0: any number.
@@ -42,7 +42,7 @@ class ToolFormat:
 
 @dataclass(slots=True, frozen=True)
 class ReasoningFormat:
-    """How a model writes what it thinks. ``implied``: the text begins with it even if nothing opens it."""
+    """How a model writes its reasoning. ``implied``: the text begins with it even if nothing opens it."""
 
     opening: str
     closing: str
@@ -93,7 +93,7 @@ class OutputFormat:
 
     Fields:
         tools, reasoning: how they are written; NO_TOOLS or None: they are not looked for.
-        harmony: whether headers say what follows them.
+        harmony: whether headers announce the kind of the text behind them.
     """
 
     tools: ToolFormat = NO_TOOLS
@@ -127,7 +127,8 @@ class OutputFormat:
         return "implied" if reasoning.implied else "main"
 
     def last_border(self, message: str) -> str:
-        """Return what opened or closed the reasoning last in the beginning of a message; an empty text: nothing did."""
+        """Return the delimiter of reasoning that was last in the beginning of a message; an empty text: there was
+        none."""
         if self.reasoning is None:
             return ""
         if self.reasoning.closing in message:

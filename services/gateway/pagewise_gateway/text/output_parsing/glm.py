@@ -12,7 +12,7 @@ _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 _NAME_PART = re.compile(rf"\s*(?:{NAME})?\s*")
 _MOST_NAME = 512
-"""Characters of a name with the space around it; what is longer is no call."""
+"""Characters of a name with the space around it. A longer text is no call."""
 
 
 def glm_call(source: CallText, tools: Tools) -> Generator[None]:
@@ -24,7 +24,7 @@ def glm_call(source: CallText, tools: Tools) -> Generator[None]:
         name = yield from _name(source)
     except EndOfTextError as end:
         name = source.text.strip()
-        if end.closed and name in tools:  # nothing else tells it from a word
+        if end.closed and name in tools:  # no other sign distinguishes it from a word
             source.call(name)
             source.add("{}")
         return

@@ -1,7 +1,7 @@
-"""Reads the outputs of gpt-oss: messages, each with a header that says whether it is reasoning, content or a call.
+"""Reads the outputs of gpt-oss: messages, each with a header that announces reasoning, content or a call.
 
 A header stands at the beginning and behind the end of a message, and the end of a message stands before a header or at
-the end. What looks like one of them elsewhere is text of the message.
+the end. Elsewhere, text that looks like one of them is text of the message.
 """
 
 import re
@@ -52,7 +52,7 @@ class HarmonyScanner(Scanner):
         self._some = False  # whether there are any arguments
 
     def _header(self) -> bool:
-        """In what may be a header, which stands behind ``_num_before`` characters."""
+        """In a possible header, which begins behind ``_num_before`` characters."""
         text = self._pending[self._num_before :]
         start, end = first_of(text, (_MESSAGE, _CALL)) or (-1, -1)
         if start < 0 and not self._final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
@@ -80,7 +80,7 @@ class HarmonyScanner(Scanner):
         return True
 
     def _body(self) -> bool:
-        """In a message, up to what ends it."""
+        """In a message, up to its end."""
         text, found = self._pending, first_of(self._pending, _ENDS)
         start, end = found or (len(text) - (0 if self._final else begun(text, _ENDS)),) * 2
         self._text(text[:start])
@@ -95,7 +95,7 @@ class HarmonyScanner(Scanner):
         return True
 
     def _behind(self) -> bool:
-        """Behind what may end a message."""
+        """Behind a possible end of a message."""
         behind = self._pending[self._num_before :]
         begin = behind.lstrip()
         if not begin and self._final:
@@ -122,7 +122,7 @@ class HarmonyScanner(Scanner):
             self._some = True
             end = self._arguments.end(text, 0)
             self._message.add([Delta("arguments", text if end < 0 else text[:end])])
-            if end >= 0:  # what follows arguments is no part of them
+            if end >= 0:  # the text behind arguments is no part of them
                 self._end_message(False)
                 self._message.content.push(text[end:])
 

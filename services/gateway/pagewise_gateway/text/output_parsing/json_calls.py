@@ -9,7 +9,7 @@ from pagewise_gateway.text.output_parsing.deltas import Tools, as_text
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
 
 _MOST_KEY = 256
-"""Characters of the longest name of a member; what is longer is no call."""
+"""Characters of the longest name of a member. An object with a longer one is no call."""
 _ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _BETWEEN = re.compile(r"[\s,;\[\]}]*+")
@@ -21,7 +21,7 @@ _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?=\S)', re.DOTALL)
 _OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
 
 _MOST_HEADER = 512
-"""Characters before the arguments of a call; what is longer is no call."""
+"""Characters before the arguments of a call. A longer text is no call."""
 NAME = r"""[^\s\[\]{}<>()"'`]+"""
 """A name that a header may have."""
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
@@ -33,8 +33,8 @@ def json_calls(source: CallText, known: Tools | None = None) -> Generator[None]:
     """Read objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
     Arguments are passed on as they are written. Brackets too many before the delimiter are a part of the calls.
-    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls. Nothing
-    else tells them from an answer in JSON where no marker opens them.
+    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls. Where no
+    marker opens them, nothing else distinguishes them from an answer in JSON.
     """
     in_list = False
     while True:

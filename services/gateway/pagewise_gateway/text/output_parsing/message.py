@@ -28,7 +28,7 @@ class MessageBuilder:
         self._parallel = parallel
 
     def take(self) -> list[Delta]:
-        """Return what is new."""
+        """Return the new deltas."""
         new = self._deltas.copy()
         self._deltas.clear()
         return new
@@ -39,7 +39,7 @@ class MessageBuilder:
         self.reasoning.border()
 
     def add(self, found: list[Delta]) -> None:
-        """Add what a reader of calls has found."""
+        """Add the deltas of a reader of calls."""
         for delta in found:
             if delta.kind == "content":
                 self.content.push(delta.text)
@@ -58,7 +58,7 @@ class MessageBuilder:
         elif not self.whole:
             if self._arguments is None:
                 self._arguments = JsonValue()
-                self.whole = delta.text[0] not in '{["'  # what a reader has not understood comes as a whole
+                self.whole = delta.text[0] not in '{["'  # text that a reader has not understood comes as a whole
             self.whole = self.whole or self._arguments.end(delta.text, 0) >= 0
 
 
@@ -108,13 +108,13 @@ class Scanner:
         self._final = False  # whether no more text comes
 
     def push(self, text: str) -> None:
-        """Take text, and add what is new to the message."""
+        """Take text, and add its deltas to the message."""
         self._pending += text
         while self._pending and self._state(self):
             pass
 
     def finish(self) -> None:
-        """Add what was held back. No more text comes."""
+        """Add the text that was held back. No more text comes."""
         self._final = True
         while self._pending and self._state(self):
             pass

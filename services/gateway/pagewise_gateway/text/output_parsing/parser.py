@@ -1,7 +1,7 @@
 """Finds reasoning, content and tool calls in a text that arrives in pieces, where texts delimit them.
 
-A delimiter is one only where the format has it: what opens reasoning stands at the beginning, what closes it closes
-reasoning that is open, and a marker of calls is followed by a call. Anything else is content. So the text behind a
+A delimiter counts only where the format has it: reasoning is opened at the beginning, and closed where it is open, and
+a marker of calls is followed by a call. Anything else is content. So the text behind a
 marker is held back until a reader has found a call in it, which is when its name is there, or has found that there is
 none: then it is looked at once more, without the marker.
 """
@@ -15,10 +15,11 @@ from pagewise_gateway.text.output_parsing.message import MessageBuilder, Scanner
 from pagewise_gateway.text.output_parsing.reader import CallReader
 
 _MOST_HELD = 262_144
-"""Characters in which a call has to begin behind its marker. What is held is looked at again if it is no call."""
+"""Characters in which a call has to begin behind its marker. The text that is held is looked at again if it is no
+call."""
 _MOST_RESCANNED = 65_536
-"""Characters that are looked at again in one output. More markers that begin no call are content, with what follows:
-each of thousands of markers would have all the text behind it looked at again."""
+"""Characters that are looked at again in one output. More markers that begin no call are content, with the text behind
+them: each of thousands of markers would have all the text behind it looked at again."""
 _MOST_SPACE = 256
 """Characters of white space between the marker of a group of calls and that of the first one."""
 
@@ -40,7 +41,7 @@ class TextScanner(Scanner):
         self._format, self._tools = output, tools
         self._calls_first = calls_first
         self._implied = start == "implied"
-        self._bare = output.tools.bare  # what may begin calls without a marker
+        self._bare = output.tools.bare  # characters that may begin calls without a marker
         # Text that may be calls: its marker, the text behind it until a call has begun, and whether it is in a group.
         self._reader: CallReader | None = None
         self._marker, self._grouped = "", False
@@ -57,7 +58,7 @@ class TextScanner(Scanner):
                 message.content.border()
 
     def finish(self) -> None:
-        """Add what was held back. No more text comes."""
+        """Add the text that was held back. No more text comes."""
         self._final = True
         while self._pending or self._reader is not None:
             if not self._state(self) and self._reader is not None:
@@ -83,7 +84,7 @@ class TextScanner(Scanner):
         return True
 
     def _reasoning(self) -> bool:
-        """In reasoning, up to what closes it."""
+        """In reasoning, up to its end."""
         assert self._format.reasoning is not None
         closing = (self._format.reasoning.closing,)
         text, found = self._pending, first_of(self._pending, closing)
@@ -96,7 +97,7 @@ class TextScanner(Scanner):
         return True
 
     def _answer(self) -> bool:
-        """In content, up to what may begin calls."""
+        """In content, up to a possible call."""
         tools, content = self._format.tools, self._message.content
         if self._calls_first and content.begun:
             self._pass_on(content.push, ())
@@ -153,7 +154,7 @@ class TextScanner(Scanner):
         return True
 
     def _calls(self) -> bool:
-        """In what may be calls, up to what ends them."""
+        """In possible calls, up to their end."""
         tools, reader = self._format.tools, self._reader
         assert reader is not None
         text, ends = self._pending, (tools.closing,) if tools.closing else tools.markers
@@ -173,7 +174,7 @@ class TextScanner(Scanner):
             self._end(reader, True, "", text[start:])
         return True
 
-    # ---- what the states do ---------------------------------------------------------------------------
+    # ---- steps of the states --------------------------------------------------------------------------
 
     def _pass_on(self, push: Callable[[str], None], delimiters: tuple[str, ...]) -> None:
         """Pass on text in which no delimiter is, but for the characters that may begin one."""
@@ -189,7 +190,7 @@ class TextScanner(Scanner):
         self._state = TextScanner._calls
 
     def _feed(self, reader: CallReader, text: str) -> bool:
-        """Give text to the reader; returns whether it goes on. If not, what follows is in ``_pending``."""
+        """Give text to the reader; returns whether it goes on. If not, the text behind the calls is in ``_pending``."""
         if not text:
             return True
         if not reader.called:
@@ -277,12 +278,12 @@ class MessageParser:
         return self._message.whole
 
     def push(self, text: str) -> list[Delta]:
-        """Take text; return what is new in the message."""
+        """Take text; return the new deltas of the message."""
         self._scanner.push(text)
         return self._message.take()
 
     def finish(self) -> list[Delta]:
-        """Return what was held back. No more text comes."""
+        """Return the deltas of the text that was held back. No more text comes."""
         self._scanner.finish()
         self._message.content.finish()
         return self._message.take()

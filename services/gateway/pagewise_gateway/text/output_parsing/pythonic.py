@@ -17,7 +17,7 @@ from pagewise_gateway.text.output_parsing.deltas import Tools, as_json, is_json
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
 
 _MOST_BEGIN = 512
-"""Characters in which a call has to begin; what is longer is no call."""
+"""Characters in which a call has to begin. A longer text is no call."""
 _BEGIN = re.compile(r"(?:```(?:tool_code|python)?\s*)?\[?\s*([A-Za-z_][\w.-]*)\(")
 _MAY_BEGIN = re.compile(r"(?:`{1,3}[a-z_]*\s*)?\[?\s*(?:[A-Za-z_][\w.-]*)?")
 _NEXT = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
@@ -34,7 +34,7 @@ _BODY = {
     for sign in "\"'"
     for quote, again in ((sign, "(?!)"), (3 * sign, f"{sign}{{1,2}}(?=[^{sign}])"))
 }
-"""What the strings of these quotes contain, as far as it is there."""
+"""Match the contents of a string with these quotes, as far as it is there."""
 _NAMES = {"true": True, "false": False, "null": None}
 
 

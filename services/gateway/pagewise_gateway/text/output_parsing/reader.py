@@ -30,7 +30,7 @@ class CallText:
     """The text that a reader reads, and the deltas that it makes of the text.
 
     Fields:
-        text: what has not been read yet.
+        text: the text that has not been read yet.
         called: whether a call has begun. Before that, there are no deltas.
         quoting: whether the text goes on inside of a string, in which a delimiter is a part of the string.
     """
@@ -109,7 +109,7 @@ class CallReader:
         return self._source.quoting
 
     def push(self, text: str) -> list[Delta]:
-        """Take text; return what is new."""
+        """Take text; return the new deltas."""
         source = self._source
         source.text += text
         for _ in self._steps:  # up to where it waits
@@ -119,7 +119,7 @@ class CallReader:
         return self._new()
 
     def finish(self, closed: bool) -> list[Delta]:
-        """Return what is left. ``closed``: a delimiter has ended the calls, and not the end of the output."""
+        """Return the last deltas. ``closed``: a delimiter has ended the calls, and not the end of the output."""
         with suppress(EndOfTextError, StopIteration):
             self._steps.throw(EndOfTextError(closed))
         return self._new()
@@ -142,8 +142,8 @@ class JsonValue:
 
     @property
     def quoting(self) -> bool:
-        """Whether the text goes on inside of a string. What is open behind a line break is none: a quote is missing, or
-        one was not escaped."""
+        """Whether the text goes on inside of a string. A string does not go on behind a line break: a quote is missing,
+        or one was not escaped."""
         return self._string and not self._raw
 
     def end(self, text: str, at: int) -> int:
