@@ -8,7 +8,6 @@ of an output, where all rows of an executor wait for it.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pagewise_gateway.structured.errors import GrammarError
@@ -19,8 +18,6 @@ MAX_WORK = 200_000
 _FORMAT_CLASSES, _FORMAT_CHARACTERS = 8, 256
 """Classes of a ``format`` that allow one byte (``email`` has seven with digits), and characters of a long one."""
 _MOST_NODES = 20_000
-_MOST_POWER = 18
-"""Twos of which the product is above the limit."""
 _CLASS = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\[a-zA-Z]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\.", re.DOTALL)
 _FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")
 _LARK = re.compile(
@@ -28,6 +25,9 @@ _LARK = re.compile(
     r"|^[ \t]*[?!]?(?P<rule>[A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:|(?P<name>[A-Z_][A-Z0-9_]*)\b|(?P<both>&)",
     re.MULTILINE,
 )
+
+_MOST_SIZE = (MAX_WORK, MAX_WORK, 17)
+"""Classes, characters and joints of a terminal, from which on they are too many: 2**18 is above the limit."""
 
 _Term = dict[str, Any] | frozenset[int]
 """A schema, or numbers of nodes of which one has to match."""
@@ -246,58 +246,49 @@ def check_terminals(lark: str) -> None:
     Raises:
         GrammarError: a terminal joins too many.
     """
-    terminals: dict[str, _Terminal] = {}
-    terminal = terminals.setdefault("", _Terminal())
+    terminals: dict[str, list[re.Match[str]]] = {"": []}
+    parts = terminals[""]
     for found in _LARK.finditer(lark):
         if found["rule"]:
-            terminal = terminals.setdefault(found["rule"], _Terminal())
-        elif found["regex"]:
-            terminal.classes += num_classes(found["regex"]) - 2
-            terminal.characters += len(found["regex"])
-        elif found["text"]:
-            terminal.characters += len(found["text"])
-        elif found["name"]:
-            terminal.references.append(found["name"])
-        elif found["both"]:
-            terminal.conjunctions += 1
-    if any(terminal.conjunctions for terminal in terminals.values()):
-        try:
-            _check_joined(terminals)
-        except RecursionError:
-            raise GrammarError("terminals refer to each other too deeply") from None
+            parts = terminals.setdefault(found["rule"], [])
+        else:
+            parts.append(found)
+    if not any(part["both"] for parts in terminals.values() for part in parts):
+        return
+    totals: dict[str, _Size] = {}
+    try:
+        for name in terminals:
+            size = _size_of(name, terminals, totals)
+            combinations = (2 + size.classes) ** (size.conjunctions + 1)
+            if Together(size.conjunctions + 1, combinations, size.characters).too_much:
+                raise GrammarError(
+                    f"the expressions that {name} joins with & are too many, or too long: combinations of their "
+                    f"classes of characters, times characters, may be at most {MAX_WORK}"
+                )
+    except RecursionError:
+        raise GrammarError("terminals refer to each other too deeply") from None
 
 
-@dataclass(slots=True)
-class _Terminal:
-    """The expressions of a terminal or a rule: classes, characters, how often they are joined, other terminals."""
+class _Size(NamedTuple):
+    """The expressions of a terminal: their classes (beside the two that each has) and characters, and their joints."""
 
-    classes: int = 2
+    classes: int = 0
     characters: int = 0
     conjunctions: int = 0
-    references: list[str] = field(default_factory=list)
 
 
-def _check_joined(terminals: dict[str, _Terminal]) -> None:
-    totals: dict[str, _Terminal] = {}
-
-    def total(name: str) -> _Terminal:
-        """A terminal with all that it refers to."""
-        if name in totals:
-            return totals[name]
-        own = terminals.get(name, _Terminal())
-        whole = totals[name] = _Terminal()  # one that refers to itself is refused by the library
-        whole.classes, whole.characters, whole.conjunctions = own.classes, own.characters, own.conjunctions
-        for inner in map(total, own.references):
-            whole.classes = min(whole.classes + inner.classes - 2, MAX_WORK)
-            whole.characters = min(whole.characters + inner.characters, MAX_WORK)
-            whole.conjunctions = min(whole.conjunctions + inner.conjunctions, _MOST_POWER)
-        return whole
-
-    for name in terminals:
-        whole = total(name)
-        combinations = whole.classes ** min(whole.conjunctions + 1, _MOST_POWER)
-        if Together(whole.conjunctions + 1, combinations, whole.characters).too_much:
-            raise GrammarError(
-                f"the expressions that {name} joins with & are too many, or too long: combinations of their classes "
-                f"of characters, times characters, may be at most {MAX_WORK}"
-            )
+def _size_of(name: str, terminals: dict[str, list[re.Match[str]]], totals: dict[str, _Size]) -> _Size:
+    """Return the size of a terminal with all that it refers to. ``totals``: gets the sizes by their names."""
+    if name not in totals:
+        totals[name] = _Size()  # a terminal that refers to itself is refused by the library
+        sizes = [_Size()]
+        for part in terminals.get(name, ()):
+            if part["name"]:
+                sizes.append(_size_of(part["name"], terminals, totals))
+            elif part["regex"]:
+                sizes.append(_Size(num_classes(part["regex"]) - 2, len(part["regex"])))
+            else:
+                sizes.append(_Size(0, len(part["text"] or ""), bool(part["both"])))
+        sums = map(sum, zip(*sizes, strict=True))
+        totals[name] = _Size(*map(min, sums, _MOST_SIZE))
+    return totals[name]

@@ -1,6 +1,7 @@
 """The formats in which models write reasoning and tool calls, by the names of vLLM's parsers."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from pagewise_gateway.text.output_parsing import harmony
@@ -136,9 +137,7 @@ class OutputFormat:
         return self.reasoning.opening if message.lstrip().startswith(self.reasoning.opening) else ""
 
 
-_made: dict[tuple[str | None, str | None], OutputFormat] = {}
-
-
+@cache
 def make_format(tool_parser: str | None, reasoning_parser: str | None) -> OutputFormat | None:
     """Return the format that these parsers read; None if neither is given.
 
@@ -147,12 +146,8 @@ def make_format(tool_parser: str | None, reasoning_parser: str | None) -> Output
     """
     if tool_parser is None and reasoning_parser is None:
         return None
-    key = tool_parser, reasoning_parser
-    if key not in _made:
-        tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else NO_TOOLS
-        reasoning = REASONING_FORMATS[reasoning_parser] if reasoning_parser is not None else None
-        if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
-            _made[key] = OutputFormat(tools, harmony=True)
-        else:
-            _made[key] = OutputFormat(tools, reasoning)
-    return _made[key]
+    tools = TOOL_FORMATS[tool_parser] if tool_parser is not None else NO_TOOLS
+    reasoning = REASONING_FORMATS[reasoning_parser] if reasoning_parser is not None else None
+    if tool_parser == HARMONY_TOOLS or reasoning_parser == HARMONY_REASONING:
+        return OutputFormat(tools, harmony=True)
+    return OutputFormat(tools, reasoning)
