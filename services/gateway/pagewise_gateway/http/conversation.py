@@ -11,7 +11,7 @@ from pagewise_shared.errors import ConfigError
 
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import MAX_TEMPLATE_KWARGS_DEPTH, ChatMessage, ChatRequest, TokenizeRequest
-from pagewise_gateway.http.tool_schema import AssistantToolCall, NamedToolChoice, Tool
+from pagewise_gateway.http.tool_schema import NamedToolChoice, Tool
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -89,25 +89,33 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
 
 def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     """Return a message as templates expect it."""
-    content: object = message.content
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message, dialect)}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning or message.reasoning_content:
+        fields["reasoning"] = fields["reasoning_content"] = reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments, dialect),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _content(message: ChatMessage, dialect: Dialect) -> str | list[dict[str, str]] | None:
     if isinstance(message.content, list):
-        content = [{"type": "text", "text": part.text} for part in message.content]
-    elif content is None and (dialect.empty_content or not message.tool_calls):
-        content = ""
-    reasoning = message.reasoning or message.reasoning_content
-    fields = {
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning": reasoning,
-        "reasoning_content": reasoning,
-        "tool_calls": [_called(call, dialect) for call in message.tool_calls or ()],
-    }
-    return {"role": message.role, "content": content, **{name: value for name, value in fields.items() if value}}
-
-
-def _called(call: AssistantToolCall, dialect: Dialect) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments, dialect)}
-    return {"id": call.id, "type": "function", "function": function}
+        return [{"type": "text", "text": part.text} for part in message.content]
+    empty = message.content is None and (dialect.empty_content or not message.tool_calls)
+    return "" if empty else message.content
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest, default: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -2,11 +2,11 @@
 
 import secrets
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagewise_shared.protocol import Adapter
-from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, token_constraints
+from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, TokenConstraints, token_constraints
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.clients import Client
@@ -25,26 +25,34 @@ MAX_CANDIDATES = 512
 """Most continuations of one hypothesis of a beam search that an executor reports for every token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
-_SAMPLING_FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
     "min_tokens",
 )
-"""The fields that sampling parameters take as they are; ``SamplingParams`` has their defaults."""
-_OF_BEAM_SEARCH: dict[str, Sequence[object]] = {"length_penalty": (1.0,), "early_stopping": (False,)}
-"""The fields of a beam search, and the values that are the same without one."""
-_WITHOUT_BEAM_SEARCH: dict[str, Sequence[object]] = {
+"""Sampling parameters that ``SamplingParams`` has with the same meaning; None in a body is the default there."""
+# Field -> values that ask for nothing. Null and false always do.
+_ONLY_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ()}
+_NOT_BEAMS: dict[str, tuple[object, ...]] = {
     "stop": ("", []),
+    "logprobs": (),
+    "echo": (),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
-    "logit_bias": ({},),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_k": (-1, 0),
-    "min_tokens": (0,),
-    **dict.fromkeys(("temperature", "min_p", "presence_penalty", "frequency_penalty"), (0.0,)),
-    **dict.fromkeys(("top_p", "repetition_penalty"), (1.0,)),
 }
-"""The fields that a beam search does not support, and their values that have no effect."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,9 +145,14 @@ def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
 
 def _check_beam_search(body: GenerationFields, n: int) -> None:
     """Refuse fields that beam search does not support, and fields that only beam search has."""
+    refused, problem = _ONLY_BEAMS, "is only allowed with use_beam_search"
+    if body.use_beam_search:
+        refused, problem = _NOT_BEAMS, "cannot be used with use_beam_search"
+    for name, harmless in refused.items():
+        value = getattr(body, name, None)
+        if value is not False and value not in (None, *harmless):
+            raise InvalidRequestError(f"{name} {problem}", name)
     if not body.use_beam_search:
-        for name in _fields_in_use(body, _OF_BEAM_SEARCH):
-            raise InvalidRequestError(f"{name} is only allowed with use_beam_search", name)
         return
     ends = len(body.stop_token_ids or ())
     if n * (2 + ends) > MAX_CANDIDATES:
@@ -148,19 +161,8 @@ def _check_beam_search(body: GenerationFields, n: int) -> None:
             f"beams * (stop_token_ids + 2) may be at most {MAX_CANDIDATES}",
             "stop_token_ids" if ends else "n",
         )
-    for name in _fields_in_use(body, _WITHOUT_BEAM_SEARCH):
-        raise InvalidRequestError(f"{name} cannot be used with use_beam_search", name)
     if body.max_tokens == 0:
         raise InvalidRequestError("max_tokens must be at least 1 with use_beam_search", "max_tokens")
-
-
-def _fields_in_use(body: GenerationFields, without_effect: Mapping[str, Sequence[object]]) -> Iterator[str]:
-    """Yield the fields of a body that have an effect. ``without_effect``: values that have none, beside null."""
-    for name, values in without_effect.items():
-        value = getattr(body, name, None)
-        # By their types as well: 0 log-probabilities are some, false asks for none.
-        if value is not None and not any(value == one and type(value) is type(one) for one in values):
-            yield name
 
 
 def sampling_params(
@@ -175,34 +177,42 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
 
-    ``bad_words``: the token sequences of the body's (``bad_word_tokens``). ``grammar``: of the output, which ends where
-    the grammar does; ``ignore_eos`` then only forbids an earlier end.
+    ``bad_words``: what ``bad_word_tokens`` makes of the body's. ``grammar``: what the output has to match; it ends
+    where the grammar does, even with ``ignore_eos``, which then only forbids to end before.
 
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
     """
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:  # which keeps the likeliest token
-        given |= {"temperature": 0.0, "top_p": 1.0}
-    given["top_k"] = max(0, given.get("top_k", 0))
-    given["seed"] = given.get("seed", secrets.randbits(63)) % 2**64
-    stop_ids: Sequence[int] = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
-    ends = [token for token in tokenizer.eos_token_ids if token < capacity.vocab_size]  # others are never sampled
+    stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
+    ends = sorted(token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
     if grammar or not body.ignore_eos:
-        stop_ids = sorted({*stop_ids, *ends})
+        stop_ids = tuple(sorted({*stop_ids, *ends}))
     if grammar and body.ignore_eos:
-        bad_words = [*bad_words, *zip(sorted(ends))]  # each alone
+        bad_words = [*bad_words, *((token,) for token in ends)]
+    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    # A top_p of 0 keeps the most likely token only.
+    if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
+        given |= {"temperature": 0.0, "top_p": 1.0}
     return SamplingParams(
         **given,
-        stop_token_ids=tuple(stop_ids),
+        top_k=max(0, body.top_k or 0),
+        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        stop_token_ids=stop_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraints=token_constraints(
-            _allowed_token_ids(body.allowed_token_ids, capacity),
-            _logit_bias(body.logit_bias, capacity),
-            [word for word in bad_words if max(word, default=0) < capacity.vocab_size],  # others are never sampled
-        ),
+        constraints=_constraints(body, bad_words, capacity),
         grammar=grammar,
+    )
+
+
+def _constraints(
+    body: GenerationFields, bad_words: Sequence[tuple[int, ...]], capacity: Capacity
+) -> TokenConstraints | None:
+    """Return which tokens a request forbids or favours; None: none."""
+    return token_constraints(
+        _allowed_token_ids(body.allowed_token_ids or [], capacity),
+        _logit_bias(body.logit_bias or {}, capacity),
+        (word for word in bad_words if max(word, default=0) < capacity.vocab_size),  # others are never sampled
     )
 
 
@@ -320,8 +330,8 @@ def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[in
     return tuple(ids or ())
 
 
-def _allowed_token_ids(ids: list[int] | None, capacity: Capacity) -> tuple[int, ...]:
-    if ids is not None and len(ids) > capacity.vocab_size:
+def _allowed_token_ids(ids: list[int], capacity: Capacity) -> tuple[int, ...]:
+    if len(ids) > capacity.vocab_size:
         raise InvalidRequestError(
             f"allowed_token_ids: {len(ids)} token ids are more than the vocabulary has, which is {capacity.vocab_size}",
             "allowed_token_ids",
@@ -329,9 +339,9 @@ def _allowed_token_ids(ids: list[int] | None, capacity: Capacity) -> tuple[int, 
     return _token_ids("allowed_token_ids", ids, capacity)
 
 
-def _logit_bias(bias: dict[str, float] | None, capacity: Capacity) -> dict[int, float]:
+def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
-    for key, value in (bias or {}).items():
+    for key, value in bias.items():
         # The length is checked first: converting a string of a million digits to a number takes long.
         if len(key) > 10 or not (key.isascii() and key.isdigit()) or int(key) >= capacity.vocab_size:
             raise InvalidRequestError(

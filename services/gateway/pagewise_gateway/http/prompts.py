@@ -74,48 +74,40 @@ class Encoded(NamedTuple):
     text: str = ""
 
 
-_SEGMENTS_IN: dict[str, tuple[type, type, str]] = {
-    "texts": (str, str, "segments.texts are of one prompt that is a text"),
-    "ranges": (list, int, "segments.ranges are of one prompt of token ids"),
-    "parts": (str, bool, ""),
-}
-"""For each way to name segments: the type of the prompt, that of a root (which may be true or false besides), and the
-error of another prompt."""
-
-
-def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ()) -> None:
-    """Check that segments are named in one way that fits the prompt, and that other fields allow them.
-
-    ``prompts``: of a completion.
+def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ("",)) -> None:
+    """Check what a request with segments may not ask for besides. ``prompts``: of a completion; a chat has one text.
 
     Raises:
-        InvalidRequestError: they are not, or do not.
+        InvalidRequestError: it does.
     """
-    asked = body.segments if body.segments is not None else Segments()
-    marked, given = 0, prompts[0] if len(prompts) == 1 else None
-    if isinstance(body, ChatRequest):
-        marked, given = num_marked(body.messages), ""
+    marked = num_marked(body.messages) if isinstance(body, ChatRequest) else 0
     if body.segments is None and not marked:
         return
     if marked > MAX_SEGMENTS:
         raise InvalidRequestError(f"{marked} marked parts are too many: at most {MAX_SEGMENTS}", "messages")
-    named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "parts": marked > 0}
-    if sum(named.values()) != 1:
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError("segments and truncate_prompt_tokens cannot be used together", "segments")
+    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+        raise InvalidRequestError(
+            "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
+        )
+    _check_names(body.segments or Segments(), marked, prompts)
+
+
+def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]]) -> None:
+    """Check that segments are named in one way, which suits the prompt, and their root with it."""
+    named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "marks": marked > 0}
+    ways = [way for way, used in named.items() if used]
+    if len(ways) != 1:
         raise InvalidRequestError(
             "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways", "segments"
         )
-    prompt_type, root_type, other_prompt = _SEGMENTS_IN[next(filter(named.get, named))]
-    unscored = "there are no log-probabilities of a prompt (echo) whose segments are not computed"
-    problems = {
-        "segments and truncate_prompt_tokens cannot be used together": body.truncate_prompt_tokens is not None,
-        f"segments: {unscored}": bool(getattr(body, "echo", None)) and body.logprobs is not None,
-        other_prompt: not isinstance(given, prompt_type),
-        "segments.root is a text with texts, and a number of tokens with ranges": (
-            type(asked.root) not in (root_type, bool, type(None))
-        ),
-    }
-    for problem in filter(problems.get, problems):
-        raise InvalidRequestError(problem, "segments")
+    kind, root = {"texts": (str, str), "ranges": (list, int), "marks": (str, bool)}[ways[0]]
+    if len(prompts) != 1 or not isinstance(prompts[0], kind):
+        of = "of token ids" if kind is list else "that is a text"
+        raise InvalidRequestError(f"segments.{ways[0]} are of one prompt {of}", "segments")
+    if type(asked.root) not in (root, bool, type(None)):
+        raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
 
 
 def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[str, str]]:
@@ -306,7 +298,7 @@ async def encode_chat(
         messages, marked = mark_parts(body.messages or ())
         rendered = render_chat(service.tokenizer, body, messages, service.formats.template_kwargs)
         parts = unmark(rendered, marked) if marked else cut(rendered, getattr(body, "segments", None))
-        text = "".join(part.text for part in parts)
+        text = "".join([part.text for part in parts])
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
