@@ -10,15 +10,14 @@ gateway after the other comes back, and Prometheus would take each jump for new 
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pagewise_shared.protocol import MetricFamily
+from pagewise_shared.protocol import MetricFamily, MetricSample
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_TYPES = ("counter", "gauge", "histogram")
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 _MOST_SAMPLES = 50_000
 _MOST_GONE = 64
@@ -70,7 +69,7 @@ class GatewayMetrics(Collector):
         self._gone: dict[str, _Source] = {}
         self._sum_of_gone: _Families = {}
 
-    def take(self, identity: bytes, instance: str, families: Iterable[MetricFamily], *, older: bool = False) -> bool:
+    def take(self, identity: bytes, instance: str, families: Sequence[MetricFamily], *, older: bool = False) -> bool:
         """The gateway with this connection tells what it has counted so far; False: that makes no sense.
 
         ``instance``: of its process, which may have had other connections. ``older``: it had joined a scheduler before,
@@ -172,26 +171,34 @@ def _less(families: _Families, before: _Families) -> _Families:
     }
 
 
-def _understood(families: Iterable[MetricFamily]) -> _Families | None:
+def _understood(families: Sequence[MetricFamily]) -> _Families | None:
     """Metric families by name; None if there are any that Prometheus would not take."""
+    if sum(len(family.samples) for family in families) > _MOST_SAMPLES:
+        return None
     understood: _Families = {}
-    samples = 0
     for family in families:
-        if family.type not in _TYPES or not _NAME.fullmatch(family.name) or family.name in understood:
+        if family.type not in _SUFFIXES or not _NAME.fullmatch(family.name) or family.name in understood:
             return None
-        samples += len(family.samples)
-        if samples > _MOST_SAMPLES:
+        if not all(_is_sample(sample, family) for sample in family.samples):
             return None
-        mine = understood[family.name] = _Family(family.documentation, family.type)
-        for sample in family.samples:
-            suffix = sample.name.removeprefix(family.name)
-            good_labels = all(_NAME.fullmatch(label) for label, _ in sample.labels)
-            least = -math.inf if family.type == "gauge" else 0.0
-            if suffix == sample.name or suffix not in _SUFFIXES[family.type] or not good_labels:
-                return None
-            if not math.isfinite(sample.value):
-                continue
-            if sample.value < least:
-                return None
-            mine.values[sample.name, tuple(sorted(sample.labels))] = sample.value
+        understood[family.name] = _Family(
+            family.documentation,
+            family.type,
+            {
+                (sample.name, tuple(sorted(sample.labels))): sample.value
+                for sample in family.samples
+                if math.isfinite(sample.value)
+            },
+        )
     return understood
+
+
+def _is_sample(sample: MetricSample, family: MetricFamily) -> bool:
+    """Whether a sample is one of this family, with names and a value that Prometheus would take."""
+    name, suffix = sample.name[: len(family.name)], sample.name[len(family.name) :]
+    return (
+        name == family.name
+        and suffix in _SUFFIXES[family.type]
+        and all(_NAME.fullmatch(label) for label, _ in sample.labels)
+        and (family.type == "gauge" or not -math.inf < sample.value < 0)
+    )

@@ -7,7 +7,6 @@ import time
 
 import zmq
 from pagewise_scheduler.actors import router_socket
-from pagewise_scheduler.actors.router_socket import Mailbox
 from pagewise_scheduler.metrics import Metrics
 from pagewise_shared.protocol import decode_from_executor
 
@@ -18,8 +17,13 @@ async def main(endpoint: str) -> None:
     router_socket._PING_MS = _PING_MS
     metrics = Metrics("m")
     wire = router_socket.Wire(None, metrics)
-    socket = router_socket.RouterSocket("executor", endpoint, decode_from_executor, Mailbox(), metrics, wire, timeout=2)
-    reading = asyncio.create_task(socket.run())
+    socket = router_socket.RouterSocket("executor", endpoint, decode_from_executor, metrics, wire, timeout=2)
+
+    def read() -> None:
+        if socket.receive([]):
+            asyncio.get_running_loop().call_soon(read)
+
+    reading = asyncio.create_task(socket.run(read))
     sent = threading.Event()
 
     def flood() -> None:

@@ -261,8 +261,8 @@ async def test_one_that_leaves_after_it_was_given_up_is_no_reason_for_a_warning(
     ("fields", "reason"),
     [
         ({"protocol_major": PROTOCOL_MAJOR + 1}, "speaks protocol"),
-        ({"num_blocks": 0}, "offers no blocks"),
-        ({"role": "cook"}, "nobody knows a role 'cook', only prefill, decode, both"),
+        ({"num_blocks": 0}, "which is not from"),
+        ({"role": "cook"}, "there is no role 'cook', only prefill, decode, both"),
         ({"model_fingerprint": "other"}, "is not the fleet's model"),
     ],
 )
@@ -370,7 +370,7 @@ async def test_an_executor_on_another_connection_is_the_same_and_serves_blocks_a
             while len(stack.engines) != 1:
                 await asyncio.sleep(0.01)
         (engine,) = stack.engines
-        assert stack.fleet.sharing.directory.peers["ipc:///blocks"].scheduler is engine.scheduler
+        assert stack.fleet.directory.peers["ipc:///blocks"].scheduler is engine.scheduler
         assert engine.scheduler.recoveries.endpoint == "ipc:///blocks"
         first.close()
         second.close()

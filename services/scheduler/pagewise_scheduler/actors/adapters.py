@@ -106,14 +106,8 @@ class AdapterRegistry:
             return
         self._adopted_version = version
         own = {name: adapter for name, adapter in self._adapters.items() if name in self._loaded}
-        found = {
-            adapter.name: adapter
-            for adapter in adapters
-            if flaw_of_adapter(adapter) is None
-            and self.refusal(adapter) is None
-            and adapter.name not in own
-            and adapter.name not in self._unloaded
-        }
+        kept_out = own.keys() | self._unloaded.keys()
+        found = {one.name: one for one in adapters if one.name not in kept_out and self._flaw(one) is None}
         for name in list(found)[MAX_ADAPTERS - len(own) :]:
             log.warning("the adapter %s is not taken over: %s", printable(name), _TOO_MANY)
             del found[name]
@@ -129,22 +123,30 @@ class AdapterRegistry:
     def register(self, message: RegisterAdapter, answer: Answer) -> None:
         """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is told what became of it."""
         adapter = message.adapter
-        known, flaw = self._adapters.get(adapter.name), flaw_of_adapter(adapter) or self.refusal(adapter)
-        if flaw is None and known is None and len(self._adapters) >= MAX_ADAPTERS:
-            flaw = _TOO_MANY
-        if flaw is None and known is not None and not message.replace:
-            flaw = f"an adapter called {adapter.name!r} is loaded already; unload it, or replace it (load_inplace)"
-        if flaw is not None:
+        known = self._adapters.get(adapter.name)
+        if (flaw := self._flaw(adapter) or self._clash(message)) is not None:
             answer(AdapterAnswer(message.number, "refused", flaw))
-            return
-        if known is not None and (known.content, known.path) == (adapter.content, adapter.path):
+        elif known is not None and (known.content, known.path) == (adapter.content, adapter.path):
             answer(AdapterAnswer(message.number))
-            return
-        engines = self._engines()
-        able = [engine for engine in engines if engine.scheduler.features.adapters.serves(adapter)]
-        if able:
+        elif able := [one for one in self._engines() if one.scheduler.features.adapters.serves(adapter)]:
             self._try(message, answer, able)
-            return
+        else:
+            self._wait(message, answer)
+
+    def _flaw(self, adapter: Adapter) -> str | None:
+        return flaw_of_adapter(adapter) or self.refusal(adapter)
+
+    def _clash(self, message: RegisterAdapter) -> str | None:
+        """Why an adapter cannot be served beside those that are; None: it can."""
+        name = message.adapter.name
+        if name in self._adapters:
+            text = f"an adapter called {name!r} is loaded already; unload it, or replace it (load_inplace)"
+            return None if message.replace else text
+        return _TOO_MANY if len(self._adapters) >= MAX_ADAPTERS else None
+
+    def _wait(self, message: RegisterAdapter, answer: Answer) -> None:
+        """No executor can load an adapter now: keep the message until one joins, or refuse it."""
+        adapter, engines = message.adapter, self._engines()
         text = "no executor is ready to load the adapter"
         if engines:
             text = (
@@ -204,12 +206,8 @@ class AdapterRegistry:
             trial.answer(AdapterAnswer(message.number, "refused", text))
         elif not trial.tried:  # all executors that were asked are gone; others may have joined meanwhile
             self.register(message, trial.answer)
-        elif adapter.name in self._adapters and not message.replace:  # another request was faster
-            trial.answer(
-                AdapterAnswer(message.number, "refused", f"an adapter called {adapter.name!r} is loaded already")
-            )
-        elif adapter.name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
-            trial.answer(AdapterAnswer(message.number, "refused", _TOO_MANY))
+        elif (clash := self._clash(message)) is not None:  # another request was faster
+            trial.answer(AdapterAnswer(message.number, "refused", clash))
         else:
             self._adapters[adapter.name] = adapter
             self._loaded.add(adapter.name)

@@ -153,21 +153,23 @@ class Backlog:
         if several_keys and self._fits_reserved(of_key.plus(new)) and self._fits_twice(waiting.plus(new)):
             self.count(new)
             return
-        over = waiting.plus(new).minus(self._most)
-        if over.sequences > 0:
-            text = f"{waiting.sequences} sequences are waiting already, at most {self._most.sequences} may"
-            raise self._refusal("max_waiting", text, self._sequences, over.sequences, waiting, now)
-        if over.tokens > 0 and waiting.tokens:
-            text = f"prompts of {waiting.tokens} tokens are waiting already, at most {self._most.tokens} may"
-            raise self._refusal("max_waiting_tokens", text, self._tokens, over.tokens, waiting, now)
-        if several_keys:
-            over = over.plus(of_key)
-            if over.sequences > 0 and of_key.sequences:
-                text = f"{of_key.sequences} sequences of this API key are waiting already, more than there is room left"
-                raise self._refusal("max_waiting_share", text, self._sequences, over.sequences, waiting, now)
-            if over.tokens > 0 and of_key.tokens:
-                text = f"prompts of {of_key.tokens} tokens of this API key wait already, more than there is room left"
-                raise self._refusal("max_waiting_tokens_share", text, self._tokens, over.tokens, waiting, now)
+        most, over = self._most, waiting.plus(new).minus(self._most)
+        of_key = of_key if several_keys else Load()  # with one key, the queue is its share
+        share = over.plus(of_key)
+        for reason, departures, excess, applies, text in (
+            ("max_waiting", self._sequences, over.sequences, True,
+             f"{waiting.sequences} sequences are waiting already, at most {most.sequences} may"),
+            ("max_waiting_tokens", self._tokens, over.tokens, waiting.tokens,
+             f"prompts of {waiting.tokens} tokens are waiting already, at most {most.tokens} may"),
+            ("max_waiting_share", self._sequences, share.sequences, of_key.sequences,
+             f"{of_key.sequences} sequences of this API key are waiting already, more than there is room left"),
+            ("max_waiting_tokens_share", self._tokens, share.tokens, of_key.tokens,
+             f"prompts of {of_key.tokens} tokens of this API key wait already, more than there is room left"),
+        ):  # fmt: skip
+            if excess > 0 and applies:
+                self.observe(waiting, now)
+                seconds = ceil(departures.seconds_for(excess))
+                raise AdmissionError("overloaded", text, reason, max(1, min(_MOST_SECONDS, seconds)))
         self.count(new)
 
     def _fits_reserved(self, of_key: Load) -> bool:
@@ -185,13 +187,6 @@ class Backlog:
         self._sequences.arrived += new.sequences
         self._tokens.arrived += new.tokens
         self._largest = Load(max(self._largest.sequences, new.sequences), max(self._largest.tokens, new.tokens))
-
-    def _refusal(
-        self, reason: str, text: str, departures: _Departures, over: int, waiting: Load, now: float
-    ) -> AdmissionError:
-        self.observe(waiting, now)
-        seconds = ceil(departures.seconds_for(over))
-        return AdmissionError("overloaded", text, reason, max(1, min(_MOST_SECONDS, seconds)))
 
     def observe(self, waiting: Load, now: float) -> None:
         """Tell what waits, every second or so. ``now``: seconds."""

@@ -1,15 +1,16 @@
 """The coordinator: the one owner of all memory and all requests.
 
-Routing and fetches between executors look into the memory of all of them, so all of it belongs to one task. Sockets
-receive, decode and send beside it, and leave what has come in its mailbox.
+Routing and fetches between executors look into the memory of all of them, so all of it belongs to one object, which
+the event loop calls when one of its two sockets has received something.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import zmq
 from pagewise_shared.config import SchedulerConfig, parse_speculative
@@ -29,31 +30,26 @@ from pagewise_scheduler.actors.gauges import Gauges
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
-from pagewise_scheduler.actors.router_socket import (
-    ConnectionsBroke,
-    Mailbox,
-    MailboxMessage,
-    Received,
-    RouterSocket,
-    Tick,
-    Unreachable,
-    Wire,
-)
+from pagewise_scheduler.actors.router_socket import ConnectionsBroke, Event, Received, RouterSocket, Unreachable, Wire
 from pagewise_scheduler.actors.service_watch import ServiceWatch
+from pagewise_scheduler.actors.sessions import Sessions
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _TICK_SECONDS_WHILE_DRAINING = 0.05
+_ROUNDS_AT_ONCE = 2
+"""Rounds in a row before the event loop has a turn: where frames never end, they would never end either."""
 
 
 class Coordinator:
     """Owns the fleet, the gateways, and every request between them.
 
-    It works in rounds: it handles all messages that are there, plans ahead for the engines that were touched and sends
-    their plans, and then tells each gateway what is new, in one frame at most. ``unplaced_timeout``: seconds that a
-    request may wait for an executor that can take it. ``keys``: the allow-lists, None: plain text.
+    It works in rounds: it takes frames from both sockets and handles them, plans ahead for the engines that were
+    touched and sends their plans, and then sends each gateway its new outputs, in one frame at most.
+    ``unplaced_timeout``: seconds that a request may wait for an executor that can take it. ``keys``: the allow-lists,
+    None: plain text.
     """
 
     def __init__(
@@ -71,7 +67,6 @@ class Coordinator:
             zmq.ZMQError: an endpoint cannot be bound.
         """
         self.metrics = metrics
-        self._mailbox = Mailbox()
         self._wire = Wire(keys, metrics)
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
@@ -103,13 +98,13 @@ class Coordinator:
         self._services = ServiceWatch(status, metrics, self.gateways.tell_problems)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
+        self._will_turn = False
 
     def _make_fleet(self, config: SchedulerConfig, keys: Keys | None) -> Fleet:
         socket = RouterSocket(
             "executor",
             config.listen,
             decode_from_executor,
-            self._mailbox,
             self.metrics,
             self._wire,
             timeout=config.executor_timeout,
@@ -137,7 +132,6 @@ class Coordinator:
             "gateway",
             config.listen_gateways,
             decode_from_gateway,
-            self._mailbox,
             self.metrics,
             self._wire,
             timeout=config.gateway_timeout,
@@ -172,48 +166,68 @@ class Coordinator:
 
     async def run(self) -> None:
         """Serve until cancelled."""
+        self._ended = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.fleet.socket.run(), name="executors' socket")
-                tasks.create_task(self.gateways.socket.run(), name="gateways' socket")
+                tasks.create_task(self.fleet.socket.run(self._turn), name="executors' socket")
+                tasks.create_task(self.gateways.socket.run(self._turn), name="gateways' socket")
                 tasks.create_task(self._tick(), name="ticks")
-                while True:
-                    self._round(await self._mailbox.take_all())
+                await self._ended
         finally:
             self._wire.close()
 
-    def _round(self, messages: list[MailboxMessage]) -> None:
-        for message in messages:
+    def _turn(self) -> None:
+        """Handle the frames that are there, in rounds; if they do not end, the event loop has its turn in between."""
+        if self._will_turn or self._ended.done():
+            return
+        try:
+            for _ in range(_ROUNDS_AT_ONCE):
+                events: list[Event] = []
+                more = self.fleet.socket.receive(events) | self.gateways.socket.receive(events)
+                if events:
+                    self._round(events)
+                elif not more:
+                    return
+        except Exception as error:  # no message is to blame: ``run`` ends with it
+            self._ended.set_exception(error)
+        else:
+            self._will_turn = True
+            asyncio.get_running_loop().call_soon(self._turn_again)
+
+    def _turn_again(self) -> None:
+        self._will_turn = False
+        self._turn()
+
+    def _round(self, events: Iterable[Event]) -> None:
+        for event in events:
             try:
-                self._handle(message)
-            except Exception:  # of this message alone: the others in the batch are handled
-                log.exception("a %s was not handled", type(message).__name__)
+                self._handle(event)
+            except Exception:  # of this event alone: the others in the round are handled
+                log.exception("a %s was not handled", type(event).__name__)
         if self.draining.drains:
             self.draining.advance()
         self.fleet.plan()
         self.gateways.flush()
 
-    def _handle(self, message: MailboxMessage) -> None:
-        match message:
-            case Received(kind="executor"):
-                self.fleet.take(message)
-            case Received(kind="gateway"):
-                self.gateways.take(message)
-            case ConnectionsBroke(kind="executor"):
-                self.fleet.probe()
-            case ConnectionsBroke(kind="gateway"):
-                self.gateways.probe()
-            case Unreachable(kind="executor", identity=identity):
-                self.fleet.give_up(identity)
-            case Unreachable(kind="gateway", identity=identity):
-                self.gateways.give_up(identity)
-            case Tick():
-                self._watch()
+    def _handle(self, event: Event) -> None:
+        sessions: Sessions[Any] = self.fleet if event.kind == "executor" else self.gateways
+        match event:
+            case Received():
+                sessions.take(event)
+            case ConnectionsBroke():
+                sessions.probe()
+            case Unreachable(identity=identity):
+                sessions.give_up(identity)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS_WHILE_DRAINING if self.draining.drains else self._tick_seconds)
-            self._mailbox.put(Tick())
+            try:
+                self._watch()
+            except Exception:
+                log.exception("peers that are late were not looked for")
+            self._round(())
+            self._turn()
 
     def _watch(self) -> None:
         """Look for those that are late. Who could not be heard because this process stood still is not."""

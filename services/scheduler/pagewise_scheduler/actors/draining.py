@@ -72,7 +72,7 @@ class Draining:
                         live.timeline.left(engine.executor_id, "drain", now)
                     self._router.place(drain.moved)
                     drain.copies = self._copy_cache(engine)
-            if engine.life is Life.LOST or now >= drain.deadline or (engine.life is Life.DRAINED and self._done(drain)):
+            if self._done(drain, now):
                 self.drains.remove(drain)
                 self._conclude(drain, now)
 
@@ -99,11 +99,14 @@ class Draining:
         own = engine.scheduler
         return not others or (rows >= own.num_running and blocks >= own.kv.pool.num_in_use * own.kv.block_size)
 
-    def _done(self, drain: _Drain) -> bool:
-        """Whether nothing more can be saved: all work has begun elsewhere, all copies are made; or nobody stays."""
+    def _done(self, drain: _Drain, now: float) -> bool:
+        """Whether nothing more can be saved: all work has begun elsewhere, all copies are made; or no executor stays,
+        or there is no time left."""
         engine = drain.engine
-        if not self._others(engine):
+        if engine.life is Life.LOST or now >= drain.deadline:
             return True
+        if engine.life is not Life.DRAINED or not self._others(engine):
+            return engine.life is Life.DRAINED
         settled = all(_has_started(live) for live in drain.moved) and all(live.done for live in drain.copies)
         return settled and not engine.scheduler.kv.pool.num_lent
 

@@ -1,7 +1,8 @@
 """The engine: one executor's scheduler, kept at most two steps ahead of it."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
 from pagewise_shared.errors import ProtocolError
@@ -20,7 +21,6 @@ from pagewise_shared.protocol import (
 
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
-from pagewise_scheduler.actors.executor_link import GONE, ExecutorLink
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.recent_requests import RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
@@ -65,16 +65,20 @@ class EngineLostError(Exception):
 class Engine:
     """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
 
-    A plain object of the coordinator's. ``agenda``: engines that have something new to plan; it puts itself there.
-    ``oldest_step_time``: when the oldest step in flight was sent or became the oldest, in seconds of ``clock``.
-    ``hello``: what the executor said of itself; ``num_tasks``: of its event loop. ``recent``: requests that have ended.
+    A plain object of the coordinator's. ``send``: sends its executor a message; an unreachable one is lost soon.
+    ``next_epoch``: begins an epoch, higher than any before: messages of older ones are dropped from then on.
+    ``agenda``: engines that have something new to plan; it puts itself there. ``oldest_step_time``: when the oldest
+    step in flight was sent or became the oldest, in seconds of ``clock``. ``hello``: the Hello of the executor;
+    ``num_tasks``: of its event loop; ``counted``: the counts of its last heartbeat. ``recent``: requests that have
+    ended.
     """
 
     def __init__(
         self,
         hello: Hello,
         scheduler: Scheduler,
-        link: ExecutorLink,
+        send: Callable[[Message], None],
+        next_epoch: Callable[[], int],
         agenda: dict["Engine", None],
         metrics: Metrics,
     ) -> None:
@@ -82,10 +86,10 @@ class Engine:
         self.executor_id = hello.executor_id
         self.scheduler = scheduler
         self.life = Life.SERVING
-        self.num_tasks = 0
+        self.num_tasks, self.counted = 0, Counter[str]()
         self.oldest_step_time: float | None = None
         self._reset: Reset | None = None
-        self._link = link
+        self._send, self._next_epoch = send, next_epoch
         self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, ClientRequest] = {}
@@ -111,9 +115,9 @@ class Engine:
             self._forget(live)
             live.report_failure("internal", str(error), clock())
 
-    def serves(self, live: ClientRequest) -> bool:
+    def serves(self, request: Request) -> bool:
         """Whether the request runs or waits here."""
-        return self._live.get(live.request_id) is live
+        return self._live.get(request.request_id) is request
 
     def abort(self, live: ClientRequest) -> None:
         """Nobody wants the request any more: free its blocks."""
@@ -145,13 +149,13 @@ class Engine:
                     break
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
-                self._link.send(plan)
+                self._send(plan)
             self._send_messages()
         self._cancel_fetches()
 
     def _send_messages(self) -> None:
         for message in self.scheduler.features.messages(clock()):
-            self._link.send(message)
+            self._send(message)
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
         """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
@@ -179,6 +183,11 @@ class Engine:
             self._reset.ended, self._reset = now, None
         self._metrics.iteration_tokens.observe(output.num_tokens)
         self.watch.num_generated += output.num_told
+        self._take_output(output, now)
+        return output
+
+    def _take_output(self, output: StepOutput, now: float) -> None:
+        """Tell the gateways what a step has changed, beside the tokens."""
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
@@ -192,7 +201,6 @@ class Engine:
             if sequence.request.params.beam is not None:
                 self._tell_chosen(sequence, now)
             self._finish(sequence, now)
-        return output
 
     def _fail_outputs(self, result: StepResult) -> None:
         """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
@@ -268,10 +276,10 @@ class Engine:
         self._reset = self._reset or Reset(now, self.executor_id)
         for live in self._live.values():
             live.timeline.interrupted(self._reset, now)
-        for request in self.scheduler.fail(self._link.next_epoch(), blame_step=blame_step):
+        for request in self.scheduler.fail(self._next_epoch(), blame_step=blame_step):
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
-        self._link.send(self.welcome())
+        self._send(self.welcome())
 
     def _tell_step(self, step: int, requests: Iterable[Request], text: str) -> None:
         """Log what became of a step, and of which requests: lines of the executor have its epoch and number alone."""
@@ -303,14 +311,14 @@ class Engine:
     def _cancel_fetches(self) -> None:
         """Tell the executor which fetches nobody waits for any more."""
         for cancelled in self.scheduler.recoveries.transfers.take_cancelled():
-            self._link.send(CancelCopies(self.scheduler.epoch, *cancelled))
+            self._send(CancelCopies(self.scheduler.epoch, *cancelled))
 
     def cancel_late_fetches(self, now: float) -> None:
         """The executor then tells what has not come, and those who wait for it go on without."""
         for late in self.scheduler.recoveries.transfers.late(now):
             place = printable(late.peer) if late.peer else tier_name(late.tier)
             self._complaints.warning("%s: copies with %s take too long: cancelled", self.executor_id, place)
-            self._link.send(CancelCopies(self.scheduler.epoch, *late))
+            self._send(CancelCopies(self.scheduler.epoch, *late))
 
     def peer_lost(self, endpoint: str) -> None:
         """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
@@ -320,7 +328,7 @@ class Engine:
     def look_up(self, number: int, tier: int, cache_salt: str | None, tokens: bytes) -> None:
         """Ask the executor how much of a prefix is in a tier of it; it answers with ``Found``."""
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
-        self._link.send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
+        self._send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
 
     # ---- leaving -------------------------------------------------------------------------------------
 
@@ -349,7 +357,7 @@ class Engine:
         except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
             log.exception("%s cannot be put away", self.executor_id)
         self.scheduler.kv.close()
-        self._link = GONE
+        self._send, self._next_epoch = lambda message: None, lambda: 0  # they held a session, which holds this engine
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left" if loss.expected else "lost").inc(len(moved))
         return moved
@@ -373,10 +381,6 @@ class Engine:
     def memory_report(self, limit: int) -> MemoryReport:
         """What the executor's KV memory holds, lists cut to ``limit``."""
         return memory_report(self.executor_id, self.scheduler, clock(), limit)
-
-    def runs(self, request: Request) -> bool:
-        """Whether a request that has not ended is here, running or waiting."""
-        return self._live.get(request.request_id) is request
 
     def request_report(self, request: Request, limit: int) -> RequestReport:
         """What a request holds that is here, lists cut to ``limit``."""

@@ -1,14 +1,17 @@
 """The fleet: executors that have joined, each with its engine; what they say is checked before the core sees it."""
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isnan
 from typing import cast
 
+import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, ONE_ROPE
 from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, SpeculativeConfig
+from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     AdapterLoaded,
@@ -18,21 +21,22 @@ from pagewise_shared.protocol import (
     GrammarCompiled,
     Heartbeat,
     Hello,
+    Inventory,
     Leaving,
     Message,
     Rejoin,
+    RowFailure,
     StepResult,
     TokenLogprobs,
+    named_blocks,
     tier_name,
     unpack_float32s,
     unpack_int32s,
 )
 
 from pagewise_scheduler.actors.admission_error import ImpossibleError
-from pagewise_scheduler.actors.cache_sharing import CacheSharing
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, Life
-from pagewise_scheduler.actors.executor_link import ExecutorLink
 from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, sizes_of
 from pagewise_scheduler.actors.router import Router
@@ -45,6 +49,7 @@ from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Eviction
+from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.metrics import Metrics
 
@@ -54,8 +59,8 @@ _MOST = 2**31 - 1
 _MAX_TEXT = 4096
 _LOAD_STEPS = 2
 """How many times as long as a step the load of an adapter may take."""
-_MOST_REFUSED = 1000
-"""Refused connections that are counted for one heartbeat: an executor may claim any number of them."""
+_MOST_COUNTED = 1000
+"""Refused connections and other events that are counted for one heartbeat: an executor may claim any number of them."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -71,21 +76,6 @@ class FleetOptions:
     eviction: EvictionName = "cost"
     storage_salted: bool = True
     speculative: SpeculativeConfig | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Executor:
-    """An executor that has joined.
-
-    ``refused``: connections to its block socket that it has reported as refused. ``storage_errors``,
-    ``grammar_waits``: how many it has reported.
-    """
-
-    hello: Hello
-    engine: Engine
-    refused: int = 0
-    storage_errors: int = 0
-    grammar_waits: int = 0
 
 
 class _Guard:
@@ -105,7 +95,7 @@ class _Guard:
         return True
 
 
-class Fleet(Sessions[Executor]):
+class Fleet(Sessions[Engine]):
     """Admits executors, gives each an engine, and gives up those that fall silent or whose steps do not return.
 
     ``agenda``: engines that have something new to plan. ``on_joined``: called when one has joined.
@@ -127,7 +117,6 @@ class Fleet(Sessions[Executor]):
     ) -> None:
         super().__init__(socket, guard, metrics, timeout)
         self.agenda: dict[Engine, None] = {}
-        self.sharing = CacheSharing(metrics)
         self.on_joined: Callable[[], None] = lambda: None
         self.on_leaving: Callable[[Engine, float], None] = lambda engine, seconds: None
         self.router: Router
@@ -138,7 +127,14 @@ class Fleet(Sessions[Executor]):
         self._eviction: Eviction = UseHistory() if options.eviction == "cost" else options.eviction
         self._lost_blocks = LostBlocks()  # of all executors: a request may be placed on another one than before
         self._fingerprint: str | None = None
-        self._session_of: dict[Engine, Session[Executor]] = {}
+        self._session_of: dict[Engine, Session[Engine]] = {}
+        self.directory = PrefixDirectory()
+        self._heartbeat_counters = {
+            "refused": metrics.connections_refused("unknown_key_blocks"),
+            "closed": metrics.connections_closed("blocks"),
+            "storage_errors": metrics.storage_errors,
+            "grammar_waits": metrics.grammar_waits,
+        }
 
     @property
     def engines(self) -> list[Engine]:
@@ -173,7 +169,7 @@ class Fleet(Sessions[Executor]):
         super().watch(now, stood_still)
         most = self._options.step_timeout
         for session in self:
-            engine = session.peer.engine
+            engine = session.peer
             if (began := engine.oldest_step_time) is not None and now - began > most:
                 self.lose(session, f"a step has not returned for {now - began:.1f} s", Loss.STALLED)
             elif (due := engine.scheduler.recoveries.transfers.oldest_due) is not None and now > due:
@@ -216,32 +212,48 @@ class Fleet(Sessions[Executor]):
             return
         self._fingerprint = hello.model_fingerprint
         epoch = self._next_epoch()
-        link = ExecutorLink(lambda message: self.send(session, message), lambda: self._begin_epoch(session))
-        engine = Engine(hello, self._scheduler(hello, epoch), link, self.agenda, self.metrics)
+        engine = Engine(
+            hello,
+            self._scheduler(hello, epoch),
+            lambda message: self.send(session, message),
+            lambda: self._begin_epoch(session),
+            self.agenda,
+            self.metrics,
+        )
         engine.scheduler.kv.losses.executor_id, engine.scheduler.kv.losses.lost = hello.executor_id, self._lost_blocks
-        executor = Executor(hello, engine)
-        session = Session(identity, key, hello.executor_id, executor, epoch, now, self.new_detector(now))
+        session = Session(identity, key, hello.executor_id, engine, epoch, now, self.new_detector(now))
         self.enter(session)
         self._session_of[engine] = session
-        self.sharing.begin(engine, key)
-        keeps = self.sharing.restore(engine)
+        self._share(engine, key)
+        keeps = hello.inventory is not None and self._expect(engine, hello.inventory)
         self.socket.send(identity, engine.welcome(keeps_blocks=keeps, hello=hello.number))
-        log.info(
-            "executor %s joined: %d blocks of %d tokens%s, %s %s%s%s%s",
-            hello.executor_id,
-            hello.num_blocks,
-            hello.block_size,
-            "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers),
-            hello.device,
-            hello.dtype,
-            hello.kernels and f" by {hello.kernels}",
-            f", for {hello.role}" if hello.role != "both" else "",
-            spoken_version(hello),
-        )
+        log.info("executor %s joined: %s", hello.executor_id, _described(hello))
         self.router.joined(engine)
         self.on_joined()
 
-    def _begin_epoch(self, session: Session[Executor]) -> int:
+    def _share(self, engine: Engine, key: str) -> None:
+        """Let other executors fetch blocks from this one, and it from them. ``key``: its public key."""
+        hello, scheduler = engine.hello, engine.scheduler
+        endpoint = hello.block_endpoint
+        if endpoint and endpoint not in self.directory.peers:
+            block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
+            # When others give its blocks back there may be room again for what it could not plan.
+            scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, engine.touch, key))
+
+    def _expect(self, engine: Engine, inventory: Inventory) -> bool:
+        """Expect the blocks that an executor holds from before; False: it holds none that could be used."""
+        kv = engine.scheduler.kv
+        try:
+            kv.expect(named_blocks(inventory))
+        except (ValueError, ProtocolError) as error:
+            self.metrics.frames_dropped("bad_inventory").inc()
+            log.warning("executor %s offers blocks that cannot be: %s", engine.executor_id, error)
+            return False
+        held = {tier_name(tier.number): len(tier.restorable) for tier in kv.tiers.values()}
+        log.info("%s holds blocks: %s", engine.executor_id, held)
+        return True
+
+    def _begin_epoch(self, session: Session[Engine]) -> int:
         session.epoch = self._next_epoch()
         return session.epoch
 
@@ -269,13 +281,12 @@ class Fleet(Sessions[Executor]):
 
     # ---- what executors say --------------------------------------------------------------------------
 
-    def _apply(self, session: Session[Executor], message: Message) -> None:
-        executor = session.peer
-        engine = executor.engine
+    def _apply(self, session: Session[Engine], message: Message) -> None:
+        engine = session.peer
         try:
             match message:
                 case StepResult():
-                    tokens = checked_tokens(message, executor.hello)
+                    tokens = checked_tokens(message, engine.hello)
                     with self.guarded(engine):
                         if (output := engine.take_result(message, tokens)) is not None:
                             self.router.stepped(engine, output)
@@ -291,26 +302,22 @@ class Fleet(Sessions[Executor]):
                     engine.take_answer(message)
                 case Found():
                     self.router.look_ups.found(engine, message)
-                case Heartbeat(tasks=tasks, storage_errors=errors, grammar_waits=waits):
-                    self._count_refused(executor, message.refused)
-                    if errors > executor.storage_errors:
-                        self.metrics.storage_errors.inc(min(errors - executor.storage_errors, _MOST_REFUSED))
-                        executor.storage_errors = errors
-                    if waits > executor.grammar_waits:
-                        self.metrics.grammar_waits.inc(min(waits - executor.grammar_waits, _MOST_REFUSED))
-                        executor.grammar_waits = waits
-                    engine.num_tasks = tasks
+                case Heartbeat():
+                    self._take_counts(engine, message)
                 case Leaving(timeout_ms=milliseconds):
                     self._leave(engine, milliseconds / 1000)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self.lose(session, f"it told of {error}", Loss.MISBEHAVED)
 
-    def _count_refused(self, executor: Executor, refused: int) -> None:
-        if refused > executor.refused:
-            more = min(refused - executor.refused, _MOST_REFUSED)
-            self.metrics.connections_refused("unknown_key_blocks").inc(more)
-            executor.refused = refused
+    def _take_counts(self, engine: Engine, heartbeat: Heartbeat) -> None:
+        """Add to the metrics what an executor has counted since its last heartbeat."""
+        engine.num_tasks = heartbeat.tasks
+        for name, counter in self._heartbeat_counters.items():
+            more = getattr(heartbeat, name) - engine.counted[name]
+            if more > 0:
+                counter.inc(min(more, _MOST_COUNTED))
+                engine.counted[name] += more
 
     def _leave(self, engine: Engine, seconds: float) -> None:
         """Take an engine that wants to leave from the router; it goes on with what it has."""
@@ -328,8 +335,8 @@ class Fleet(Sessions[Executor]):
             self.lose(session, reason, loss)
             self.socket.send(session.identity, Rejoin())
 
-    def _lost(self, session: Session[Executor], reason: str, loss: Loss) -> None:
-        engine = session.peer.engine
+    def _lost(self, session: Session[Engine], reason: str, loss: Loss) -> None:
+        engine = session.peer
         del self._session_of[engine]
         level = logging.INFO if loss.expected else logging.WARNING
         log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
@@ -337,12 +344,24 @@ class Fleet(Sessions[Executor]):
         moved = engine.lose(loss)
         for live in moved:
             live.timeline.left(engine.executor_id, loss.value, clock())
-        endpoint = self.sharing.end(engine)
-        if endpoint is not None:
+        endpoint, peers = engine.scheduler.recoveries.endpoint, self.directory.peers
+        if (peer := peers.get(endpoint)) is not None and peer.scheduler is engine.scheduler:
+            del peers[endpoint]
             for other in self.engines:
                 with self.guarded(other):
                     other.peer_lost(endpoint)
         self.router.place(moved)
+
+
+def _described(hello: Hello) -> str:
+    """An executor, for the line that says that it joined."""
+    lower = "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers)
+    kernels = hello.kernels and f" by {hello.kernels}"
+    role = f", for {hello.role}" if hello.role != "both" else ""
+    return (
+        f"{hello.num_blocks} blocks of {hello.block_size} tokens{lower}, {hello.device} {hello.dtype}{kernels}{role}"
+        f"{spoken_version(hello)}"
+    )
 
 
 def _limit(asked: int | None, offered: int, default: int) -> int:
@@ -362,17 +381,22 @@ def checked_tokens(result: StepResult, hello: Hello) -> list[int]:
     """
     if len(result.tokens) % 4:
         raise ImpossibleError(f"{len(result.tokens)} bytes of tokens")
-    tokens = unpack_int32s(result.tokens).tolist()
-    if tokens and not (min(tokens) >= 0 and max(tokens) < hello.vocab_size):
+    tokens = array("I", result.tokens).tolist()  # unsigned: one that is negative is too large
+    if tokens and max(tokens) >= hello.vocab_size:
         raise ImpossibleError(f"a token outside its vocabulary of {hello.vocab_size}")
     if not 0 <= result.elapsed_us <= _MOST:
         raise ImpossibleError(f"a step of {result.elapsed_us} µs")
-    indices = [failure.index for failure in result.failures]
-    if not _rise(indices, 0, len(tokens)) or any(len(one.message) > _MAX_TEXT for one in result.failures):
-        raise ImpossibleError("failures of no token, or with a message that is too long")
+    if result.failures:
+        _check_failures(result.failures, len(tokens))
     if result.logprobs or result.prompt_logprobs:
         _check_logprobs(result, len(tokens), hello)
     return tokens
+
+
+def _check_failures(failures: Sequence[RowFailure], num_tokens: int) -> None:
+    indices = [failure.index for failure in failures]
+    if not _rise(indices, 0, num_tokens) or any(len(one.message) > _MAX_TEXT for one in failures):
+        raise ImpossibleError("failures of no token, or with a message that is too long")
 
 
 def _check_logprobs(result: StepResult, num_tokens: int, hello: Hello) -> None:
@@ -417,18 +441,22 @@ def _rise(indices: list[int], first: int, end: int) -> bool:
 def _sound(entries: Sequence[TokenLogprobs], hello: Hello) -> bool:
     """Whether tokens, ranks and log-probabilities lie where they can. Those of all alternatives are looked at together:
     a step may have tens of thousands."""
-    if not all(
-        0 <= entry.token_id < hello.vocab_size
-        and entry.logprob < 1  # not NaN; rounding may exceed 0 by a little
-        and 1 <= entry.rank <= hello.vocab_size
-        and len(entry.top_ids) == len(entry.top_logprobs) <= 4 * hello.vocab_size
-        and len(entry.top_ids) % 4 == 0
-        for entry in entries
-    ):
-        return False
-    ids = unpack_int32s(b"".join([entry.top_ids for entry in entries]))
-    logprobs = unpack_float32s(b"".join([entry.top_logprobs for entry in entries]))
-    if not ids:
+    if not entries:
         return True
-    # ``max`` may pass over a NaN, a sum does not.
-    return min(ids) >= 0 and max(ids) < hello.vocab_size and max(logprobs) < 1 and not isnan(sum(logprobs))
+    _, tokens, logprobs, ranks, top_ids, top_logprobs = map(
+        list, zip(*map(msgspec.structs.astuple, entries), strict=True)
+    )
+    sizes = list(map(len, top_ids))
+    if sizes != list(map(len, top_logprobs)) or any(size % 4 for size in sizes):
+        return False
+    tokens += unpack_int32s(b"".join(top_ids))
+    logprobs += unpack_float32s(b"".join(top_logprobs))
+    vocabulary = hello.vocab_size
+    return (
+        0 <= min(tokens) <= max(tokens) < vocabulary
+        and max(sizes) <= 4 * vocabulary
+        and 1 <= min(ranks) <= max(ranks) <= vocabulary
+        # Rounding may exceed 0 by a little. ``max`` may pass over a NaN, a sum does not.
+        and max(logprobs) < 1
+        and not isnan(sum(logprobs))
+    )

@@ -2,14 +2,16 @@
 
 import logging
 import traceback
+from collections import Counter
 
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.service_process import num_tasks
 
+from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.collectors import ExecutorState
-from pagewise_scheduler.metrics import LOWER_TIERS, Metrics
+from pagewise_scheduler.metrics import KV_BLOCKS, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -39,38 +41,35 @@ class Gauges:
 
 
 def refresh_gauges(router: Router, metrics: Metrics) -> None:
-    """Show what is the case now."""
-    engines = router.engines
-    schedulers = [engine.scheduler for engine in engines]
-    metrics.num_requests_running.set(sum(scheduler.num_running for scheduler in schedulers))
+    """Show the present state of all executors."""
+    states = [(engine.executor_id, _state(engine)) for engine in router.engines]
+    metrics.executors.show(states)
+    nothing = ExecutorState(*[0] * len(ExecutorState._fields))
+    totals = ExecutorState(*map(sum, zip(nothing, *(state for _, state in states), strict=True)))
+    metrics.num_requests_running.set(totals.running)
     metrics.num_requests_waiting.set(router.waiting.sequences)
     metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
     metrics.num_requests_staying.set(router.placer.num_staying)
-    pools = [scheduler.kv.pool for scheduler in schedulers]
-    blocks = sum(pool.num_blocks for pool in pools)
-    metrics.kv_cache_usage_perc.set(sum(pool.num_in_use for pool in pools) / blocks if blocks else 0.0)
-    for state in ("free", "cached", "in_use"):
-        metrics.kv_blocks("device", state).set(sum(getattr(pool, f"num_{state}") for pool in pools))
-    lower = [tier for pool in pools for tier in pool.lower]
-    for name in LOWER_TIERS:
-        tiers = [tier for tier in lower if tier_name(tier.number) == name]
-        metrics.kv_blocks(name, "cached").set(sum(tier.num_used for tier in tiers))
-        metrics.kv_blocks(name, "free").set(sum(tier.num_free for tier in tiers))
-    serving = [scheduler.features for scheduler in schedulers if scheduler.features.options.adapters.slots]
-    metrics.adapters_resident.set(sum(one.adapters.num_resident for one in serving))
+    metrics.kv_cache_usage_perc.set(totals.in_use / max(1, totals.free + totals.cached + totals.in_use))
+    blocks = Counter({("device", state): getattr(totals, state) for state in ("free", "cached", "in_use")})
+    for tier in (tier for engine in router.engines for tier in engine.scheduler.kv.pool.lower):
+        blocks[tier_name(tier.number), "cached"] += tier.num_used
+        blocks[tier_name(tier.number), "free"] += tier.num_free
+    for tier_and_state in KV_BLOCKS:
+        metrics.kv_blocks(*tier_and_state).set(blocks[tier_and_state])
+    features = [engine.scheduler.features for engine in router.engines]
+    metrics.adapters_resident.set(sum(one.adapters.num_resident for one in features if one.options.adapters.slots))
     metrics.scheduler_tasks.set(num_tasks())
-    metrics.executors.show(
-        (
-            engine.executor_id,
-            ExecutorState(
-                running=scheduler.num_running,
-                waiting=scheduler.num_waiting,
-                free=pool.num_free,
-                cached=pool.num_cached,
-                in_use=pool.num_in_use,
-                tasks=engine.num_tasks,
-                fallback=int(engine.hello.fallback),
-            ),
-        )
-        for engine, scheduler, pool in zip(engines, schedulers, pools, strict=True)
+
+
+def _state(engine: Engine) -> ExecutorState:
+    scheduler, pool = engine.scheduler, engine.scheduler.kv.pool
+    return ExecutorState(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        free=pool.num_free,
+        cached=pool.num_cached,
+        in_use=pool.num_in_use,
+        tasks=engine.num_tasks,
+        fallback=int(engine.hello.fallback),
     )

@@ -48,11 +48,12 @@ class JoinGuard:
         if self._keys is None:
             return None
         allowed = self._keys.allowed(self._kind)
-        if (owner := allowed.get(key)) is None:
+        owner = allowed.get(key)
+        if owner is None:
             kind = self._keys.kind(key)
             return "its key was revoked" if kind is None else f"its key is one for {kind}s"
         if name != owner and name in allowed.values():
             return f"the name {name} belongs to the key {name}, and its key is {owner}"
-        if any(other == name and other_key != key for other, other_key in others):
+        if dict(others).get(name, key) != key:
             return f"{self._kind} {name} with another key is in already"
         return None

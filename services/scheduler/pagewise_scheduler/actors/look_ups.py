@@ -58,19 +58,10 @@ class LookUps:
         One executor is asked for each identity. Nobody is asked for what an executor holds anyway, or about all of it:
         the prompt itself, and what its segments are moved from.
         """
-        request.stored.clear()
-        request.stored_originals.clear()
-        asked: dict[str, tuple[Engine, HashTier]] = {}
-        for engine in engines:
-            for tier in engine.scheduler.kv.hashed.values():
-                if tier.link.rests:  # it has failed, and is left alone for some requests
-                    tier.link.rests -= 1
-                elif engine.life is Life.SERVING and tier.may_have(request.params.cache_salt):
-                    asked.setdefault(tier.identity, (engine, tier))
-        if not asked:
+        if not (asked := self._to_ask(request, engines)):
             return False
         query = PrefixQuery(request)
-        size = next(iter(asked.values()))[0].hello.block_size
+        size = asked[0][0].hello.block_size
         originals = query.originals(size)[:_MOST_ORIGINALS]
         wanted = [(query.keys(size), request.stored)]
         wanted += [(one.keys, request.stored_originals.setdefault(one.tokens, {})) for one in originals]
@@ -83,12 +74,26 @@ class LookUps:
         if not lacked:
             return False
         waiting = _Waiting(request, len(asked) * len(lacked), clock() + ANSWER_SECONDS)
-        for engine, tier in asked.values():
+        for engine, tier in asked:
             for tokens, stored in lacked:
                 number = next(self._numbers)
                 self._questions[number] = _Question(engine, tier, waiting, stored)
                 engine.look_up(number, tier.number, query.cache_salt, tokens)
         return True
+
+    @staticmethod
+    def _to_ask(request: ClientRequest, engines: Sequence[Engine]) -> list[tuple[Engine, HashTier]]:
+        """One executor for each identity of a tier. Forgets the answers of an earlier placement."""
+        request.stored.clear()
+        request.stored_originals.clear()
+        asked: dict[str, tuple[Engine, HashTier]] = {}
+        for engine in engines:
+            for tier in engine.scheduler.kv.hashed.values():
+                if tier.link.rests:  # it has failed, and is left alone for some requests
+                    tier.link.rests -= 1
+                elif engine.life is Life.SERVING and tier.may_have(request.params.cache_salt):
+                    asked.setdefault(tier.identity, (engine, tier))
+        return list(asked.values())
 
     def found(self, engine: Engine, message: Found) -> None:
         """An answer has come; one that nobody waits for any more is ignored."""

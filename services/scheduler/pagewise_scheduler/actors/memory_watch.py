@@ -23,56 +23,45 @@ class MemoryWatch:
         self._scheduler = scheduler
         self._metrics = metrics
         self._bytes_per_block = bytes_per_block
-        # In the order of ``_totals``.
-        self._counters = (
-            metrics.num_preemptions,
-            metrics.prefix_cache_queries,
-            metrics.prefix_cache_hits,
-            metrics.generation_tokens,
-        )
-        self._of_features = Counter[str]()
-        self._seen = (0,) * len(self._counters)
         self.num_generated, self.cached_tokens = 0, Counter[str]()
-        self._fetch_seconds = 0.0
-        self._events = [(name, metrics.block_events(name)) for name in MEMORY_EVENTS]
-        self._counted = dict.fromkeys(MEMORY_EVENTS, 0)
+        self._counters = {name: metrics.block_events(name) for name in MEMORY_EVENTS} | metrics.of_features
+        self._counters |= {
+            "preemptions": metrics.num_preemptions,
+            "prefix queries": metrics.prefix_cache_queries,
+            "prefix hits": metrics.prefix_cache_hits,
+            "generated": metrics.generation_tokens,
+            "fetch seconds": metrics.block_transfer_seconds,
+        }
+        self._seen: dict[str, float] = {}
 
     def report(self) -> None:
         """Bring the metrics up to date."""
-        scheduler, metrics = self._scheduler, self._metrics
         totals = self._totals()
-        if totals != self._seen:
-            for counter, total, seen in zip(self._counters, totals, self._seen, strict=True):
-                if total != seen:
-                    counter.inc(total - seen)
-            self._seen = totals
-        if (of_features := scheduler.features.counts()) != self._of_features:
-            for name, total in of_features.items():
-                metrics.of_features[name].inc(total - self._of_features[name])
-            self._of_features = Counter(of_features)
-        counts, counted = scheduler.kv.pool.counters.by_name(), self._counted
-        for name, metric in self._events:
-            if (value := counts[name]) != counted[name]:
-                if name == "spoiled":
-                    log.warning(
-                        "%s: %d blocks came back spoiled from tiers below the device, they are computed again",
-                        self._executor_id,
-                        value - counted[name],
-                    )
-                if name == "fetched":
-                    metrics.block_transfer_bytes.inc((value - counted[name]) * self._bytes_per_block)
-                metric.inc(value - counted[name])
-                counted[name] = value
-        if (seconds := scheduler.recoveries.fetch_seconds) != self._fetch_seconds:
-            metrics.block_transfer_seconds.inc(seconds - self._fetch_seconds)
-            self._fetch_seconds = seconds
-        reports = scheduler.recoveries.reports
+        more = {name: total - self._seen.get(name, 0) for name, total in totals.items()}
+        self._seen = totals
+        for name, number in more.items():
+            if number:
+                self._counters[name].inc(number)
+        if number := more["spoiled"]:
+            text = "%s: %d blocks came back spoiled from tiers below the device, they are computed again"
+            log.warning(text, self._executor_id, number)
+        if number := more["fetched"]:
+            self._metrics.block_transfer_bytes.inc(number * self._bytes_per_block)
+        reports = self._scheduler.recoveries.reports
         while reports:
             self._report_recovery(reports.popleft())
 
-    def _totals(self) -> tuple[int, ...]:
-        """What was counted since the scheduler began."""
-        return self._scheduler.num_preemptions, *self._scheduler.prefix_hits, self.num_generated
+    def _totals(self) -> dict[str, float]:
+        """All counts since the scheduler began, by the names of ``_counters``."""
+        scheduler = self._scheduler
+        queries, hits = scheduler.prefix_hits
+        return scheduler.kv.pool.counters.by_name() | scheduler.features.counts() | {
+            "preemptions": scheduler.num_preemptions,
+            "prefix queries": queries,
+            "prefix hits": hits,
+            "generated": self.num_generated,
+            "fetch seconds": scheduler.recoveries.fetch_seconds,
+        }  # fmt: skip
 
     def _report_recovery(self, recovery: Recovery) -> None:
         metrics, method, origin = self._metrics, recovery.method, recovery.origin

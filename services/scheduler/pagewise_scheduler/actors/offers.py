@@ -31,11 +31,25 @@ _TEXTS = (
 )  # fmt: skip
 _MAX_ENDPOINTS = MAX_RANKS * MAX_TEXT
 """Characters of a block endpoint, which has one for each of an executor's ranks."""
-_MAX_BLOCK_SIZE = 1 << 16
 _MAX_INT32 = (1 << 31) - 1
-_MAX_INT64 = (1 << 63) - 1
 _FETCH_BYTES_PER_SECOND = 1e9
 """What fetching from a peer is taken to reach until it has been tried."""
+
+
+_BOUNDS = {
+    "block_size": (1, 1 << 16),
+    "num_blocks": (1, MAX_DEVICE_BLOCKS),
+    "max_model_len": (1, _MAX_INT32),
+    "vocab_size": (1, _MAX_INT32),
+    "max_num_seqs": (0, MAX_ROWS),
+    "max_num_batched_tokens": (0, MAX_BATCHED_TOKENS),
+    "bytes_per_block": (0, (1 << 63) - 1),
+    "adapters.slots": (0, MAX_ADAPTERS),
+    "adapters.max_rank": (0, 1 << 16),
+    "max_grammars": (0, _MAX_INT32),
+    "short_rope_len": (0, _MAX_INT32),
+}
+"""The least and the greatest value of the numbers in a Hello."""
 
 
 def flaw_of_offer(hello: Hello) -> str | None:
@@ -45,31 +59,12 @@ def flaw_of_offer(hello: Hello) -> str | None:
         return flaw
     if max(len(endpoint) for endpoint in hello.block_endpoint.split(" ")) > MAX_TEXT:
         return f"its block_endpoint has one that is longer than {MAX_TEXT} characters"
-    if (
-        min(hello.num_blocks, hello.block_size, hello.max_model_len, hello.vocab_size) < 1
-        or min(hello.bytes_per_block, hello.max_num_seqs, hello.max_num_batched_tokens, hello.adapters.slots) < 0
-        or min(hello.max_grammars, hello.short_rope_len) < 0
-    ):
-        return "it offers no blocks, or a block, model length or vocabulary of no tokens"
-    for name, most in (
-        ("block_size", _MAX_BLOCK_SIZE),
-        ("num_blocks", MAX_DEVICE_BLOCKS),
-        ("max_model_len", _MAX_INT32),
-        ("vocab_size", _MAX_INT32),
-        ("max_num_seqs", MAX_ROWS),
-        ("max_num_batched_tokens", MAX_BATCHED_TOKENS),
-        ("bytes_per_block", _MAX_INT64),
-        ("adapters.slots", MAX_ADAPTERS),
-        ("adapters.max_rank", _MAX_BLOCK_SIZE),
-        ("max_grammars", _MAX_INT32),
-        ("short_rope_len", _MAX_INT32),
-    ):
-        if (value := attrgetter(name)(hello)) > most:
-            return f"its {name} is {value}, the most is {most}"
+    for name, (least, most) in _BOUNDS.items():
+        if not least <= (value := attrgetter(name)(hello)) <= most:
+            return f"its {name} is {value}, which is not from {least} to {most}"
     if hello.role not in ROLES:
-        return f"nobody knows a role {hello.role!r}, only {', '.join(ROLES)}"
-    costs = () if hello.costs is None else msgspec.structs.astuple(hello.costs)
-    if not _are_times(costs):
+        return f"there is no role {hello.role!r}, only {', '.join(ROLES)}"
+    if hello.costs is not None and not _are_times(msgspec.structs.astuple(hello.costs)):
         return "its measured costs are no times"
     return _flaw_of_tiers(hello.tiers)
 

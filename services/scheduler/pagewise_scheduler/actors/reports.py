@@ -53,7 +53,7 @@ def _request(
     now = clock()
     newest = live.newest(name, key)
     found = (
-        [] if newest is None else [engine.request_report(newest, limit) for engine in engines if engine.runs(newest)]
+        [] if newest is None else [engine.request_report(newest, limit) for engine in engines if engine.serves(newest)]
     )
     if newest is not None and not found:
         found = [unplaced_report(newest, now)]

@@ -17,6 +17,7 @@ from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.moves import Move, Moves, Roles
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place, place_decoding
@@ -128,8 +129,14 @@ def could_serve(engine: Engine, request: Request) -> bool:
         scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
         and not (request.segments and hello.no_segments)
         and not (request.params.sampling.grammar and hello.no_grammars)
-        and (request.params.adapter is None or scheduler.features.adapters.serves(request.params.adapter))
+        and could_adapt(engine, request)
     )
+
+
+def could_adapt(engine: Engine, request: Request) -> bool:
+    """Whether an engine could load the adapter of a request, if that has one."""
+    adapter = request.params.adapter
+    return adapter is None or engine.scheduler.features.adapters.serves(adapter)
 
 
 def _lacking(present: set[Role]) -> Role | None:
@@ -195,23 +202,23 @@ class Router:
     @property
     def waiting(self) -> Load:
         """What waits, here and at the engines."""
-        sequences, tokens = self.unplaced.load
+        loads = [self.unplaced.load]
         for engine in self._engines:
-            queue = engine.scheduler.waiting
-            sequences += len(queue)
-            tokens += queue.num_prompt_tokens
-            parked = engine.scheduler.features.kept()
-            sequences, tokens = sequences + parked.sequences, tokens + parked.tokens
-        return Load(sequences, tokens)
+            loads.append(Load(len(engine.scheduler.waiting), engine.scheduler.waiting.num_prompt_tokens))
+            if engine.scheduler.features.in_use:
+                loads.append(Load(*engine.scheduler.features.kept()))
+        return Load(*map(sum, zip(*loads, strict=True)))
 
     def _waiting_of(self, key: str) -> Load:
-        load = self.unplaced.of_key(key)
-        for engine in self._engines:
-            load = load.plus(Load(*engine.scheduler.features.kept(key)))
+        loads = [self.unplaced.of_key(key)]
+        loads += [
+            Load(*engine.scheduler.features.kept(key)) for engine in self._engines if engine.scheduler.features.in_use
+        ]
         for engine in self._engines:  # all of them share the accounts of keys
             account = engine.scheduler.waiting.account(key)
-            return load.plus(Load(account.num_waiting, account.num_prompt_tokens))
-        return load
+            loads.append(Load(account.num_waiting, account.num_prompt_tokens))
+            break
+        return Load(*map(sum, zip(*loads, strict=True)))
 
     def observe_backlog(self, now: float) -> None:
         """Called every second or so: how fast the queue moves is what ``Retry-After`` is made of."""
@@ -225,20 +232,15 @@ class Router:
         Raises:
             AdmissionError: no executor could ever hold one of them, or too much waits.
         """
-        loads = [Load(request.params.num_sequences, len(request.prompt_token_ids)) for request in requests]
-        new = Load(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+        new = Load(
+            sum(request.params.num_sequences for request in requests),
+            sum(len(request.prompt_token_ids) for request in requests),
+        )
         if resumed:
             self._backlog.count(new)
             return
         for request in requests:
-            self._check_grammar(request)
-            self._check_segments(request)
-            self._check_adapter(request)
-            length, most = len(request.prompt_token_ids) + request.max_tokens, self.capacity.max_model_len
-            if most and length > most:
-                raise AdmissionError(
-                    "never_fits", f"the request may reach {length} tokens, the most that fit are {most}"
-                )
+            self._check(request)
         key = requests[0].params.key
         try:
             self._backlog.admit(new, self.waiting, clock(), key=key, of_key=self._waiting_of(key))
@@ -315,43 +317,36 @@ class Router:
         if self.unplaced.discard(live, clock()):  # else it has been placed, or has ended
             self._place_guarded(live)
 
-    def _check_grammar(self, request: Request) -> None:
-        """Refuse a request with a grammar that no executor honours.
+    def _check(self, request: Request) -> None:
+        """Refuse a request that no executor could ever serve.
 
         Raises:
-            AdmissionError: they cannot, and why.
+            AdmissionError: they lack its grammar, its segments or its adapter, or it is too long.
         """
-        if request.params.sampling.grammar and (reason := self.capacity.no_grammars):
+        engines, params = list(self._engines), request.params
+        if params.sampling.grammar and (reason := self.capacity.no_grammars):
             raise AdmissionError("invalid", f"outputs cannot be structured here: {reason}")
+        if request.segments and engines:
+            self._check_segments(request, engines)
+        if engines and not any(could_adapt(engine, request) for engine in engines):
+            assert params.adapter is not None
+            raise AdmissionError("invalid", f"no executor serves adapters of rank {params.adapter.rank}")
+        length, most = len(request.prompt_token_ids) + request.max_tokens, self.capacity.max_model_len
+        if most and length > most:
+            raise AdmissionError("never_fits", f"the request may reach {length} tokens, the most that fit are {most}")
 
-    def _check_segments(self, request: Request) -> None:
-        """Refuse a request with segments that no executor could ever serve.
-
-        Raises:
-            AdmissionError: their model has none, or they have too little memory.
-        """
-        engines = list(self._engines) if request.segments else []
+    @staticmethod
+    def _check_segments(request: Request, engines: Sequence[Engine]) -> None:
         able = [engine for engine in engines if not engine.hello.no_segments]
-        if engines and not able:
+        if not able:
             raise AdmissionError("invalid", f"the model cannot have segments: {engines[0].hello.no_segments}")
         size = len(request.prompt_token_ids), request.max_tokens
-        if able and not any(engine.scheduler.fits(*size, request.segments) for engine in able):
+        if not any(engine.scheduler.fits(*size, request.segments) for engine in able):
             raise AdmissionError(
                 "never_fits",
                 "the request does not fit beside what its segments are moved from, or one of them with the root and "
                 "the rest of a block is longer than the model allows",
             )
-
-    def _check_adapter(self, request: Request) -> None:
-        """Refuse a request with an adapter that no executor could serve.
-
-        Raises:
-            AdmissionError: they serve none, or none of that rank.
-        """
-        if (adapter := request.params.adapter) is None or not self._engines:
-            return
-        if not any(engine.scheduler.features.adapters.serves(adapter) for engine in self._engines):
-            raise AdmissionError("invalid", f"no executor serves adapters of rank {adapter.rank}")
 
     def _place(self, live: ClientRequest, *, look_up: bool) -> None:
         """``look_up``: whether storage is to be asked first; then this is called again when the answer is there."""
@@ -360,23 +355,31 @@ class Router:
         if live.deaths > MAX_DEATHS:
             live.report_failure("internal", f"{live.deaths} executors in a row died while they ran it", clock())
             return
-        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
-        # Where loads of adapters do not return, a request would only fail: so it goes there last.
-        if (adapter := live.params.adapter) is not None:
-            able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
-        live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
-        if not able or self._expected_engines:
+        able = self._able(live)
+        cause: WaitCause | None = None
+        if self._expected_engines:
+            cause = "restart"
+        elif not able:
+            cause = "no executor"
+        elif look_up and self.look_ups.begin(live, able):
+            cause = "storage"
+        if cause is not None:
             live.engine = None
-            self.unplaced.add(live, clock(), "restart" if self._expected_engines else "no executor")
-            return
-        if look_up and any(one.scheduler.kv.hashed for one in able) and self.look_ups.begin(live, able):
-            live.engine = None
-            self.unplaced.add(live, clock(), "storage")
+            self.unplaced.add(live, clock(), cause)
             return
         live.unplaced_seconds = 0.0
         engine = self.placer.place(live, able)
         with self._guard(engine):
             engine.serve(live)
+
+    def _able(self, live: ClientRequest) -> list[Engine]:
+        """The engines that a request may be placed on. Those where loads of adapters do not return are the last choice,
+        because it would only fail there."""
+        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
+        if (adapter := live.params.adapter) is not None:
+            able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
+        live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
+        return able
 
     def stepped(self, engine: Engine, output: StepOutput) -> None:
         """A step of an engine has come back: let those go on elsewhere whose prompts are computed."""

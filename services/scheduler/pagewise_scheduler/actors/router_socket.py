@@ -1,8 +1,8 @@
-"""A ROUTER socket that executors or gateways connect to, and the mailbox into which it puts their messages.
+"""A ROUTER socket that executors or gateways connect to.
 
-The socket is read by a callback of the event loop, without pyzmq's futures: those cost more than everything else that
-is done for a frame. ZeroMQ's file descriptor tells of changes only, so whoever has sent something has to look for
-frames afterwards (``zmq_getsockopt(3)``, ZMQ_FD).
+The coordinator takes frames from it when its file descriptor is readable, without pyzmq's futures: those cost more than
+everything else that is done for a frame. ZeroMQ's file descriptor reports changes only, so frames may be there without
+it after every call of the socket (``zmq_getsockopt(3)``, ZMQ_FD): whoever has sent something calls ``receive`` again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PeerKind = Literal["executor", "gateway"]
 """What a process is that connects to the scheduler."""
 _FRAMES_AT_ONCE = 16
 """Frames that are read before others have a turn: where frames never end, reading them would never end either."""
-_TURNS_BEFORE_TOLD = 256
+_TURNS_BEFORE_REPORT = 256
 """A peer that cannot be reached is reported when everything received before has been read, because its Goodbye may be
 among that, and at the latest after so many turns of ``_FRAMES_AT_ONCE`` frames: others may never stop sending."""
 _PARTS_AT_ONCE = 64
@@ -56,38 +56,14 @@ class ConnectionsBroke(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. What was received before
-    is in front of this message in the mailbox."""
+    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. All that was received
+    before has been returned before."""
 
     kind: PeerKind
     identity: bytes
 
 
-class Tick(NamedTuple):
-    """Time has passed: look for those that are late."""
-
-
-MailboxMessage = Received | ConnectionsBroke | Unreachable | Tick
-
-
-class Mailbox:
-    """Messages in the order in which they came. Anybody on the event loop may leave one; one task takes them out."""
-
-    def __init__(self) -> None:
-        self._messages: list[MailboxMessage] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, message: MailboxMessage) -> None:
-        """Leave a message; returns at once."""
-        self._messages.append(message)
-        self._arrived.set()
-
-    async def take_all(self) -> list[MailboxMessage]:
-        """All messages that have come in; waits until there is one."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        messages, self._messages = self._messages, []
-        return messages
+Event = Received | ConnectionsBroke | Unreachable
 
 
 # Plain integers: what the enumerations of pyzmq take to be combined is as much as a frame takes to be sent.
@@ -125,7 +101,6 @@ class RouterSocket:
         kind: PeerKind,
         endpoint: str,
         decode: Callable[[bytes], Message],
-        mailbox: Mailbox,
         metrics: Metrics,
         wire: Wire,
         *,
@@ -138,7 +113,6 @@ class RouterSocket:
         """
         self.kind = kind
         self._decode = decode
-        self._mailbox = mailbox
         self._handshakes = metrics.connections_refused("handshake")
         self._complaints = BoundedLog(log)
         self._monitored = wire.context.socket(zmq.ROUTER)
@@ -158,23 +132,23 @@ class RouterSocket:
         self._connections = Connections(self._monitored)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._will_read = False
         self._has_more_parts = False  # of a message that has brought its frame, and is none
         self._turns = 0
-        self._unreachable: deque[tuple[bytes, int]] = deque()  # who is to be told of, and in which turn at the latest
+        self._broke = False
+        self._unreachable: deque[tuple[bytes, int]] = deque()  # with the turn in which each is reported at the latest
 
-    async def run(self) -> None:
-        """Receive until cancelled, then close."""
-        loop = self._loop = asyncio.get_running_loop()
+    async def run(self, on_event: Callable[[], None]) -> None:
+        """Call ``on_event`` whenever ``receive`` may have something, until cancelled; then close."""
+        loop = asyncio.get_running_loop()
         descriptor = int(self._socket.getsockopt(zmq.FD))
-        loop.add_reader(descriptor, self._read)
-        self._read_soon()
+        loop.add_reader(descriptor, on_event)
+        on_event()
         try:
             while True:
                 event = await self._connections.next()
                 if not isinstance(event, HandshakeFailure):
-                    self._mailbox.put(ConnectionsBroke(self.kind))
+                    self._broke = True
+                    on_event()
                 elif event.hung_up and not self._has_keys:  # a process that was stopping
                     log.debug("a connection ended before its handshake was over")
                 elif not event.refused:  # those are counted by the gate
@@ -184,7 +158,6 @@ class RouterSocket:
                         "a handshake failed: no CURVE, meant for a scheduler with another key, or broken off"
                     )
         finally:
-            self._loop = None
             loop.remove_reader(descriptor)
             self.close()
 
@@ -199,7 +172,6 @@ class RouterSocket:
 
     def send_frame(self, identity: bytes, frame: bytes) -> bool:
         """The same, for a message that is encoded. Never waits: one that does not read must not hold up others."""
-        self._read_soon()
         try:
             self._socket.send(identity, _AND_MORE)
             self._socket.send(frame, _AT_ONCE)
@@ -207,30 +179,20 @@ class RouterSocket:
             return False
         return True
 
-    def tell_unreachable(self, identity: bytes) -> None:
-        """Put ``Unreachable`` into the mailbox behind what was received before: it may hold a Goodbye."""
-        self._unreachable.append((identity, self._turns + _TURNS_BEFORE_TOLD))
-        self._read_soon()
+    def report_unreachable(self, identity: bytes) -> None:
+        """Let ``receive`` report ``Unreachable`` behind what was received before: it may hold a Goodbye."""
+        self._unreachable.append((identity, self._turns + _TURNS_BEFORE_REPORT))
 
-    def _read_soon(self) -> None:
-        if not self._will_read and self._loop is not None:
-            self._will_read = True
-            self._loop.call_soon(self._read_again)
-
-    def _read_again(self) -> None:
-        self._will_read = False
-        self._read()
-
-    def _read(self) -> None:
-        """Take in some of the frames that are there."""
-        if self._loop is None:
-            return
+    def receive(self, events: list[Event]) -> bool:
+        """Append some of the frames that are there, and other events; return whether there may be more frames."""
+        if self._broke:
+            self._broke = False
+            events.append(ConnectionsBroke(self.kind))
+        more, due = False, self._turns + _TURNS_BEFORE_REPORT
         for _ in range(_FRAMES_AT_ONCE):
             # Asked first, because to be refused a frame costs three times as much.
             if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
-                while self._unreachable:
-                    self._mailbox.put(Unreachable(self.kind, self._unreachable.popleft()[0]))
-                return
+                break
             if self._has_more_parts:
                 self._drop_parts()
                 continue
@@ -240,11 +202,13 @@ class RouterSocket:
                 message = self._decode(frame)
             except ProtocolError as error:
                 message = error
-            self._mailbox.put(Received(self.kind, identity, key, message))
-        self._turns += 1
-        while self._unreachable and self._unreachable[0][1] <= self._turns:
-            self._mailbox.put(Unreachable(self.kind, self._unreachable.popleft()[0]))
-        self._read_soon()
+            events.append(Received(self.kind, identity, key, message))
+        else:
+            self._turns += 1
+            more, due = True, self._turns
+        while self._unreachable and self._unreachable[0][1] <= due:
+            events.append(Unreachable(self.kind, self._unreachable.popleft()[0]))
+        return more
 
     def _receive(self) -> tuple[bytes, str, bytes]:
         """The next message, which is there: who sent it, the key of the connection ("": none), and its frame.

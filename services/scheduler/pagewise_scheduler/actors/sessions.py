@@ -128,20 +128,19 @@ class Sessions(ABC, Generic[PeerT]):
         elif isinstance(message, ProtocolError):
             self.drop(identity, "undecodable", str(message))
         elif isinstance(message, self.hello_type):
-            if self.guard.in_time(key, session.joined if session is not None else None, now):
-                self._hello(identity, key, message, now)
-            else:
-                self.metrics.frames_dropped("too_many_hellos").inc()
+            self._hello(identity, key, message, now, session)
         elif session is None:
-            # One that leaves may have been given up already, because its connection broke before this was read.
-            left = isinstance(message, Goodbye)
-            self.drop(identity, "unknown_sender", "" if left else "its sender has not joined")
-            if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
-                self.socket.send(identity, Rejoin())
+            self._take_from_unknown(identity, message)
         elif isinstance(message, Goodbye):
             self.lose(session, f"it left ({printable(message.reason) or 'no reason given'})", Loss.LEFT)
         else:
             self._take_from(session, message, now)
+
+    def _take_from_unknown(self, identity: bytes, message: Message) -> None:
+        # One that leaves may have been given up already, because its connection broke before this was read.
+        self.drop(identity, "unknown_sender", "" if isinstance(message, Goodbye) else "its sender has not joined")
+        if self._bad_frames.get(identity, 0) <= MAX_BAD_FRAMES:
+            self.socket.send(identity, Rejoin())
 
     def _take_from(self, session: Session[PeerT], message: Message, now: float) -> None:
         """Apply a message of a process that is in, if it belongs to its present life."""
@@ -158,9 +157,12 @@ class Sessions(ABC, Generic[PeerT]):
         if fresh:
             self._apply(session, message)
 
-    def _hello(self, identity: bytes, key: str, hello: Message, now: float) -> None:
+    def _hello(self, identity: bytes, key: str, hello: Message, now: float, session: Session[PeerT] | None) -> None:
+        """``session``: that of the same connection, if it has one already."""
         assert isinstance(hello, Hello | GatewayHello)
-        if (major := hello.protocol_major) == PROTOCOL_MAJOR:
+        if not self.guard.in_time(key, session.joined if session is not None else None, now):
+            self.metrics.frames_dropped("too_many_hellos").inc()
+        elif (major := hello.protocol_major) == PROTOCOL_MAJOR:
             self._admit(identity, key, hello, now)
         else:
             reason = f"it speaks protocol {major}, this scheduler speaks {PROTOCOL_MAJOR}"
@@ -251,7 +253,7 @@ class Sessions(ABC, Generic[PeerT]):
         because it lacks that message. It is not lost at once, because its Goodbye may not have been read yet."""
         if not self.socket.send(session.identity, message) and not session.unreachable:
             session.unreachable = True
-            self.socket.tell_unreachable(session.identity)
+            self.socket.report_unreachable(session.identity)
 
     def give_up(self, identity: bytes) -> None:
         """Lose a process that cannot be reached, unless its last messages, handled by now, had its Goodbye."""

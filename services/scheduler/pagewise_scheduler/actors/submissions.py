@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import KeyLimits, Prompt, PromptSegments, Submit, unpack_int32s
-from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
+from pagewise_shared.protocol import KeyLimits, Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, BeamParams
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.actors.adapters import flaw_of_adapter
@@ -202,47 +202,69 @@ def name_of(request_id: str, number: int) -> str:
     return f"{request_id}-{number}" if number else request_id
 
 
+_RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
+    (
+        lambda submit, params: params.n >= 1 and params.num_sequences * len(submit.prompts) <= MAX_STREAMS,
+        "{params.n} outputs of each prompt, out of {params.num_sequences}, or too many of them together",
+    ),
+    (lambda submit, params: params.beam is None or _is_beam(params.beam, params.n), "an impossible {params.beam}"),
+    (
+        lambda submit, params: max(len(submit.request_id), len(params.key)) <= _MAX_TEXT,
+        f"a name of more than {_MAX_TEXT} characters",
+    ),
+    (
+        lambda submit, params: len(name := params.client_request_id) <= MAX_CLIENT_ID and name.isprintable(),
+        f"a client's id of more than {MAX_CLIENT_ID} characters, or some that cannot be printed",
+    ),
+    (lambda submit, params: abs(params.priority) <= _MAX_PRIORITY, "priority {params.priority}"),
+    (
+        lambda submit, params: 0 <= params.reuse.retention <= _MAX_RETENTION,
+        "a retention of {params.reuse.retention} s",
+    ),
+    (
+        lambda submit, params: len(params.reuse.tool_call_ids) <= _MAX_TOOL_CALL_IDS,
+        f"more than {_MAX_TOOL_CALL_IDS} tokens that call tools",
+    ),
+    (
+        lambda submit, params: not submit.traceparent or bool(_TRACEPARENT.fullmatch(submit.traceparent)),
+        "a traceparent that is none",
+    ),
+    (
+        lambda submit, params: not is_own_salt(params.cache_salt),
+        "a cache salt of the kind that stands for adapters or for LongRoPE",
+    ),
+    (
+        lambda submit, params: all(
+            limit is None or 1 <= limit <= _MAX_PRIORITY for limit in msgspec.structs.astuple(submit.limits)
+        ),
+        "{submit.limits}",
+    ),
+    (
+        lambda submit, params: len(params.sampling.grammar.encode()) <= MAX_GRAMMAR_BYTES,
+        f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes",
+    ),
+)
+"""The bounds of a request, each with the text that names a request beyond it."""
+
+
+def _is_beam(beam: BeamParams, n: int) -> bool:
+    return n <= beam.width <= _MAX_BEAMS and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
+
+
 def check(submit: Submit, vocab_size: int) -> None:
     """Look at a request, but for its prompts. ``vocab_size``: 0 if it is not known.
 
     Raises:
-        ImpossibleError: something in it cannot be; the text says what.
+        ImpossibleError: a value of it is out of bounds; the text names the value.
     """
     params = submit.params
-    if not (params.n >= 1 and params.num_sequences * len(submit.prompts) <= MAX_STREAMS):
-        tried = params.num_sequences
-        raise ImpossibleError(f"{params.n} outputs of {len(submit.prompts)} prompts, out of {tried} each")
-    if (beam := params.beam) is not None and not (
-        1 <= beam.width <= _MAX_BEAMS and params.n <= beam.width and abs(beam.length_penalty) <= _MAX_LENGTH_PENALTY
-    ):
-        raise ImpossibleError(f"a beam search for {params.n} outputs, {beam.width} wide")
-    if max(len(submit.request_id), len(params.key)) > _MAX_TEXT:
-        raise ImpossibleError(f"a name of more than {_MAX_TEXT} characters")
-    if len(params.client_request_id) > MAX_CLIENT_ID or not params.client_request_id.isprintable():
-        raise ImpossibleError(f"a client's id of more than {MAX_CLIENT_ID} characters, or some that cannot be printed")
-    if abs(params.priority) > _MAX_PRIORITY:
-        raise ImpossibleError(f"priority {params.priority}")
-    if not 0 <= params.reuse.retention <= _MAX_RETENTION or len(params.reuse.tool_call_ids) > _MAX_TOOL_CALL_IDS:
-        raise ImpossibleError(
-            f"a retention of {params.reuse.retention} s, or {len(params.reuse.tool_call_ids)} tokens that call tools"
-        )
-    if submit.traceparent and not _TRACEPARENT.fullmatch(submit.traceparent):
-        raise ImpossibleError("a traceparent that is none")
-    if is_own_salt(params.cache_salt):
-        raise ImpossibleError("a cache salt of the kind that stands for adapters or for LongRoPE")
+    for holds, text in _RULES:
+        if not holds(submit, params):
+            raise ImpossibleError(text.format(submit=submit, params=params))
     if params.adapter is not None and (flaw := flaw_of_adapter(params.adapter)) is not None:
         raise ImpossibleError(flaw)
-    _check_limits(submit.limits)
     if (constraints := params.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
         raise ImpossibleError(flaw)
-    if (size := len(params.sampling.grammar.encode())) > MAX_GRAMMAR_BYTES:
-        raise ImpossibleError(f"a grammar of {size} bytes")
-
-
-def _check_limits(limits: KeyLimits) -> None:
-    for limit in (limits.concurrent, limits.requests_per_minute, limits.tokens_per_minute):
-        if limit is not None and not 1 <= limit <= _MAX_PRIORITY:
-            raise ImpossibleError(f"a limit of {limit}")
 
 
 def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":
@@ -288,12 +310,7 @@ def requests_of(
         params = msgspec.structs.replace(params, cache_salt=salt)
     requests = []
     for number, prompt in enumerate(submit.prompts):
-        if not prompt.tokens:
-            raise ImpossibleError("a prompt of no tokens")
-        if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
-            raise ImpossibleError(f"{prompt.max_tokens} output tokens")
-        if prompt.progress and len(prompt.progress) != params.n:
-            raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {params.n}")
+        _check_prompt(prompt, params.n)
         request = ClientRequest(
             request_id=name_of(request_id, number),
             prompt_token_ids=_tokens_of(prompt.tokens, vocab_size),
@@ -315,6 +332,15 @@ def requests_of(
         _resume(request, prompt, vocab_size)
         requests.append(request)
     return requests
+
+
+def _check_prompt(prompt: Prompt, n: int) -> None:
+    if not prompt.tokens:
+        raise ImpossibleError("a prompt of no tokens")
+    if not 0 <= prompt.max_tokens <= _MAX_TOKENS:
+        raise ImpossibleError(f"{prompt.max_tokens} output tokens")
+    if prompt.progress and len(prompt.progress) != n:
+        raise ImpossibleError(f"the progress of {len(prompt.progress)} outputs, of {n}")
 
 
 def _resume(request: ClientRequest, prompt: Prompt, vocab_size: int) -> None:

@@ -99,9 +99,9 @@ def _attributes(request: ClientRequest, now: float) -> Attributes:
         "pagewise.preemptions": sum(sequence.num_preemptions for sequence in request.sequences),
         "pagewise.moves": max(0, len(request.executors) - 1),
     }
-    reasons: list[str] = [sequence.finish_reason or "abort" for sequence in request.sequences]
-    if request.failure or reasons:
-        found["gen_ai.response.finish_reasons"] = ("error",) if request.failure else tuple(reasons)
+    reasons = tuple(sequence.finish_reason or "abort" for sequence in request.sequences)
+    if reasons := ("error",) if request.failure else reasons:
+        found["gen_ai.response.finish_reasons"] = reasons
     for source, tokens in request.loaded_tokens.items():
         found[f"pagewise.cached_tokens.{source}"] = tokens
     scheduled, first = request.scheduled_time, request.first_token_time
