@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from pagewise_scheduler.actors.ended_requests import EndedRequests
 from pagewise_scheduler.actors.engine import Life
-from pagewise_scheduler.actors.explanations import Explanations
 from pagewise_shared.protocol import (
     DEVICE,
     DISK,
@@ -90,7 +90,7 @@ async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
         await stack.ready(0)
         async with executor(tmp_path, "second"):
             await waits.result()
-            await until(lambda: len(stack.coordinator.explanations))
+            await until(lambda: len(stack.gateways.ended))
             told = await explained(stack, "waits")
     assert told["state"] == "ended"
     (move,) = told["moves"]
@@ -178,7 +178,7 @@ async def test_a_key_is_told_of_its_own_requests_only(tmp_path: Path) -> None:
             await other.until_tokens(1)
         mine = await stack.gateway.submit([9, 2, 3], max_tokens=4, key="b", request_id="b", client_request_id="job")
         await asyncio.gather(mine.result(), *(other.result() for other in others))
-        await until(lambda: len(stack.coordinator.explanations) == 5)
+        await until(lambda: len(stack.gateways.ended) == 5)
         assert not (await stack.gateway.ask("request", "a-1", key="b", detail="explain")).found
         assert not (await stack.gateway.ask("request", "", detail="explain")).found
         told = await explained(stack, "job", "b")
@@ -190,10 +190,7 @@ async def test_a_key_is_told_of_its_own_requests_only(tmp_path: Path) -> None:
 async def test_the_oldest_of_the_busiest_key_are_dropped(tmp_path: Path) -> None:
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
-        kept = stack.coordinator.explanations = Explanations(
-            stack.gateways.names.newest, lambda: stack.fleet.engines, most=3
-        )
-        stack.gateways.on_ended = kept.ended
+        kept = stack.gateways.ended = EndedRequests(most=3)
         await (await stack.gateway.submit([1, 2], key="quiet", request_id="quiet")).result()
         for number in range(5):
             await (await stack.gateway.submit([number, 2], key="busy", request_id=f"busy-{number}")).result()

@@ -7,6 +7,7 @@ import pytest
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.actors import gauges
 from pagewise_scheduler.actors.gauges import refresh_gauges
+from pagewise_scheduler.core.inspection import memory_report
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
 
@@ -61,7 +62,10 @@ async def test_tiers_below_the_device_are_shown_by_their_names(tmp_path: Path) -
         refresh_gauges(stack.router, stack.metrics)
         assert stack.metric("kv_blocks", tier="host", state="free") == 12
         assert stack.metric("kv_blocks", tier="host", state="cached") == 0
-        shown = {engine.executor_id: engine.memory_report(10).tiers for engine in stack.engines}
+        shown = {
+            engine.executor_id: memory_report(engine.executor_id, engine.scheduler, 0.0, 10).tiers
+            for engine in stack.engines
+        }
         assert {name: {tier: one.num_blocks for tier, one in tiers.items()} for name, tiers in shown.items()} == {
             "one": {"host": 7},
             "two": {"host": 5},

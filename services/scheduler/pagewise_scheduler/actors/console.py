@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -17,7 +17,6 @@ from pagewise_scheduler.actors.console_rates import EngineRates, Rates
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.gateways import Gateways
-from pagewise_scheduler.actors.recent_requests import EndedRequest
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.sessions import SILENT_SECONDS, Loss
 from pagewise_scheduler.core.console.block_colours import coloured_cells
@@ -311,20 +310,16 @@ class Console:
     def _ended_lines(self, now: float) -> list[RequestLine]:
         """The requests that ended last. What was made of them is kept until the next time: nothing of it changes but
         how long ago it was."""
-        latest = heapq.nlargest(_MOST_ENDED, self._recent(), key=lambda ended: ended.time)
+        latest = heapq.nlargest(_MOST_ENDED, self._gateways.ended.latest(_MOST_ENDED), key=lambda ended: ended.time)
         known, self._ended = self._ended, {}
         lines = []
         for ended in latest:
             key = ended.request_id, ended.time
-            line = known.get(key) or ended_line(EndedReport(ended.report, 0.0))
+            line = known.get(key) or ended_line(EndedReport(ended.record.report, 0.0))
             self._ended[key] = line
             ago = round(line.arrived_seconds_ago + now - ended.time, 3)
             lines.append(msgspec.structs.replace(line, arrived_seconds_ago=ago))
         return lines
-
-    def _recent(self) -> Iterator[EndedRequest]:
-        for engine in self._fleet.engines:
-            yield from engine.recent.latest(_MOST_ENDED)
 
 
 def _tier(engine: Engine, name: str) -> Pool | None:

@@ -23,7 +23,6 @@ from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.draining import Draining
-from pagewise_scheduler.actors.explanations import Explanations
 from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
@@ -91,8 +90,6 @@ class Coordinator:
         self._console = Console(
             metrics.model_name, self.fleet, self.router, self.gateways, shows_text=config.console_shows_text
         )
-        self.explanations = Explanations(self.gateways.names.newest, lambda: self.fleet.engines)
-        self.gateways.on_ended = self.explanations.ended
         self._gauges = Gauges(self.router, metrics)
         status = Path(config.service_status) if config.service_status else None
         self._services = ServiceWatch(status, metrics, self.gateways.tell_problems)
@@ -249,6 +246,4 @@ class Coordinator:
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":
             self._report_memory_events()
-        if query.kind == "request" and query.detail == "explain":
-            return self.explanations.answer(query)
-        return answer(query, self.fleet.engines, self.gateways.names, self.metrics, self._console)
+        return answer(query, self.fleet.engines, self.gateways, self.metrics, self._console)

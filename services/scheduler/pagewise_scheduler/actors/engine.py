@@ -22,10 +22,7 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
-from pagewise_scheduler.actors.recent_requests import RecentRequests
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
-from pagewise_scheduler.core.inspection import memory_report, request_report
-from pagewise_scheduler.core.memory_reports import MemoryReport, RequestReport
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.requests.timeline import Reset
@@ -38,8 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 2
 
-_RECENT, _RECENT_LIMIT = 512, 64
-"""Sequences whose memory is remembered after their requests have ended; how many of a request, and events of each."""
 _MAX_ERROR_TEXT = 1000
 
 
@@ -69,8 +64,7 @@ class Engine:
     ``next_epoch``: begins an epoch, higher than any before: messages of older ones are dropped from then on.
     ``agenda``: engines that have something new to plan; it puts itself there. ``oldest_step_time``: when the oldest
     step in flight was sent or became the oldest, in seconds of ``clock``. ``hello``: the Hello of the executor;
-    ``num_tasks``: of its event loop; ``counted``: the counts of its last heartbeat. ``recent``: requests that have
-    ended.
+    ``num_tasks``: of its event loop; ``counted``: the counts of its last heartbeat.
     """
 
     def __init__(
@@ -93,7 +87,6 @@ class Engine:
         self._agenda = agenda
         self._metrics = metrics
         self._live: dict[str, ClientRequest] = {}
-        self.recent = RecentRequests(_RECENT)
         self._complaints = BoundedLog(log)
         self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
@@ -112,7 +105,7 @@ class Engine:
         try:
             self.scheduler.add(live)
         except ValueError as error:
-            self._forget(live)
+            del self._live[live.request_id]
             live.report_failure("internal", str(error), clock())
 
     def serves(self, request: Request) -> bool:
@@ -123,7 +116,7 @@ class Engine:
         """Nobody wants the request any more: free its blocks."""
         if self.serves(live):
             self.scheduler.abort(live.request_id)
-            self._forget(live)
+            del self._live[live.request_id]
             self.touch()
         live.end(clock())
 
@@ -211,7 +204,7 @@ class Engine:
             live = self._live[sequence.request.request_id]
             live.log(logging.WARNING, f"fails: {message}")
             self.scheduler.abort(sequence.request.request_id)
-            self._forget(live)
+            del self._live[live.request_id]
             live.report_failure("invalid" if failure.invalid else "internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
@@ -260,13 +253,8 @@ class Engine:
     def _finish(self, sequence: OutputSequence, now: float, *, tell: bool = True) -> None:
         live = self._live[sequence.request.request_id]
         if live.unfinished == 1:
-            self._forget(live)
+            del self._live[live.request_id]
         live.take_finish(sequence, now, tell=tell)
-
-    def _forget(self, live: ClientRequest) -> None:
-        now = clock()
-        self.recent.add(request_report(live, self.scheduler, now, _RECENT_LIMIT, ended=True), now)
-        del self._live[live.request_id]
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
         """Something failed: reset the executor under a new epoch and recompute from the tokens."""
@@ -291,7 +279,7 @@ class Engine:
     def fail(self, request: Request, message: str) -> None:
         """A request has failed in the scheduler: tell its gateway why."""
         live = self._live[request.request_id]
-        self._forget(live)
+        del self._live[live.request_id]
         live.report_failure("internal", message, clock())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
@@ -375,13 +363,3 @@ class Engine:
         for live in self._live.values():
             if live in suspects:
                 live.blame()
-
-    # ---- reports -------------------------------------------------------------------------------------
-
-    def memory_report(self, limit: int) -> MemoryReport:
-        """What the executor's KV memory holds, lists cut to ``limit``."""
-        return memory_report(self.executor_id, self.scheduler, clock(), limit)
-
-    def request_report(self, request: Request, limit: int) -> RequestReport:
-        """What a request holds that is here, lists cut to ``limit``."""
-        return request_report(request, self.scheduler, clock(), limit)

@@ -30,8 +30,8 @@ from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.admission_error import AdmissionError, ImpossibleError
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.actors.clock import clock
+from pagewise_scheduler.actors.ended_requests import EndedRequests
 from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
-from pagewise_scheduler.actors.recent_requests import newest_called
 from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.actors.router import Capacity, Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
@@ -95,7 +95,8 @@ class GoneGateway(NamedTuple):
 
 class Gateways(Sessions[Gateway]):
     """Admits gateways, takes their requests, and tells them what becomes of those; gives up who does not listen.
-    ``on_ended``: called with each prompt of which nothing runs any more. ``gone``: the last few that went, in order.
+    ``names``: finds the prompts that have not ended, and ``ended`` the others. ``gone``: the last few gateways that
+    went, in order.
 
     A gateway that is lost takes its own requests along: they are aborted, and their blocks are free at once.
     """
@@ -136,7 +137,7 @@ class Gateways(Sessions[Gateway]):
         self._told = Capacity()
         self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
-        self.on_ended: Callable[[ClientRequest], None] = lambda live: None
+        self.ended = EndedRequests()
 
     def flush(self) -> None:
         """Tell every gateway what is new, in one frame each."""
@@ -353,11 +354,11 @@ class Gateways(Sessions[Gateway]):
         """
         gateways = list(self) if self._end_any else [asker]
         lives = [live for each in gateways for one in each.peer.submissions.values() for live in one.prompts]
-        found = newest_called((live for live in lives if not live.done), name) if name else None
-        for live in lives:
-            if live is found:
-                live.tell_abort(clock())
-                self._router.abort(live)
+        called = [one for one in lives if not one.done and name in (one.request_id, one.params.client_request_id)]
+        found = min(called, key=lambda one: (one.request_id != name, -one.arrival_time), default=None) if name else None
+        if found is not None:
+            found.tell_abort(clock())
+            self._router.abort(found)
         return found is not None
 
     def _abort(self, gateway: Gateway, submission: Submission) -> None:
@@ -371,7 +372,7 @@ class Gateways(Sessions[Gateway]):
         if live.traceparent and self._on_traced is not None:
             self._on_traced(live, clock())
         self.names.remove(live)
-        self.on_ended(live)
+        self.ended.ended(live)
         for each in range(live.stream, live.stream + live.params.n):
             gateway.streams.pop(each, None)
         submission.running -= 1
