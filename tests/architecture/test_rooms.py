@@ -35,6 +35,7 @@ LONGER_FILES: dict[str, str] = {
     "services/gateway/pagewise_gateway/link/scheduler_link.py": "the class that owns a gateway's live requests",
     "services/gateway/pagewise_gateway/structured/tool_calls.py": "grammars of calls, and the parameters in them",
     "services/gateway/pagewise_gateway/structured/vocabulary.py": "the keywords of schemas that forbid nothing",
+    "services/scheduler/pagewise_scheduler/actors/console.py": "all that a console shows, and how often it is made",
     "services/scheduler/pagewise_scheduler/actors/fleet.py": "executors, and the checks of what they say",
     "services/scheduler/pagewise_scheduler/actors/router.py": "where requests wait and go",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",

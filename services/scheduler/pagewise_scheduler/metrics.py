@@ -6,7 +6,7 @@ renaming. There is one exception: ``iteration_tokens`` has no ``_total``, becaus
 names that begin with ``executor_``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Literal, get_args
 
@@ -81,7 +81,8 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class Metrics:
     """All metrics of one scheduler, in a registry of their own, and those that gateways have sent (``gateways``).
 
-    The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond.
+    The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond;
+    those that are functions return the counter of a label's value.
     They may be called from any thread. Times are in seconds.
     """
 
@@ -94,35 +95,33 @@ class Metrics:
         self._bind_feature_counters()
         self._bind_histograms()
         self._bind_services()
-        self._frames_dropped = self._raw_counter(
-            "wire_frames_dropped", "Frames from executors and gateways that were dropped, by reason.", ("reason",)
+        self.frames_dropped = self._counters(
+            "wire_frames_dropped",
+            "Frames from executors and gateways that were dropped, by reason.",
+            "reason",
+            get_args(Drop),
         )
-        for drop in get_args(Drop):
-            self.frames_dropped(drop)
-        self._connections_refused = self._raw_counter(
+        self.connections_refused = self._counters(
             "wire_connections_refused",
             "Connections of executors and gateways to the scheduler, or of executors to each other, that were refused, "
             "by reason.",
-            ("reason",),
+            "reason",
+            ("unknown_key", "handshake", "unknown_key_blocks"),
         )
-        for reason in ("unknown_key", "handshake", "unknown_key_blocks"):
-            self.connections_refused(reason)
-        self._request_moves = self._raw_counter(
+        self.request_moves = self._counters(
             "request_moves",
             "Requests that continued on another executor: the first one left, was lost, or was for the prompt only "
             "(decode).",
-            ("reason",),
+            "reason",
+            ("left", "lost", "decode"),
         )
-        for reason in ("left", "lost", "decode"):
-            self.request_moves(reason)
-        self._trace_spans = self._raw_counter("scheduler_trace_spans", TRACE_SPANS, ("outcome",))
-        for outcome in get_args(Outcome):
-            self.trace_spans(outcome)
-        self._requests_without_role = self._raw_counter(
-            "requests_without_role", "Requests placed while no executor was left for this role.", ("role",)
+        self.trace_spans = self._counters("scheduler_trace_spans", TRACE_SPANS, "outcome", get_args(Outcome))
+        self.requests_without_role = self._counters(
+            "requests_without_role",
+            "Requests placed while no executor was left for this role.",
+            "role",
+            ("prefill", "decode"),
         )
-        for role in ("prefill", "decode"):
-            self.requests_without_role(role)
         build = Gauge(
             "pagewise_build_info",
             "The version of Pagewise, as a label; always 1.",
@@ -133,28 +132,6 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def request_moves(self, reason: str) -> Counter:
-        """The counter of requests that continued elsewhere because their executor "left" or was "lost", or was only for
-        their prompts ("decode")."""
-        return self._request_moves.labels(self.model_name, reason)
-
-    def requests_without_role(self, role: str) -> Counter:
-        """The counter of requests placed while no executor was left for "prefill" or "decode"."""
-        return self._requests_without_role.labels(self.model_name, role)
-
-    def trace_spans(self, outcome: Outcome) -> Counter:
-        """The counter of spans by what became of them."""
-        return self._trace_spans.labels(self.model_name, outcome)
-
-    def frames_dropped(self, reason: Drop) -> Counter:
-        """The counter of wire frames that were dropped for this reason."""
-        return self._frames_dropped.labels(self.model_name, reason)
-
-    def connections_refused(self, reason: str) -> Counter:
-        """The counter of connections that were refused: by the scheduler ("unknown_key", "handshake"), or by the block
-        socket of an executor ("unknown_key_blocks")."""
-        return self._connections_refused.labels(self.model_name, reason)
-
     def service_restarts(self, service: str) -> Counter:
         """The counter of restarts of a process of this server, by its name."""
         return self._service_restarts.labels(self.model_name, service)
@@ -162,10 +139,6 @@ class Metrics:
     def service_failing(self, service: str) -> Gauge:
         """The gauge that tells whether a process of this server keeps failing, by its name."""
         return self._service_failing.labels(self.model_name, service)
-
-    def requests_refused(self, reason: str) -> Counter:
-        """The counter of requests that were not accepted for this reason (one of ``REFUSALS``)."""
-        return self._requests_refused.labels(self.model_name, reason)
 
     def key_requests(self, key: str) -> Counter:
         """The counter of requests that came with a key of this name."""
@@ -175,14 +148,6 @@ class Metrics:
         """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
         return self._key_tokens.labels(self.model_name, key, kind)
 
-    def cached_tokens(self, source: str) -> Counter:
-        """The counter of tokens found in a cache: source is one of ``SOURCES``."""
-        return self._cached_tokens.labels(self.model_name, source)
-
-    def block_events(self, event: str) -> Counter:
-        """The counter of one of ``MEMORY_EVENTS``."""
-        return self._block_events.labels(self.model_name, event)
-
     def recoveries(self, method: str, source: str) -> Counter:
         """The counter of recoveries by one of ``RECOVERIES``."""
         return self._recoveries.labels(self.model_name, method, source)
@@ -191,10 +156,6 @@ class Metrics:
         """Observe a recovery that has ended."""
         self._recovery_predicted.labels(self.model_name, method, source).observe(predicted)
         self._recovery_actual.labels(self.model_name, method, source).observe(actual)
-
-    def placements(self, reason: str) -> Counter:
-        """The counter of requests placed for one of ``REASONS`` of the core's routing."""
-        return self._placements.labels(self.model_name, reason)
 
     def placement_answered(self, predicted: float, actual: float) -> None:
         """Observe the time from a request's placement to its first token, as predicted and as it was, in seconds."""
@@ -254,26 +215,21 @@ class Metrics:
         self.prefix_cache_hits = self._counter(
             "prefix_cache_hits", "Prompt tokens that were found in the prefix cache on the device."
         )
-        self._cached_tokens = self._raw_counter(
+        self.cached_tokens = self._counters(
             "cached_tokens",
             "Tokens that did not have to be computed again, by the tier that had their KV.",
-            ("source",),
+            "source",
+            SOURCES,
         )
-        self._block_events = self._raw_counter("kv_block_events", "Events of KV blocks, by kind.", ("event",))
+        self.block_events = self._counters("kv_block_events", "Events of KV blocks, by kind.", "event", MEMORY_EVENTS)
         self._recoveries = self._raw_counter(
             "recoveries",
             "Sequences that started or resumed with cached KV, by the method of recovery and the tier that had the KV.",
             ("method", "source"),
         )
-        self._placements = self._raw_counter(
-            "placements", "Requests placed on executors, by the reason of the choice.", ("reason",)
+        self.placements = self._counters(
+            "placements", "Requests placed on executors, by the reason of the choice.", "reason", REASONS
         )
-        for reason in REASONS:
-            self.placements(reason)
-        for source in SOURCES:
-            self.cached_tokens(source)
-        for event in MEMORY_EVENTS:
-            self.block_events(event)
         for method, source in RECOVERIES:
             self.recoveries(method, source)
         self.block_transfer_bytes = self._counter(
@@ -298,8 +254,8 @@ class Metrics:
         self._bind_admission_counters()
 
     def _bind_admission_counters(self) -> None:
-        self._requests_refused = self._raw_counter(
-            "requests_refused", "Requests that were not accepted, by reason.", ("reason",)
+        self.requests_refused = self._counters(
+            "requests_refused", "Requests that were not accepted, by reason.", "reason", REFUSALS
         )
         self._key_requests = self._raw_counter(
             "key_requests",
@@ -307,8 +263,6 @@ class Metrics:
             ("key",),
         )
         self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
-        for reason in REFUSALS:
-            self.requests_refused(reason)
 
     def _bind_feature_counters(self) -> None:
         """``of_features``: by the names of ``Feature.counts``."""
@@ -360,6 +314,11 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._raw_counter(name, text).labels(self.model_name)
+
+    def _counters(self, name: str, text: str, label: str, values: Sequence[str]) -> Callable[[str], Counter]:
+        """Returns a function from each value of the label to its counter."""
+        counter = self._raw_counter(name, text, (label,))
+        return {value: counter.labels(self.model_name, value) for value in values}.__getitem__
 
     def _raw_counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter("pagewise_" + name, text, ("model_name", *labels), registry=self.registry)

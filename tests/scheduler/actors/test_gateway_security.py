@@ -5,8 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pagewise_scheduler.actors.join_guard import JoinGuard
-from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES
+from pagewise_scheduler.actors.sessions import MAX_BAD_FRAMES, JoinGuard
 from pagewise_scheduler.actors.submissions import MAX_STREAM
 from pagewise_shared.curve import GATEWAY, SCHEDULER, Keys, public_file
 from pagewise_shared.protocol import (

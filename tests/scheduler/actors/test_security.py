@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.actors.fleet import Fleet
-from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import MAX_EXECUTORS, MAX_FLEET_BLOCKS, misfit
+from pagewise_scheduler.actors.sessions import JoinGuard
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (

@@ -10,23 +10,22 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
+from time import monotonic as clock
 from typing import Any
 
 import zmq
-from pagewise_shared.config import SchedulerConfig, parse_speculative
+from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
 
 from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.client_request import ClientRequest
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.draining import Draining
-from pagewise_scheduler.actors.fleet import Fleet, FleetOptions
+from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.gateways import Gateways
 from pagewise_scheduler.actors.gauges import Gauges
-from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.reports import answer
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import ConnectionsBroke, Event, Received, RouterSocket, Unreachable, Wire
@@ -70,7 +69,15 @@ class Coordinator:
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
         try:
-            self.fleet = self._make_fleet(config, keys)
+            executors = RouterSocket(
+                "executor",
+                config.listen,
+                decode_from_executor,
+                metrics,
+                self._wire,
+                timeout=config.executor_timeout,
+            )
+            self.fleet = Fleet(executors, keys, metrics, config, self._epochs.__next__)
             self.router = self.fleet.router = Router(
                 metrics,
                 self.fleet.guarded,
@@ -81,7 +88,25 @@ class Coordinator:
             )
             self.registry = AdapterRegistry(lambda: self.router.engines, adapter_rights(config))
             self.fleet.on_joined = self.registry.engine_joined
-            self.gateways = self._make_gateways(config, keys, on_traced)
+            gateways = RouterSocket(
+                "gateway",
+                config.listen_gateways,
+                decode_from_gateway,
+                metrics,
+                self._wire,
+                timeout=config.gateway_timeout,
+            )
+            self.gateways = Gateways(
+                gateways,
+                keys,
+                metrics,
+                config,
+                self._epochs.__next__,
+                self.router,
+                self.registry,
+                self._answer,
+                on_traced,
+            )
         except zmq.ZMQError:
             self._wire.close()
             raise
@@ -96,60 +121,6 @@ class Coordinator:
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
         self._will_turn = False
-
-    def _make_fleet(self, config: SchedulerConfig, keys: Keys | None) -> Fleet:
-        socket = RouterSocket(
-            "executor",
-            config.listen,
-            decode_from_executor,
-            self.metrics,
-            self._wire,
-            timeout=config.executor_timeout,
-        )
-        options = FleetOptions(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=None if config.max_model_len == "auto" else config.max_model_len,
-            step_timeout=config.step_timeout,
-            recovery=config.recovery,
-            eviction=config.eviction,
-            storage_salted=config.storage_salted,
-            speculative=parse_speculative(config.speculative_config) if config.speculative_config else None,
-        )
-        guard = JoinGuard("executor", keys)
-        return Fleet(socket, guard, self.metrics, config.executor_timeout, options, self._next_epoch)
-
-    def _make_gateways(
-        self,
-        config: SchedulerConfig,
-        keys: Keys | None,
-        on_traced: Callable[[ClientRequest, float], None] | None,
-    ) -> Gateways:
-        socket = RouterSocket(
-            "gateway",
-            config.listen_gateways,
-            decode_from_gateway,
-            self.metrics,
-            self._wire,
-            timeout=config.gateway_timeout,
-        )
-        guard = JoinGuard("gateway", keys)
-        timeout = config.gateway_timeout
-        return Gateways(
-            socket,
-            guard,
-            self.metrics,
-            timeout,
-            self.router,
-            self._next_epoch,
-            self._answer,
-            self.registry,
-            on_traced,
-            end_any=config.gateways_end_any_request,
-        )
-
-    def _next_epoch(self) -> int:
-        return next(self._epochs)
 
     @property
     def executor_endpoint(self) -> str:

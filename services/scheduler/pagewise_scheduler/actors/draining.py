@@ -3,6 +3,7 @@
 import logging
 from array import array
 from dataclasses import dataclass, field
+from time import monotonic as clock
 from uuid import uuid4
 
 from pagewise_shared.block_hash import is_adapter_salt, rope_salt, without_rope
@@ -11,7 +12,6 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import find_segments
 
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router, could_serve

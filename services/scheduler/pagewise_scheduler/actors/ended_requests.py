@@ -6,6 +6,7 @@ import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from itertools import islice
+from time import monotonic as clock
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +14,6 @@ from msgspec import Struct
 from pagewise_shared.logs import BoundedLog
 
 from pagewise_scheduler.actors.client_request import ClientRequest
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.core.explanation import Explanation, explain
 from pagewise_scheduler.core.inspection import request_report, unplaced_report
@@ -98,7 +98,7 @@ class EndedRequests:
         self._names.add(ended, report.client_request_id, key, now - report.arrived_seconds_ago)
         self._sequences[key] += size
         while self._sequences.total() > self._most:
-            widest, _ = self._sequences.most_common(1)[0]
+            widest = max(self._sequences, key=self._sequences.__getitem__)
             oldest = next(iter(self._of_keys[widest].values()))
             if oldest is ended:
                 break

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from time import monotonic as clock
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, about, printable
@@ -20,7 +21,6 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.memory_watch import MemoryWatch
 from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.requests.request import Request

@@ -3,14 +3,15 @@
 import logging
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import isnan
+from time import monotonic as clock
 from typing import cast
 
 import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, ONE_ROPE
-from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, SpeculativeConfig
+from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, SchedulerConfig, parse_speculative
+from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
@@ -35,22 +36,18 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.actors.admission_error import ImpossibleError
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, EngineLostError, Life
-from pagewise_scheduler.actors.join_guard import JoinGuard
 from pagewise_scheduler.actors.offers import costs_of, flaw_of_offer, misfit, sizes_of
 from pagewise_scheduler.actors.router import Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
 from pagewise_scheduler.actors.sessions import Loss, Session, Sessions, spoken_version
 from pagewise_scheduler.core.features.registry import FeatureOptions
-from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.losses import LostBlocks
 from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Eviction
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
-from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -61,21 +58,6 @@ _LOAD_STEPS = 2
 """How many times as long as a step the load of an adapter may take."""
 _MOST_COUNTED = 1000
 """Refused connections and other events that are counted for one heartbeat: an executor may claim any number of them."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class FleetOptions:
-    """How the engines of a fleet work; the names are those of ``SchedulerConfig``. ``speculative``: what its
-    ``speculative_config`` says. A limit that is None is each executor's own."""
-
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    step_timeout: float = 120.0
-    recovery: RecoveryMode = "auto"
-    eviction: EvictionName = "cost"
-    storage_salted: bool = True
-    speculative: SpeculativeConfig | None = None
 
 
 class _Guard:
@@ -109,22 +91,22 @@ class Fleet(Sessions[Engine]):
     def __init__(
         self,
         socket: RouterSocket,
-        guard: JoinGuard,
+        keys: Keys | None,
         metrics: Metrics,
-        timeout: float,
-        options: FleetOptions,
+        config: SchedulerConfig,
         next_epoch: Callable[[], int],
     ) -> None:
-        super().__init__(socket, guard, metrics, timeout)
+        """``keys``: the allow-lists, None: plain text."""
+        super().__init__(socket, keys, metrics, config.executor_timeout, next_epoch)
         self.agenda: dict[Engine, None] = {}
         self.on_joined: Callable[[], None] = lambda: None
         self.on_leaving: Callable[[Engine, float], None] = lambda engine, seconds: None
         self.router: Router
-        self._options = options
-        self._next_epoch = next_epoch
+        self._config = config
+        self._speculative = parse_speculative(config.speculative_config) if config.speculative_config else None
         self._virtual_tokens = VirtualTokens()
         # All executors learn together.
-        self._eviction: Eviction = UseHistory() if options.eviction == "cost" else options.eviction
+        self._eviction: Eviction = UseHistory() if config.eviction == "cost" else config.eviction
         self._lost_blocks = LostBlocks()  # of all executors: a request may be placed on another one than before
         self._fingerprint: str | None = None
         self._session_of: dict[Engine, Session[Engine]] = {}
@@ -167,7 +149,7 @@ class Fleet(Sessions[Engine]):
     def watch(self, now: float, stood_still: float) -> None:
         """Give up executors that fell silent, or whose steps or copies do not return."""
         super().watch(now, stood_still)
-        most = self._options.step_timeout
+        most = self._config.step_timeout
         for session in self:
             engine = session.peer
             if (began := engine.oldest_step_time) is not None and now - began > most:
@@ -183,7 +165,7 @@ class Fleet(Sessions[Engine]):
 
     def _give_up_loads(self, engine: Engine, now: float) -> None:
         """Adapters that are not loaded in time cost their requests, and not the executor: what hangs is their files."""
-        most = _LOAD_STEPS * self._options.step_timeout
+        most = _LOAD_STEPS * self._config.step_timeout
         if not (failed := engine.scheduler.features.give_up(now, most)):
             return
         log.warning("%s: adapters are not loaded within %g s: %d requests fail", engine.executor_id, most, len(failed))
@@ -258,24 +240,25 @@ class Fleet(Sessions[Engine]):
         return session.epoch
 
     def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
-        options = self._options
+        config = self._config
+        longest = hello.max_model_len if config.max_model_len == "auto" else config.max_model_len
         return Scheduler(
-            features=FeatureOptions(hello.adapters, hello.max_grammars, options.speculative),
+            features=FeatureOptions(hello.adapters, hello.max_grammars, self._speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
-            max_num_seqs=_limit(options.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
+            max_num_seqs=_limit(config.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
             max_num_batched_tokens=_limit(
-                options.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
+                config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
             ),
             epoch=epoch,
             tiers=sizes_of(hello),
             costs=costs_of(hello),
-            recovery=options.recovery,
+            recovery=config.recovery,
             eviction=self._eviction,
-            max_model_len=min(hello.max_model_len, options.max_model_len or hello.max_model_len),
+            max_model_len=min(hello.max_model_len, longest or hello.max_model_len),
             virtual_tokens=self._virtual_tokens,
-            salted=options.storage_salted,
+            salted=config.storage_salted,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
         )
 

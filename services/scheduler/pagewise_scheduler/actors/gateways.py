@@ -4,8 +4,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic as clock
 from typing import NamedTuple, cast
 
+from pagewise_shared.config import SchedulerConfig
+from pagewise_shared.curve import Keys
 from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     Abort,
@@ -29,13 +32,19 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.actors.adapters import AdapterRegistry
 from pagewise_scheduler.actors.admission_error import AdmissionError, ImpossibleError
 from pagewise_scheduler.actors.client_request import ClientRequest, OutputBuilder
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.ended_requests import EndedRequests
-from pagewise_scheduler.actors.join_guard import MAX_TEXT, JoinGuard
 from pagewise_scheduler.actors.request_names import RequestNames
 from pagewise_scheduler.actors.router import Capacity, Router
 from pagewise_scheduler.actors.router_socket import RouterSocket
-from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss, Session, Sessions, spoken_version, text_flaw
+from pagewise_scheduler.actors.sessions import (
+    HEARTBEAT_MS,
+    MAX_TEXT,
+    Loss,
+    Session,
+    Sessions,
+    spoken_version,
+    text_flaw,
+)
 from pagewise_scheduler.actors.submissions import (
     MAX_STREAM,
     MAX_STREAMS,
@@ -110,28 +119,23 @@ class Gateways(Sessions[Gateway]):
     def __init__(
         self,
         socket: RouterSocket,
-        guard: JoinGuard,
+        keys: Keys | None,
         metrics: Metrics,
-        timeout: float,
-        router: Router,
+        config: SchedulerConfig,
         next_epoch: Callable[[], int],
-        answer: Answer,
+        router: Router,
         registry: AdapterRegistry,
+        answer: Answer,
         on_traced: Callable[[ClientRequest, float], None] | None = None,
-        *,
-        end_any: bool = False,
     ) -> None:
-        """``on_traced``: is called with each prompt whose gateway traces it, when it has ended, and with the time.
-
-        ``end_any``: a gateway may end the requests of others, too.
-        """
-        super().__init__(socket, guard, metrics, timeout)
+        """``keys``: the allow-lists, None: plain text. ``on_traced``: is called with each prompt whose gateway traces
+        it, when it has ended, and with the time."""
+        super().__init__(socket, keys, metrics, config.gateway_timeout, next_epoch)
         self._router = router
-        self._next_epoch = next_epoch
         self._answer = answer
         self._registry = registry
         self._on_traced = on_traced
-        self._end_any = end_any
+        self._end_any = config.gateways_end_any_request
         self._usages = KeyUsages(metrics)
         self.names: RequestNames[Request] = RequestNames()
         self._told = Capacity()

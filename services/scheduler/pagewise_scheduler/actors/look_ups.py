@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from time import monotonic as clock
 
 from pagewise_shared.protocol import Found
 
 from pagewise_scheduler.actors.client_request import ClientRequest
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.core.routing.executor_view import PrefixQuery
 from pagewise_scheduler.core.tiers.hashed import HashTier

@@ -17,8 +17,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
 
-from pagewise_scheduler.actors.join_guard import MAX_TEXT
-from pagewise_scheduler.actors.sessions import text_flaw
+from pagewise_scheduler.actors.sessions import MAX_TEXT, text_flaw
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 
 MAX_EXECUTORS = 1024

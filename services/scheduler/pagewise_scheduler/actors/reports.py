@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from time import monotonic as clock
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from pagewise_shared.protocol import Query
 
-from pagewise_scheduler.actors.clock import clock
 from pagewise_scheduler.actors.console import Console
 from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.gateways import Gateways

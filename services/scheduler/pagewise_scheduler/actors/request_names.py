@@ -1,7 +1,9 @@
 """Finds requests by their names, however many there are: our own ids, and those that clients have given."""
 
 from bisect import bisect_left, insort
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 
 class Named(Protocol):
@@ -16,9 +18,10 @@ class Named(Protocol):
 NamedT = TypeVar("NamedT", bound=Named)
 
 
-class _Entry(NamedTuple, Generic[NamedT]):
+@dataclass(slots=True)
+class _Entry(Generic[NamedT]):
     arrived: float
-    places: set[tuple[str, str]]
+    places: Collection[tuple[str, str]]
     key: str
     request: NamedT
 
@@ -43,7 +46,7 @@ class RequestNames(Generic[NamedT]):
         """
         if (before := self._requests.get(request.request_id)) is not None:
             self.remove(before.request)
-        places = {(key, name), ("", name)} if name else set()
+        places: Collection[tuple[str, str]] = {(key, name), ("", name)} if name else ()
         self._requests[request.request_id] = _Entry(arrived, places, key, request)
         for place in places:
             insort(self._given.setdefault(place, []), (arrived, request.request_id))

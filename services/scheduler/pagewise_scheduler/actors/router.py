@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from time import monotonic as clock
 from time import perf_counter
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -13,8 +14,7 @@ from pagewise_shared.protocol import ROLES, Role
 from pagewise_scheduler.actors.admission_error import AdmissionError
 from pagewise_scheduler.actors.backlog import Backlog, Load, Unplaced
 from pagewise_scheduler.actors.client_request import ClientRequest
-from pagewise_scheduler.actors.clock import clock
-from pagewise_scheduler.actors.engine import Engine, Life
+from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.actors.look_ups import LookUps
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import WaitCause
@@ -186,6 +186,7 @@ class Router:
         self._guard = guard
         self._backlog = Backlog(max_waiting, max_waiting_tokens)
         self._engines: dict[Engine, None] = {}
+        self._fits_everywhere = 0  # tokens of a sequence that any engine could hold
         self.unplaced = Unplaced()
         self._started = clock()
         self._expected_engines = 0  # 0: nobody is waited for
@@ -202,23 +203,22 @@ class Router:
     @property
     def waiting(self) -> Load:
         """What waits, here and at the engines."""
-        loads = [self.unplaced.load]
+        sequences, tokens = self.unplaced.load
         for engine in self._engines:
-            loads.append(Load(len(engine.scheduler.waiting), engine.scheduler.waiting.num_prompt_tokens))
-            if engine.scheduler.features.in_use:
-                loads.append(Load(*engine.scheduler.features.kept()))
-        return Load(*map(sum, zip(*loads, strict=True)))
+            scheduler = engine.scheduler
+            sequences += scheduler.num_waiting
+            tokens += scheduler.waiting.num_prompt_tokens
+            if scheduler.features.in_use:
+                tokens += scheduler.features.kept().tokens
+        return Load(sequences, tokens)
 
     def _waiting_of(self, key: str) -> Load:
-        loads = [self.unplaced.of_key(key)]
-        loads += [
-            Load(*engine.scheduler.features.kept(key)) for engine in self._engines if engine.scheduler.features.in_use
-        ]
-        for engine in self._engines:  # all of them share the accounts of keys
-            account = engine.scheduler.waiting.account(key)
-            loads.append(Load(account.num_waiting, account.num_prompt_tokens))
-            break
-        return Load(*map(sum, zip(*loads, strict=True)))
+        load, account = self.unplaced.of_key(key), None
+        for engine in self._engines:
+            if engine.scheduler.features.in_use:
+                load = load.plus(Load(*engine.scheduler.features.kept(key)))
+            account = engine.scheduler.waiting.account(key)  # all of them share the accounts of keys
+        return load if account is None else load.plus(Load(account.num_waiting, account.num_prompt_tokens))
 
     def observe_backlog(self, now: float) -> None:
         """Called every second or so: how fast the queue moves is what ``Retry-After`` is made of."""
@@ -289,10 +289,11 @@ class Router:
             self.capacity = self.capacity._replace(ready_executors=0)
             return
         schedulers = [engine.scheduler for engine in self._engines]
-        longest = max(min(scheduler.max_model_len, scheduler.kv.capacity_tokens) for scheduler in schedulers)
+        lengths = [min(scheduler.max_model_len, scheduler.kv.capacity_tokens) for scheduler in schedulers]
+        self._fits_everywhere = min(lengths)
         vocabulary = next(iter(self._engines)).hello.vocab_size
         reasons = [engine.hello.no_grammars for engine in self._engines]
-        self.capacity = Capacity(len(self._engines), longest, vocabulary, reasons[0] if all(reasons) else "")
+        self.capacity = Capacity(len(self._engines), max(lengths), vocabulary, reasons[0] if all(reasons) else "")
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -375,9 +376,12 @@ class Router:
     def _able(self, live: ClientRequest) -> list[Engine]:
         """The engines that a request may be placed on. Those where loads of adapters do not return are the last choice,
         because it would only fail there."""
-        able = [engine for engine in self._engines if engine.life is Life.SERVING and could_serve(engine, live)]
-        if (adapter := live.params.adapter) is not None:
-            able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
+        params, able = live.params, self.engines
+        num_tokens = len(live.prompt_token_ids) + live.max_tokens
+        if num_tokens > self._fits_everywhere or live.segments or params.sampling.grammar or params.adapter is not None:
+            able = [engine for engine in able if could_serve(engine, live)]
+            if (adapter := params.adapter) is not None:
+                able = [engine for engine in able if engine.scheduler.features.adapters.can_take(adapter)] or able
         live.short_rope_len = min((one.scheduler.short_rope_len for one in able), default=live.short_rope_len)
         return able
 

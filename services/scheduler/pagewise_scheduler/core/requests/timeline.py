@@ -53,7 +53,7 @@ class Activity:
     It is told once for each step that is planned, whatever its size.
     """
 
-    __slots__ = ("_cause", "_chunks", "_since", "_waited", "prefill_tokens", "steps")
+    __slots__ = ("_ahead", "_cause", "_chunks", "_since", "_waited", "prefill_tokens", "steps")
 
     def __init__(self) -> None:
         self.steps = self.prefill_tokens = 0
@@ -62,10 +62,12 @@ class Activity:
         self._since = 0.0
         # Of steps that may be in flight: the number of each, who, and how many tokens.
         self._chunks: deque[tuple[int, list[PrefillShare]]] = deque(maxlen=_STEPS_IN_FLIGHT)
+        self._ahead: tuple[PrefillShare, ...] | None = None  # until the next step is planned
 
     def planned(self, num_decoding: int, chunks: "Chunks", cause: WaitCause | None, now: float) -> None:
         """A step computes ``chunks``, and a token of ``num_decoding`` sequences; there is none if it has neither.
         ``cause``: what those who still wait do so for; None: nobody does."""
+        self._ahead = None
         if chunks:
             self.steps += 1
             for one, size in chunks:
@@ -87,11 +89,13 @@ class Activity:
 
     def ahead(self) -> tuple[PrefillShare, ...]:
         """Whose prompts the last steps compute, the largest first, a few of them."""
-        tokens = Counter[RequestRef]()
-        for step, shares in self._chunks:
-            for share in shares if step > self.steps - _STEPS_IN_FLIGHT else ():
-                tokens[share.request] += share.tokens
-        return tuple(PrefillShare(*one) for one in tokens.most_common(_NAMED))
+        if self._ahead is None:
+            tokens = Counter[RequestRef]()
+            for step, shares in self._chunks:
+                for share in shares if step > self.steps - _STEPS_IN_FLIGHT else ():
+                    tokens[share.request] += share.tokens
+            self._ahead = tuple(PrefillShare(*one) for one in tokens.most_common(_NAMED))
+        return self._ahead
 
 
 class Departure(NamedTuple):
