@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers import memory
+from pagewise_scheduler.core.scheduling import scheduler
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Copies
 
@@ -122,10 +121,10 @@ class ReservingKVManager(KVCacheManager):
         super().free(table, in_flight_step, output_tokens)
 
 
-def scheduler_over(kv: KVCacheManager, **options: Any) -> Scheduler:
+def scheduler_over(kv: KVCacheManager, **options: Any) -> scheduler.Scheduler:
     """Return a scheduler with ``kv`` in the place of its own memory manager."""
-    with patch.object(memory, "KVCacheManager", lambda *_, **__: kv):
-        return Scheduler(num_blocks=kv.pool.num_blocks, block_size=kv.block_size, **options)
+    with patch.object(scheduler, "KVCacheManager", lambda *_, **__: kv):
+        return scheduler.Scheduler(num_blocks=kv.pool.num_blocks, block_size=kv.block_size, **options)
 
 
 def reserved_slots(kind: Reservation, num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> int:

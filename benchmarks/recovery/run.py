@@ -111,7 +111,7 @@ class Bench:
                 results.append(self.runner.execute(plan))
             if results:
                 scheduler.update(results.popleft().result())
-            elif scheduler.recoveries.num_loading:
+            elif scheduler.recoveries.transfers.num_loading:
                 self._hear(block=True)
         took = perf_counter() - began
         while any(tier.num_arriving for tier in self.tiers):

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pagewise_scheduler.core.console.block_details import BlockDetails, BlockPlaceElsewhere
 from pagewise_scheduler.core.console.block_map import COPYING, LENT, STATES, MapFrame, cell_size, packed
 from pagewise_scheduler.core.console.prefixes import ExecutorPrefixes, NextEviction, PrefixRun
-from pagewise_scheduler.core.console.reports import BlockCounts, ExecutorState, LinkState, RequestLine, TierState
+from pagewise_scheduler.core.console.reports import BlockCounts, ExecutorState, LinkState, RequestLine
+from pagewise_scheduler.core.memory_reports import TierReport
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import SOURCES, ConsoleView
 
@@ -74,7 +75,7 @@ class FakeExecutor:
             bytes_per_block=BYTES_PER_BLOCK,
             num_blocks=self.num_blocks,
             counts=self._counts("device"),
-            tiers={"host": TierState(self.host_blocks, self.host_used, 0, 0)},
+            tiers={"host": TierReport(self.host_blocks, self.host_used, 0, 0)},
             running=running,
             waiting=0,
             preemptions=0,

@@ -83,7 +83,7 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
         compiling += _send_messages(runner, scheduler)
         if results:
             outputs.append(scheduler.update(results.popleft().result()))
-        elif compiling or scheduler.recoveries.num_loading or scheduler.features.kept().sequences:
+        elif compiling or scheduler.recoveries.transfers.num_loading or scheduler.features.kept().sequences:
             compiling -= _take(scheduler, reported.get(timeout=30))
         elif not coming:
             return outputs

@@ -82,7 +82,7 @@ def test_what_a_peer_has_computed_is_used(
     counters = scheduler.kv.pool.counters
     if mode == "swap":
         assert counters.fetched == 12 + 5 + 8
-        assert [one.num_loaded_tokens("peer") for one in again] == [96, 40, 64]
+        assert [one.cached_tokens["peer"] for one in again] == [96, 40, 64]
     elif mode == "recompute":
         assert counters.fetched == 0
     assert counters.fetch_failed == 0

@@ -9,7 +9,7 @@ from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
-from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
@@ -58,7 +58,7 @@ def create_scheduler(
     )
 
 
-def host_of(scheduler: Scheduler) -> CacheTier:
+def host_of(scheduler: Scheduler) -> HostTier:
     host = scheduler.kv.cache_tier(HOST)
     assert host is not None
     return host

@@ -122,5 +122,5 @@ class Fleet:
 
 
 def is_busy(node: Node) -> bool:
-    prefetches = node.scheduler.recoveries.prefetches.active
+    prefetches = node.scheduler.features.prefetches.active
     return bool(node.scheduler.requests or prefetches or node.results or node.executor.copying)

@@ -1,8 +1,8 @@
 """Which request starts next, which one waits for another, and which one is preempted."""
 
-from pagewise_scheduler.core.features.fair_shares import choose_victim
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.requests.waiting_queue import AGEING_SECONDS, WaitingQueue
+from pagewise_scheduler.core.scheduling.preemption import choose_victim
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
 from pagewise_scheduler.core.tiers.device import BlockPool

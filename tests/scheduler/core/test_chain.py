@@ -83,7 +83,7 @@ def test_what_the_last_tier_with_ids_gives_up_goes_to_the_disk(num_host_blocks: 
     assert counters.dropped == 0
     assert counters.lower_evicted[HOST] == (15 if source == HOST else 0)
     again = serve(node(one.executor.storage), PROMPT)
-    assert again.num_loaded_tokens("disk") == 56
+    assert again.cached_tokens["disk"] == 56
     assert_all_free(one.scheduler)
 
 
@@ -177,8 +177,8 @@ def test_what_would_take_longer_than_computing_is_left_out() -> None:
     serve(one, PROMPT[:40], looked_up=False)
     evict(one.scheduler, 40)
     request = serve(one, [*PROMPT, 999])
-    assert request.num_loaded_tokens("host") > 0
-    assert request.num_loaded_tokens("disk") == 0
+    assert request.cached_tokens["host"] > 0
+    assert request.cached_tokens["disk"] == 0
 
 
 class _Tier:

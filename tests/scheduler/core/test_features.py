@@ -10,7 +10,7 @@ from tests.scheduler.core.driving import executor_for, run
 def test_a_service_without_requests_that_use_a_feature_does_not_import_it() -> None:
     code = (
         "import sys, pagewise_scheduler.main, pagewise_scheduler.service; "
-        "names = ('adapters', 'beams', 'drafts', 'grammars', 'segments'); "
+        "names = ('adapters', 'beams', 'drafts', 'fair_shares', 'grammars', 'prefetches', 'segments', 'write_back'); "
         "loaded = {f'pagewise_scheduler.core.features.{name}' for name in names} & set(sys.modules); "
         "assert not loaded, loaded"
     )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers import pointers
+from pagewise_scheduler.core.tiers import recovery as pointers
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.peer import PeerTiers, PrefixDirectory
@@ -43,7 +43,7 @@ def test_what_another_executor_holds_is_fetched() -> None:
     computed = holder.executor.num_computed
     again = serve(fetcher, prompt)
     assert fetcher.executor.num_fetched == 12
-    assert again.num_loaded_tokens("peer") == again.num_cached_tokens == 48
+    assert again.cached_tokens["peer"] == again.num_cached_tokens == 48
     (began,) = request_report(again, fetcher.scheduler, 0.0, 10).sequences[0].history
     assert (began.method, began.device_tokens, began.loaded_tokens, began.source) == ("load", 0, 48, "peer")
     assert fetcher.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
@@ -189,7 +189,7 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
         fresh.add(request)
         run(fresh, node.executor)
         assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-        assert request.num_loaded_tokens("host") > 0
+        assert request.cached_tokens["host"] > 0
         assert node.executor.num_computed - computed < 50
         check_states(fresh.kv.pool)
 
@@ -311,7 +311,10 @@ class FleetRules(RuleBasedStateMachine):
             sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
             references = sum(pool.references(block) for block in range(pool.num_blocks))
-            assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + pool.num_lent
+            assert (
+                references
+                == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + pool.num_lent
+            )
             assert pool.num_lent <= sum(_most_lent(other.scheduler.recoveries, pool) for other in self.nodes)
 
     def teardown(self) -> None:

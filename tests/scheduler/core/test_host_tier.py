@@ -155,7 +155,7 @@ def test_an_abort_under_a_load_keeps_the_target_blocks_until_it_is_done() -> Non
     result = executor.execute(plan)
     scheduler.abort(again.request_id)
     scheduler.update(result)
-    num_loading = scheduler.recoveries.num_loading
+    num_loading = scheduler.recoveries.transfers.num_loading
     assert num_loading == 9
     assert scheduler.kv.num_available == 11 - num_loading
     for message in executor.finish_copies():
@@ -282,7 +282,7 @@ def test_usage_of_a_search_does_not_count_what_its_hypotheses_have_computed(num_
 def test_usage_tells_device_and_host_apart() -> None:
     scheduler, executor = after_eviction("swap")
     again = serve(scheduler, executor, LONG)
-    assert again.num_loaded_tokens("host") == again.num_cached_tokens == 4 * executor.num_loaded > 0
+    assert again.cached_tokens["host"] == again.num_cached_tokens == 4 * executor.num_loaded > 0
     once_more = serve(scheduler, executor, LONG)
     assert once_more.loaded_tokens == {}
     assert once_more.num_cached_tokens == 39

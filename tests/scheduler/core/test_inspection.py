@@ -56,7 +56,7 @@ def test_who_starts_over_for_nobody_is_not_called_preempted(reason: str) -> None
     request = create_request(prompt=8, max_tokens=4)
     scheduler.add(request)
     assert scheduler.schedule(0.0) is not None
-    scheduler._preempt(request.sequences[0], reason)
+    scheduler.preempt(request.sequences[0], reason)
     told = first_loss(request_report(request, scheduler, 9.0, 100))
     assert (told.kind, told.by) == ("started over", None)
 

@@ -174,7 +174,7 @@ class MemoryRules(RuleBasedStateMachine):
     @rule(which=st.integers(0, 10))
     def preempt(self, which: int) -> None:
         running = self.scheduler.running
-        self.scheduler._preempt(running[which % len(running)], "chance")
+        self.scheduler.preempt(running[which % len(running)], "chance")
 
     @rule(count=st.integers(1, 30))
     def blocks_are_taken(self, count: int) -> None:
@@ -228,7 +228,7 @@ class MemoryRules(RuleBasedStateMachine):
         tables = sum(len(sequence.table.blocks) for sequence in sequences)
         references = sum(pool.references(block) for block in range(pool.num_blocks))
         held = scheduler.features.segments.num_held
-        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + held
+        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + held
         most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:
             # Tokens known, those that steps are drawing, and those that were drafted and not drawn.

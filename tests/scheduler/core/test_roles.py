@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pagewise_scheduler.core.features import prefetches as prefetch_module
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.routing.policies import RoutingName
-from pagewise_scheduler.core.tiers import prefetch as prefetch_module
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_shared.block_hash import adapter_salt
 from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, Role
@@ -324,9 +324,12 @@ class RoleRules(RuleBasedStateMachine):
             check_states(pool)
             sequences = [sequence for request in scheduler.requests for sequence in request.sequences]
             tables = sum(len(sequence.table.blocks) for sequence in sequences)
-            tables += sum(len(one.table.blocks) for one in scheduler.recoveries.prefetches.active.values())
+            tables += sum(len(one.table.blocks) for one in scheduler.features.prefetches.active.values())
             references = sum(pool.references(block) for block in range(pool.num_blocks))
-            assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.num_loading + pool.num_lent
+            assert (
+                references
+                == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + pool.num_lent
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "served"):

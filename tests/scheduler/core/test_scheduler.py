@@ -149,7 +149,7 @@ def test_the_first_output_stays_the_first_when_it_loses_its_blocks_in_mid_prompt
     assert plan is not None
     scheduler.update(executor.execute(plan))
     first, *others = request.sequences
-    scheduler._preempt(first, "the test says so")
+    scheduler.preempt(first, "the test says so")
     assert scheduler.waiting.peek() is first
     while not first.prefilled:
         plan = scheduler.schedule(0.0)

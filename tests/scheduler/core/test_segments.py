@@ -91,7 +91,7 @@ def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
     fetched = fetch_block < 1
     assert fetcher[0].features.segments.num_requests == (0 if fetched else 2)
     assert following.num_cached_tokens >= (len(prompt) // 4 * 4 if fetched else 0)
-    assert not fetcher[0].recoveries.prefetches.active
+    assert not fetcher[0].features.prefetches.active
     elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
     holder[0].release_all()
     holder[0].recoveries.directory.peers.clear()  # type: ignore[union-attr]
@@ -144,7 +144,7 @@ def test_cached_tokens_count_segments_besides_what_was_loaded() -> None:
     evict(scheduler, 40)
     serve(scheduler, executor, create_request(prompt=[*ROOT, *SECOND, 5]))
     request = serve(scheduler, executor, segmented(prompt, [(8, 16), (24, 64)]))
-    assert request.num_loaded_tokens("host") == 16
+    assert request.cached_tokens["host"] == 16
     assert request.num_cached_tokens == 24 + 40
 
 

@@ -230,8 +230,11 @@ def test_accepted_tokens_of_an_aborted_request_are_neither_counted_nor_charged()
 
 def test_a_row_that_leaves_takes_its_draft_along() -> None:
     plan = PlanBuilder()
-    plan.draft(0, array("i", [5]))
-    plan.draft(1, array("i", [6]))
+    for row in (0, 1):
+        request = create_request()
+        request.create_sequences()
+        request.sequences[0].row = row
+        plan.drafts[request.sequences[0]] = array("i", [5 + row])
     plan.leave(0)
     assert [row for row, _ in plan.build(1, 1, []).drafts] == [1]
 

@@ -75,7 +75,7 @@ def test_what_was_computed_outlives_the_executor_that_computed_it(mode: Recovery
     assert first.executor.num_written == first.counters["written"] == 14, "57 tokens were computed"
     again = Node(storage, mode)
     request = again.serve(PROMPT, max_tokens=8)
-    assert request.num_loaded_tokens("disk") == request.num_cached_tokens > 0
+    assert request.cached_tokens["disk"] == request.num_cached_tokens > 0
     assert again.executor.num_computed == 57 - request.num_cached_tokens
     if mode == "swap":
         assert (request.num_cached_tokens, again.counters["recalled"]) == (48, 12)
@@ -135,7 +135,7 @@ def test_what_could_not_be_written_is_tried_again_with_the_next_use() -> None:
 def test_what_is_evicted_before_its_turn_is_not_written_nor_what_follows_it() -> None:
     node = Node({}, num_blocks=13)
     node.scheduler.add(create_request(prompt=PROMPT, max_tokens=3))
-    while not node.scheduler.kv.writes_back:
+    while not node.scheduler.features.write_back.wants_step():
         plan = node.scheduler.schedule(0.0)
         if plan is not None:
             node.results.append(node.executor.execute(plan))

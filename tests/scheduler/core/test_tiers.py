@@ -36,8 +36,8 @@ def test_what_the_host_gives_up_comes_back_from_the_tier_below(mode: RecoveryMod
     further = scheduler.kv.tiers[FURTHER]
     assert further.num_used > 0
     again = serve(scheduler, executor, PROMPTS[0])
-    assert again.num_loaded_tokens(tier_name(FURTHER)) > 0
-    assert again.num_cached_tokens == (36 if mode == "swap" else again.num_loaded_tokens(tier_name(FURTHER)))
+    assert again.cached_tokens[tier_name(FURTHER)] > 0
+    assert again.num_cached_tokens == (36 if mode == "swap" else again.cached_tokens[tier_name(FURTHER)])
     check_states(scheduler.kv.pool)
 
 

@@ -23,7 +23,7 @@ from pagewise_scheduler.actors.sessions import SILENT_SECONDS, Loss
 from pagewise_scheduler.core.console.block_colours import coloured_cells
 from pagewise_scheduler.core.console.block_details import block_details
 from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
-from pagewise_scheduler.core.console.executor_state import link_states, tier_states
+from pagewise_scheduler.core.console.executor_state import link_states
 from pagewise_scheduler.core.console.prefixes import PrefixesFrame, executor_prefixes, saved_blocks
 from pagewise_scheduler.core.console.reports import (
     EndedReport,
@@ -35,6 +35,7 @@ from pagewise_scheduler.core.console.reports import (
     SchedulerState,
 )
 from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
+from pagewise_scheduler.core.inspection import tier_reports
 from pagewise_scheduler.core.tiers.pool import Pool
 
 _SHARED = 0.8
@@ -415,7 +416,7 @@ def _executor_state(engine: Engine, rates: Rates, names: dict[str, str], now: fl
         hello.bytes_per_block,
         pool.num_blocks,
         MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
-        tier_states(scheduler),
+        tier_reports(scheduler),
         scheduler.num_running,
         scheduler.num_waiting,
         scheduler.num_preemptions,

@@ -10,7 +10,7 @@ from pagewise_shared.protocol import Found
 from pagewise_scheduler.actors.client_request import ClientRequest
 from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.core.routing.executor_view import PrefixQuery
-from pagewise_scheduler.core.tiers.hashed import HashTier
+from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.metrics import Metrics
 
 ANSWER_SECONDS = 0.1
@@ -35,7 +35,7 @@ class _Question:
     """``stored``: where the answer is put, by the identity of the tier."""
 
     engine: Engine
-    tier: HashTier
+    tier: HashedTier
     waiting: _Waiting
     stored: dict[str, int]
 
@@ -82,11 +82,11 @@ class LookUps:
         return True
 
     @staticmethod
-    def _to_ask(request: ClientRequest, engines: Sequence[Engine]) -> list[tuple[Engine, HashTier]]:
+    def _to_ask(request: ClientRequest, engines: Sequence[Engine]) -> list[tuple[Engine, HashedTier]]:
         """One executor for each identity of a tier. Forgets the answers of an earlier placement."""
         request.stored.clear()
         request.stored_originals.clear()
-        asked: dict[str, tuple[Engine, HashTier]] = {}
+        asked: dict[str, tuple[Engine, HashedTier]] = {}
         for engine in engines:
             for tier in engine.scheduler.kv.hashed.values():
                 if tier.link.rests:  # it has failed, and is left alone for some requests

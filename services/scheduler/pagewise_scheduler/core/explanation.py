@@ -1,15 +1,17 @@
 """Where a request's time went, and where its cached prefix was lost: the facts, as plain data of bounded size."""
 
 from collections.abc import Iterable
+from itertools import chain
 from math import isnan, nan
+from operator import attrgetter
 
 from msgspec import Struct
 from msgspec.structs import replace
-from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
+from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
 from pagewise_scheduler.core.requests.request import Preempted, Request
-from pagewise_scheduler.core.requests.timeline import Departure, Steps, Timeline
+from pagewise_scheduler.core.requests.timeline import Departure, Interrupted, MissedPrefix, Steps, Timeline
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 _MOST_EVENTS = 16
@@ -176,12 +178,9 @@ class Explanation(Struct, omit_defaults=True):
 
 def explain(request: Request, now: float, since_1970: float, *, ended: bool = False) -> Explanation:
     """The facts about a request. ``now``: of the scheduler's clock, which ``since_1970`` seconds are added to."""
-    timeline, first = request.timeline, request.first_token_time
-    history = sorted((event for one in request.sequences for event in one.history), key=lambda event: _time(event))[
-        -_MOST_EVENTS:
-    ]
-    output = sum(len(one.output_token_ids) for one in request.sequences)
-    cached = request.num_cached_tokens
+    timeline, first, cached = request.timeline, request.first_token_time, request.num_cached_tokens
+    history = sorted(chain.from_iterable(map(attrgetter("history"), request.sequences)), key=_time)[-_MOST_EVENTS:]
+    output = request.num_output_tokens
     told = Explanation(
         request_id=request.request_id,
         client_request_id=request.params.client_request_id,
@@ -193,41 +192,41 @@ def explain(request: Request, now: float, since_1970: float, *, ended: bool = Fa
         output_tokens=output,
         queue_seconds=_after(request.arrival_time, request.scheduled_time),
         first_token_seconds=_after(request.arrival_time, first),
-        cached_tokens=dict.fromkeys(SOURCES, 0)
-        | {tier_name(DEVICE): cached - sum(request.loaded_tokens.values())}
-        | request.loaded_tokens,
+        cached_tokens=request.cached_tokens,
         executors=[executor_id for _, executor_id in request.executors],
         waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
         ahead=[Share(_who(one.request), one.tokens) for one in timeline.ahead if one.request is not request.ref],
         computes_prefix=_who(timeline.computes_prefix),
         prefill=_phase(timeline.prefill, first - request.scheduled_time, len(request.prompt_token_ids) - cached),
         decode=_phase(timeline.decode, now - first, output) if ended else None,
-        recoveries=[_recovered(one, timeline, since_1970) for one in history if isinstance(one, Recovery)],
+        recoveries=_recoveries(history, timeline, since_1970),
         preemptions=_preemptions(history, since_1970),
         moves=_moves(timeline.departures, request.executors, since_1970),
-        resets=[
-            Interruption(one.time + since_1970, one.executor_id, _after(one.time, one.ended), not isnan(time))
-            for one, time in timeline.interruptions
-        ],
-        resumed=None if timeline.resumed is None else timeline.resumed + since_1970,
+        resets=_resets(timeline.interruptions, since_1970),
+        resumed=_dated(timeline.resumed, since_1970),
         finish_reason=next((one.finish_reason for one in request.sequences if one.finish_reason), None),
     )
-    if (missed := timeline.missed) is not None:
-        position = missed.found
-        for run, tokens in missed.lost:
-            lost = _lost(run, position, tokens, since_1970)
-            position += tokens
-            if told.lost and _together(told.lost[-1], lost):
-                told.lost[-1].tokens += tokens
-            else:
-                told.lost.append(lost)
-        if (left := missed.divergence) is not None:
-            told.left = LeftPrefix(left.position, left.beyond, left.compared, left.equal, _who(left.cached_by))
-        if (other := missed.other_salt) is not None:
-            adapter = other.cached_by.adapter if other.cached_by is not None else ""
-            told.other_cache = OtherCache(other.tokens, other.kind, adapter, _who(other.cached_by))
-        told.not_asked = missed.not_asked
+    if timeline.missed is not None:
+        _explain_missed(told, timeline.missed, since_1970)
     return told
+
+
+def _explain_missed(told: Explanation, missed: MissedPrefix, since_1970: float) -> None:
+    """Say why a part of the prompt was not cached."""
+    position = missed.found
+    for run, tokens in missed.lost:
+        lost = _lost(run, position, tokens, since_1970)
+        position += tokens
+        if told.lost and _together(told.lost[-1], lost):
+            told.lost[-1].tokens += tokens
+        else:
+            told.lost.append(lost)
+    if (left := missed.divergence) is not None:
+        told.left = LeftPrefix(left.position, left.beyond, left.compared, left.equal, _who(left.cached_by))
+    if (other := missed.other_salt) is not None:
+        adapter = other.cached_by.adapter if other.cached_by is not None else ""
+        told.other_cache = OtherCache(other.tokens, other.kind, adapter, _who(other.cached_by))
+    told.not_asked = missed.not_asked
 
 
 def seen_by(told: Explanation, key: str) -> Explanation:
@@ -260,6 +259,10 @@ def _after(start: float, end: float) -> float | None:
     return None if isnan(end) else max(0.0, end - start)
 
 
+def _dated(time: float | None, since_1970: float) -> float | None:
+    return None if time is None or isnan(time) else time + since_1970
+
+
 def _time(event: object) -> float:
     return event.began if isinstance(event, Recovery) else event.time if isinstance(event, Preempted) else nan
 
@@ -280,7 +283,7 @@ def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> LostPr
         executor_id=run.executor_id,
         tier=tier_name(run.tier),
         cached_by=_who(run.cached_by),
-        cached_at=None if isnan(started) else started + since_1970,
+        cached_at=_dated(started, since_1970),
         taker=_who(run.taker),
         num_takers=run.num_takers,
         policy=run.policy,
@@ -290,17 +293,26 @@ def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> LostPr
 
 def _together(one: LostPrefix, other: LostPrefix) -> bool:
     """Whether two parts of a prompt, one behind the other, were cached by one request and lost for another one."""
-    return (one.reason, one.executor_id, one.cached_by, one.taker) == (
-        other.reason,
-        other.executor_id,
-        other.cached_by,
-        other.taker,
-    )
+    return _cause_of(one) == _cause_of(other)
 
 
-def _recovered(event: Recovery, timeline: Timeline, since_1970: float) -> RecoveredPrefix:
-    estimate = event.estimate
+_cause_of = attrgetter("reason", "executor_id", "cached_by", "taker")
+
+
+def _resets(interruptions: Iterable[Interrupted], since_1970: float) -> list[Interruption]:
+    return [
+        Interruption(one.time + since_1970, one.executor_id, _after(one.time, one.ended), not isnan(time))
+        for one, time in interruptions
+    ]
+
+
+def _recoveries(history: Iterable[object], timeline: Timeline, since_1970: float) -> list[RecoveredPrefix]:
     broken_off = [one.time for one in timeline.departures if one.ran] + [one.time for one in timeline.interruptions]
+    return [_recovered(one, broken_off, since_1970) for one in history if isinstance(one, Recovery)]
+
+
+def _recovered(event: Recovery, broken_off: list[float], since_1970: float) -> RecoveredPrefix:
+    estimate = event.estimate
     again = not event.first_start and any(time <= event.began for time in broken_off)
     return RecoveredPrefix(
         time=event.began + since_1970,

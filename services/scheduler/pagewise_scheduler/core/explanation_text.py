@@ -6,8 +6,10 @@ from datetime import datetime
 from pagewise_scheduler.core.explanation import (
     Explanation,
     Interruption,
+    LeftPrefix,
     LostPrefix,
     Move,
+    OtherCache,
     Preemption,
     RecoveredPrefix,
     Share,
@@ -150,25 +152,32 @@ def _cache(told: Explanation) -> Iterator[str]:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
     for lost in told.lost:
         yield _lost(lost)
-    if (left := told.left) is not None:
-        text = f"Its prompt is the same as the cached one of {_who(left.cached_by)} up to token {left.position:,}, and "
-        if left.compared > 1 and left.equal * 2 > left.compared:
-            differ = left.compared - left.equal
-            text += (
-                f"differs in {_tokens(differ)} of the next {left.compared:,}: the first different one makes all that "
-                f"come after it different KV, although {left.beyond:,} are cached there."
-            )
-        else:
-            are = "is" if left.beyond == 1 else "are"
-            text += f"goes on differently from there, where {_tokens(left.beyond)} of the other one {are} cached."
-        yield text
-    if (other := told.other_cache) is not None:
-        of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
-        where = of if other.kind == "adapter" else "another cache salt or API key"
-        yield (
-            f"Its first {_tokens(other.tokens)} are cached for {where} (by {_who(other.cached_by)}), whose KV "
-            + ("differs." if other.kind == "adapter" else "this request may not use.")
+    if told.left is not None:
+        yield _left(told.left)
+    if told.other_cache is not None:
+        yield _other(told.other_cache)
+
+
+def _other(other: OtherCache) -> str:
+    begin, by = f"Its first {_tokens(other.tokens)} are cached for", f"(by {_who(other.cached_by)})"
+    if other.kind != "adapter":
+        return f"{begin} another cache salt or API key {by}, whose KV this request may not use."
+    of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
+    return f"{begin} {of} {by}, whose KV differs."
+
+
+def _left(left: LeftPrefix) -> str:
+    text = f"Its prompt is the same as the cached one of {_who(left.cached_by)} up to token {left.position:,}, and "
+    if left.compared > 1 and left.equal * 2 > left.compared:
+        differ = left.compared - left.equal
+        text += (
+            f"differs in {_tokens(differ)} of the next {left.compared:,}: the first different one makes all that "
+            f"come after it different KV, although {left.beyond:,} are cached there."
         )
+    else:
+        are = "is" if left.beyond == 1 else "are"
+        text += f"goes on differently from there, where {_tokens(left.beyond)} of the other one {are} cached."
+    return text
 
 
 def _place(source: str) -> str:

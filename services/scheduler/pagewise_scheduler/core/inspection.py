@@ -3,7 +3,7 @@
 from itertools import islice
 from math import isnan
 
-from pagewise_shared.protocol import DEVICE, SOURCES, tier_name
+from pagewise_shared.protocol import tier_name
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 from pagewise_scheduler.core.memory_reports import (
@@ -25,7 +25,6 @@ from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GON
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.host import CacheTier
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 
@@ -51,7 +50,7 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         device=DeviceReport(
             pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_lent
         ),
-        tiers={tier_name(tier.number): _tier_report(tier) for tier in pool.lower},
+        tiers=tier_reports(scheduler),
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         steps_in_flight=scheduler.num_in_flight,
@@ -65,8 +64,14 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
     )
 
 
-def _tier_report(tier: CacheTier) -> TierReport:
-    return TierReport(tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading)
+def tier_reports(scheduler: Scheduler) -> dict[str, TierReport]:
+    """The tiers with ids below the device, by their names."""
+    return {
+        tier_name(tier.number): TierReport(
+            tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading
+        )
+        for tier in scheduler.kv.pool.lower
+    }
 
 
 def _cost_report(costs: CostModel, limit: int) -> CostReport:
@@ -121,9 +126,7 @@ def _report(request: Request, now: float, sequences: list[SequenceReport], cut: 
         _seconds(request.arrival_time, request.scheduled_time),
         _seconds(request.arrival_time, request.first_token_time),
         [ExecutorReport(executor_id, round(now - then, 6)) for then, executor_id in request.executors],
-        dict.fromkeys(SOURCES, 0)
-        | {tier_name(DEVICE): request.num_cached_tokens - sum(request.loaded_tokens.values())}
-        | request.loaded_tokens,
+        request.cached_tokens,
         sequences,
         cut,
         [ChunkReport(round(now - one.time, 6), one.tokens) for one in request.timeline.chunks],
@@ -140,13 +143,12 @@ def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room:
     history = sequence.history[max(0, len(sequence.history) - room.events) :]
     room.blocks -= len(blocks)
     room.events -= len(history)
-    known = sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
     return SequenceReport(
         index=sequence.index,
         status=sequence.status.name.lower(),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_output_tokens=len(sequence.output_token_ids),
-        num_computed_tokens=known if table.blocks else 0,
+        num_computed_tokens=sequence.num_with_kv if table.blocks else 0,
         num_blocks=len(table.blocks),
         shared=sum(1 for block in table.blocks if pool.references(block) > 1),
         preemptions=sequence.num_preemptions,
@@ -212,17 +214,12 @@ def _runs(scheduler: Scheduler, limit: int) -> list[RunReport]:
     while stack and len(runs) <= limit:
         parent, node = stack.pop()
         references = pool.references(node.block) if node.block >= 0 else 0
-        run = RunReport(parent, node.depth, 0, {}, references, 0)
-        here = dict.fromkeys(scheduler.kv.tiers, 0)
-        while True:
-            run.num_blocks += 1
-            for number in here:
-                here[number] += node.block_id(number) >= 0
-            if len(node.children) != 1:
-                break
-            node = next(iter(node.children.values()))
-        run.tiers = {tier_name(number): count for number, count in here.items()}
-        run.forks = len(node.children)
+        nodes = [node]
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            nodes.append(node)
+        here = {tier_name(number): sum(one.block_id(number) >= 0 for one in nodes) for number in scheduler.kv.tiers}
+        run = RunReport(parent, nodes[0].depth, len(nodes), here, references, len(node.children))
         stack += [(len(runs), child) for child in islice(node.children.values(), limit + 1)]
         runs.append(run)
     return runs

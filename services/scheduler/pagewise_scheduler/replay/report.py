@@ -22,8 +22,8 @@ def summarise(
     """
     served = [one for one in outcome.served if not isnan(one.finished)]
     prompt_tokens = sum(one.trace.num_prompt_tokens for one in served)
-    host = sum(one.request.num_loaded_tokens("host") for one in served)
-    peer = sum(one.request.num_loaded_tokens("peer") for one in served)
+    host = sum(one.request.cached_tokens["host"] for one in served)
+    peer = sum(one.request.cached_tokens["peer"] for one in served)
     device = sum(one.request.num_cached_tokens for one in served) - host - peer
     output_tokens = sum(one.trace.num_output_tokens for one in served)
     good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]

@@ -1,22 +1,12 @@
-"""The state of one executor, as consoles show it."""
+"""The links of one executor, as consoles show them."""
 
 from collections.abc import Mapping
 
 from pagewise_shared.protocol import tier_name
 
-from pagewise_scheduler.core.console.reports import LinkState, TierState
+from pagewise_scheduler.core.console.reports import LinkState
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Link
-
-
-def tier_states(scheduler: Scheduler) -> dict[str, TierState]:
-    """Return the tiers of an executor below the device, by their names."""
-    return {
-        tier_name(tier.number): TierState(
-            tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading
-        )
-        for tier in scheduler.kv.pool.lower
-    }
 
 
 def link_states(scheduler: Scheduler, names: Mapping[str, str]) -> list[LinkState]:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from pagewise_scheduler.core.memory_reports import RequestReport
+from pagewise_scheduler.core.memory_reports import RequestReport, TierReport
 
 
 class BlockCounts(Struct):
@@ -17,15 +17,6 @@ class BlockCounts(Struct):
     in_use: int
     lent: int
     copying: int
-
-
-class TierState(Struct):
-    """A tier below the device. ``storing``, ``loading``: blocks whose copies to and from it are under way."""
-
-    num_blocks: int
-    used: int
-    storing: int
-    loading: int
 
 
 class LinkState(Struct, omit_defaults=True):
@@ -55,7 +46,7 @@ class ExecutorState(Struct):
     bytes_per_block: int
     num_blocks: int
     counts: BlockCounts
-    tiers: dict[str, TierState]
+    tiers: dict[str, TierReport]
     running: int
     waiting: int
     preemptions: int

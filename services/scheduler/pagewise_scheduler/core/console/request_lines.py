@@ -48,8 +48,8 @@ def request_line(executor_id: str, request: Request, pool: BlockPool | None, now
         executor_id,
         status.name.lower() if pool is not None else "unplaced",
         len(request.prompt_token_ids),
-        sum(len(one.output_token_ids) for one in request.sequences),
-        sum(_num_computed(one) for one in outputs),
+        request.num_output_tokens,
+        sum(one.num_with_kv for one in outputs if one.table.blocks),
         sum(len(one.table.blocks) for one in outputs),
         sum(_num_shared(one, pool) for one in outputs) if pool is not None else 0,
         request.num_cached_tokens,
@@ -91,12 +91,6 @@ def _moved_from(executors: list[str], here: str) -> str | None:
     """The last of ``executors``, where a request was placed in this order, that is not the one where it is: ``here``,
     "" for none."""
     return next((name for name in reversed(executors) if name != here), None)
-
-
-def _num_computed(sequence: Sequence) -> int:
-    if not sequence.table.blocks:
-        return 0
-    return sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
 
 
 def _num_shared(sequence: Sequence, pool: BlockPool) -> int:

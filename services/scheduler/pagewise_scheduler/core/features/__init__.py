@@ -1,1 +1,1 @@
-"""What stands beside the loop: adapters, grammars, segments, beams, drafts, fair shares."""
+"""The features beside the loop: adapters, grammars, segments, beams, drafts, fair shares, prefetches, write-back."""

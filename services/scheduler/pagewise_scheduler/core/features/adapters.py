@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, Message
 
-from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
+from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
 from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
 from pagewise_scheduler.core.tiers.cost_model import OnlineLine
@@ -63,7 +63,7 @@ class _Slot:
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _AdapterLoad:
     """``asked``: when the executor was asked for it, infinite until it is."""
 
     adapter: Adapter
@@ -83,11 +83,11 @@ class AdapterSlots(Feature):
         super().__init__(scheduler)
         self.capacity = capacity
         self.num_loads = self.num_load_errors = self.num_evictions = 0
-        self.waiting: dict[Request, Load] = {}
-        self._of_keys: dict[str, Load] = {}
+        self.waiting: dict[Request, Kept] = {}
+        self._of_keys: dict[str, Kept] = {}
         self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
         self._numbers = count(1)
-        self._checks: list[_Load] = []
+        self._checks: list[_AdapterLoad] = []
         self.clear()
 
     def clear(self) -> None:
@@ -95,9 +95,9 @@ class AdapterSlots(Feature):
         self._free = list(range(self.capacity.slots - 1, -1, -1))
         self._slots: dict[bytes, _Slot] = {}  # the least recently used first
         self._pinned: dict[Request, _Slot] = {}
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _AdapterLoad] = {}
         self._late: set[int] = set()  # loads that were given up
-        self._told = -inf  # when the executor told of a load last
+        self._last_answer = -inf  # when the executor told of a load last
         self._outbox: list[tuple[int, Adapter, int]] = []
         self._on_host: set[bytes] = set()
         self._changed, self._look_at = False, inf
@@ -127,27 +127,27 @@ class AdapterSlots(Feature):
         slot = self._slots.get(adapter.content)
         return slot is not None and slot.loaded
 
-    def kept(self, key: str | None) -> Load:
+    def kept(self, key: str | None) -> Kept:
         """See ``Feature``."""
         if not self.waiting:
-            return NO_LOAD
+            return NOTHING_KEPT
         if key is not None:
-            return self._of_keys.get(key, NO_LOAD)
+            return self._of_keys.get(key, NOTHING_KEPT)
         loads = self._of_keys.values()
-        return Load(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+        return Kept(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
 
     def _park(self, request: Request) -> None:
         unfinished = request.params.num_sequences - sum(sequence.finished for sequence in request.sequences)
-        load = self.waiting[request] = Load(unfinished, len(request.prompt_token_ids))
-        before = self._of_keys.get(request.params.key, NO_LOAD)
-        self._of_keys[request.params.key] = Load(before.sequences + load.sequences, before.tokens + load.tokens)
+        load = self.waiting[request] = Kept(unfinished, len(request.prompt_token_ids))
+        before = self._of_keys.get(request.params.key, NOTHING_KEPT)
+        self._of_keys[request.params.key] = Kept(before.sequences + load.sequences, before.tokens + load.tokens)
 
     def _unpark(self, request: Request) -> None:
         if (load := self.waiting.pop(request, None)) is None:
             return
         before = self._of_keys.pop(request.params.key)
         if before != load:
-            self._of_keys[request.params.key] = Load(before.sequences - load.sequences, before.tokens - load.tokens)
+            self._of_keys[request.params.key] = Kept(before.sequences - load.sequences, before.tokens - load.tokens)
 
     def seconds(self, adapter: Adapter) -> float:
         """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
@@ -207,7 +207,8 @@ class AdapterSlots(Feature):
     def _advance(self, now: float) -> tuple[list[Request], list[Request]]:
         """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
         from there because their adapter gives its slot to another one."""
-        oldest_step = self.scheduler.oldest_step
+        oldest = self.scheduler.oldest_step
+        oldest_step = inf if oldest is None else oldest
         self._changed, self._look_at = False, inf
         admitted: list[Request] = []
         taken_back: list[Request] = []
@@ -241,26 +242,36 @@ class AdapterSlots(Feature):
         content = slot.adapter.content
         self._slots[content] = self._slots.pop(content)
 
-    def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: int | None) -> list[Request]:
-        """Begin to load an adapter if there is a slot, else claim one; returns those who come back for that."""
+    def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: float) -> list[Request]:
+        """Begin to load an adapter if there is a slot, else claim one; returns the requests that come back for that."""
+        unused = [slot for slot in self._slots.values() if slot.loaded and not slot.pins and slot.claimer is None]
         if self._free:
             self._load(adapter, self._free.pop())
-            return []
-        unused = [slot for slot in self._slots.values() if slot.loaded and not slot.pins and slot.claimer is None]
-        for slot in unused:
-            if oldest_step is None or slot.free_after < oldest_step:
-                self._evict(slot)
-                self._load(adapter, slot.index)
-                return []
-        if unused:
-            self._look_at = now  # it is free when the steps in flight are back
-            unused[0].claimer = request
-            return []
-        stays = {slot: slot.since + STAY_LOADS * self._seconds(slot.adapter) for slot in self._slots.values()}
-        open_ones = [slot for slot in stays if slot.loaded and slot.claimer is None]
-        due = [slot for slot in open_ones if stays[slot] <= now]
+        elif unused:
+            idle = (slot for slot in unused if slot.free_after < oldest_step)
+            self._exchange(next(idle, unused[0]), request, adapter, now, oldest_step)
+        else:
+            return self._claim(request, adapter, now, oldest_step)
+        return []
+
+    def _exchange(self, slot: _Slot, request: Request, adapter: Adapter, now: float, oldest_step: float) -> None:
+        """Load an adapter into a slot that no request needs, once the steps in flight that use it are back."""
+        if slot.free_after < oldest_step:
+            self.num_evictions += 1
+            del self._slots[slot.adapter.content]
+            self._load(adapter, slot.index)
+        else:
+            self._look_at = now
+            slot.claimer = request
+
+    def _claim(self, request: Request, adapter: Adapter, now: float, oldest_step: float) -> list[Request]:
+        """Claim the slot of the adapter that has been there the longest; returns the requests that come back for that,
+        because they have not begun."""
+        open_slots = [slot for slot in self._slots.values() if slot.loaded and slot.claimer is None]
+        stays = {slot: slot.since + STAY_LOADS * self._seconds(slot.adapter) for slot in open_slots}
+        due = [slot for slot, until in stays.items() if until <= now]
         if not due:
-            self._look_at = min([self._look_at, *(stays[slot] for slot in open_ones)])
+            self._look_at = min([self._look_at, *stays.values()])
             return []
         slot = min(due, key=lambda one: one.since)
         slot.claimer = request
@@ -268,12 +279,8 @@ class AdapterSlots(Feature):
         for one in back:
             del slot.pins[one], self._pinned[one]
             self._park(one)
-        if not slot.pins:  # nobody has begun there
-            if oldest_step is None or slot.free_after < oldest_step:
-                self._evict(slot)
-                self._load(adapter, slot.index)
-            else:
-                self._look_at = now
+        if not slot.pins:
+            self._exchange(slot, request, adapter, now, oldest_step)
         return back
 
     # ---- loads ---------------------------------------------------------------------------------------
@@ -293,7 +300,7 @@ class AdapterSlots(Feature):
         """See ``Feature``. A load has ended; requests fail whose adapter could not be loaded."""
         if not isinstance(message, AdapterLoaded):
             return []
-        self._told, self._changed = now, True
+        self._last_answer, self._changed = now, True
         self._late.discard(message.number)
         if (load := self._loads.pop(message.number, None)) is None:
             return []
@@ -319,7 +326,7 @@ class AdapterSlots(Feature):
     def give_up(self, now: float, most: float) -> list[Request]:
         """See ``Feature``. All loads are given up if the executor has reported none for more than ``most`` seconds."""
         oldest = next(iter(self._loads.values()), None)
-        if oldest is not None and now - max(oldest.asked, self._told) > most:
+        if oldest is not None and now - max(oldest.asked, self._last_answer) > most:
             for number, load in list(self._loads.items()):
                 if load.asked < inf:
                     self._late.add(number)
@@ -328,7 +335,7 @@ class AdapterSlots(Feature):
             self._outbox.clear()
         return self._unpark_all(lambda one: not self._holds(one)) if self._late else []
 
-    def _failed(self, load: _Load, error: str) -> None:
+    def _failed(self, load: _AdapterLoad, error: str) -> None:
         """A load has failed, or was given up: its slot is free. Loads follow one another, so what comes to a slot
         late never comes over what was loaded into it afterwards."""
         self.num_load_errors += 1
@@ -352,14 +359,10 @@ class AdapterSlots(Feature):
         if index >= 0:
             slot = self._slots[adapter.content] = _Slot(index, adapter)
         number = next(self._numbers)
-        load = self._loads[number] = _Load(adapter, slot, checked)
+        load = self._loads[number] = _AdapterLoad(adapter, slot, checked)
         if checked is not None:
             self._checks.append(load)
         self._outbox.append((number, adapter, index))
-
-    def _evict(self, slot: _Slot) -> None:
-        self.num_evictions += 1
-        del self._slots[slot.adapter.content]
 
     def counts(self) -> dict[str, int]:
         """See ``Feature``."""

@@ -71,12 +71,26 @@ class BeamGroups(Feature):
             self._go_on(group, continuations)
         return True
 
+    def decodes(self, sequence: Sequence) -> bool:
+        """See ``Feature``. After each token the search decides which hypotheses go on."""
+        return False
+
+    def num_candidates(self, sequence: Sequence) -> int:
+        """See ``Feature``: as many as the search is wide."""
+        beam = sequence.request.params.beam
+        return beam.width if beam is not None else 0
+
     def unblock(self) -> bool:
         """See ``Feature``. Hypotheses that have come back, and wait for others, give up their blocks."""
         held = [member for group in self._groups.values() for member in group.candidates if member.table.blocks]
         for member in held:
             self._kv.free(member.table, None)
         return bool(held)
+
+    def aborted(self, request: Request, ended: list[Sequence]) -> list[Sequence]:
+        """See ``Feature``. Hypotheses are not shown; the outputs that were asked for end with them."""
+        request.replace_sequences([request.aborted(index) for index in range(request.params.n)])
+        return request.sequences
 
     def leave(self, request: Request, last_step: int) -> None:
         """See ``Feature``."""
@@ -104,8 +118,7 @@ class BeamGroups(Feature):
                 heir.table = self._fork(parent.table, len(history) + parent.num_prompt_tokens)
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
-            if not (heir.table.blocks and self.scheduler.prefilling.rejoin(heir)):
-                self._requeue(heir)
+            self._run(heir)
         group.members = members
         # Those that are left over wait for a wider step; a request knows all sequences it has ever had.
         for unused in spare:
@@ -113,8 +126,11 @@ class BeamGroups(Feature):
         request = group.members[0].request
         request.replace_sequences([*members])
 
-    def _requeue(self, heir: Sequence) -> None:
+    def _run(self, heir: Sequence) -> None:
+        """Let a hypothesis run in the next step, or wait if there is no room for it."""
         if heir.table.blocks:
+            if self.scheduler.prefilling.rejoin(heir):
+                return
             self._plan.copies.give_up(heir.table.blocks)
             self._kv.free(heir.table, None)
         heir.path = []
@@ -139,7 +155,8 @@ class BeamGroups(Feature):
         ending: int | None = request.ending(max(outputs, key=len, default=()))
         for sequence in request.sequences:
             if sequence.table.blocks:
-                self.scheduler.kv.ended(request, sequence.table.tip)
+                for feature in request.features:
+                    feature.frees(sequence)
                 self._kv.free(sequence.table, None, ending)
                 ending = None  # all that was tried is one use of the prompt
         self._groups.pop(request, None)
@@ -154,3 +171,4 @@ class BeamGroups(Feature):
         for index in range(len(outputs), request.params.n):  # the grammar allows no more than those
             request.sequences.append(request.aborted(index))
             output.finished.append(request.sequences[-1])
+        self.scheduler.forget(request)

@@ -32,7 +32,7 @@ from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-    from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
+    from pagewise_scheduler.core.scheduling.step import StepInFlight
 
 _WINDOW = 16_384
 """Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""
@@ -58,28 +58,28 @@ class Drafting(Feature):
         self._awaited: Sequence | None = None
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
-    def waits(self, in_flight: "ReadOnlyList[StepInFlight]") -> bool:
-        """Whether the next step is planned when those in flight have come back, because of drafts in them or in
-        sight."""
+    def may_plan(self) -> bool:
+        """See ``Feature``. Not while drafts are in flight or in sight."""
+        in_flight = self.scheduler.steps_in_flight
         if not in_flight:
-            return False
-        if in_flight[-1].drafts:
             return True
-        if self.scheduler.num_running > self._config.disable_by_batch_size:
+        if in_flight[-1].drafts:
             return False
+        if self.scheduler.num_running > self._config.disable_by_batch_size:
+            return True
         in_sight = (sequence for sequence in self._decoding.order() if self._found(sequence, self._most(sequence)))
         self._awaited = next(in_sight, None)
-        return self._awaited is not None
+        return self._awaited is None
 
-    def draft(self, in_flight: "ReadOnlyList[StepInFlight]", budget: int) -> "tuple[Drafts, int]":
-        """Put drafts, and the blocks that they need, into the next plan; returns them, and what is left of ``budget``:
-        at least half of it, so that prefills go on."""
-        drafts: Drafts = {}
-        if in_flight:
-            return drafts, budget
+    def draft(self, budget: int) -> int:
+        """See ``Feature``. Puts the blocks that drafts need into the plan, too. At least half of the budget is left, so
+        that prefills go on."""
+        if self.scheduler.steps_in_flight:
+            return 0
         awaited, self._awaited = self._awaited, None
         if (running := self.scheduler.num_running) > self._config.disable_by_batch_size:
-            return drafts, budget
+            return 0
+        drafts, before = self._plan.drafts, budget
         # Executors reserve memory for the logits of max_num_seqs tokens. With few of them that much is not missed.
         most = max(MAX_SPECULATIVE_TOKENS, self.scheduler.limits.max_num_seqs) - running
         reserved = max((budget + 1) // 2, budget - most)
@@ -87,15 +87,13 @@ class Drafting(Feature):
             found = self._found(sequence, min(self._most(sequence), budget - reserved))
             if found and (draft := self._fitting(sequence, found)):
                 drafts[sequence] = draft
-                self._plan.draft(sequence.row, draft)
                 budget -= len(draft)
         if awaited is not None and awaited not in drafts:
             _pause(awaited)  # two steps could have been in flight
-        return drafts, budget
+        return before - budget
 
     def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
-        """A step has come back with these tokens, of which those that are kept are returned; ``step`` then samples for
-        whoever gets one of them."""
+        """See ``Feature``. Of each draft, the tokens are kept that would have been drawn without it."""
         if not step.drafts:
             return tokens
         offset = len(step.sampled) - len(step.completed) - step.num_draft_tokens - len(step.drafts)

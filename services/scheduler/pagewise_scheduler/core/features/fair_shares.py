@@ -2,7 +2,7 @@
 
 The waiting queue decides which key is next. That is not enough where the sequences of another key have all rows or all
 blocks, because those run for as long as their outputs are long. So sequences of keys that have more than their share
-are preempted for the key that is next and has less. With one key, nothing is preempted for this reason.
+are preempted for the key that is next and has less. With one key, the feature is not in use.
 
 Preemption costs time, because the blocks that are dropped may have to be computed again. Three rules bound that cost:
 
@@ -12,161 +12,144 @@ Preemption costs time, because the blocks that are dropped may have to be comput
   tokens that were dropped.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pagewise_shared.protocol import DEVICE
-
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import Account
-from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
-from pagewise_scheduler.core.tiers.cost_model import CostModel
-from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.scheduling.step import StepLimits
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 PATIENCE_STEPS = 8
 """How many steps a sequence that is next waits for room before sequences of other keys are preempted for it."""
 LEAST_PROGRESS = 16
 """How many output tokens a sequence generates at least between two preemptions for other keys."""
-_CANDIDATES = 16
-"""How many sequences are weighed when one is to be preempted."""
 
 
-class FairShares:
-    """Counts the requests and rows of each key at one executor, and chooses whom to preempt for other keys.
+class FairShares(Feature):
+    """Chooses the sequences to preempt for other keys.
 
     All keys that have requests at the executor have the same share: its rows, and the blocks of its pool, divided by
-    the number of these keys. ``favoured``: the sequence for which others were preempted last, until it starts or
-    another one is next. When it starts, it may take blocks that the watermark keeps free from others.
+    the number of these keys. The sequence for which others were preempted last is ``Admission.favoured``, until it
+    starts or another one is next: when it starts, it may take blocks that the watermark keeps free from others.
     """
 
-    def __init__(self, kv: KVCacheManager, waiting: WaitingQueue, limits: "StepLimits", costs: CostModel) -> None:
-        self.favoured: Sequence | None = None
-        self._kv = kv
-        self._waiting = waiting
-        self._limits = limits
-        self._costs = costs
-        self._requests: Counter[Account] = Counter()
-        self._rows: Counter[Account] = Counter()
-        self._next: Sequence | None = None
-        self._preempts_at = 0
-
-    # ---- accounting ---------------------------------------------------------------------------------
-
-    def arrive(self, request: Request) -> None:
-        """Count a request that the scheduler takes on."""
-        self._requests[request.account] += 1
-
-    def leave(self, request: Request) -> None:
-        """Count a request out that has ended or moves to another executor."""
-        _take_one(self._requests, request.account)
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
+        self._kv, self._admission = scheduler.kv, scheduler.prefilling.admission
+        self._requests_of: dict[Account, set[Request]] = {}
+        self.clear()
+        for request in scheduler.requests:  # of the first key, alone up to now
+            request.features = (*request.features, self)
+        for request in scheduler.entered.values():
+            self.entered(request)
 
     def clear(self) -> None:
-        """Forget all requests; their rows have been left."""
-        self._requests.clear()
-        self._next = self.favoured = None
+        """See ``Feature``."""
+        self._requests_of.clear()
+        self._next: Sequence | None = None
+        self._admission.favoured = None
         self._preempts_at = 0
 
-    def take_row(self, sequence: Sequence) -> None:
-        """Count a row that the sequence has got."""
-        self._rows[sequence.request.account] += 1
+    def entered(self, request: Request) -> None:
+        """See ``Feature``."""
+        self._requests_of.setdefault(request.account, set()).add(request)
 
-    def leave_row(self, sequence: Sequence) -> None:
-        """Count a row out that the sequence has left."""
-        _take_one(self._rows, sequence.request.account)
+    def leave(self, request: Request, last_step: int) -> None:
+        """See ``Feature``."""
+        self.taken_back(request)
+
+    def taken_back(self, request: Request) -> None:
+        """See ``Feature``."""
+        requests = self._requests_of.get(request.account, set())
+        requests.discard(request)
+        if not requests:
+            self._requests_of.pop(request.account, None)
 
     @property
     def contended(self) -> bool:
         """Whether several keys have requests here."""
-        return len(self._requests) > 1
+        return len(self._requests_of) > 1
 
-    @property
-    def num_rows(self) -> int:
-        """The rows of one key's share."""
-        return max(1, self._limits.max_num_seqs // len(self._requests))
-
-    @property
-    def num_blocks(self) -> int:
-        """The blocks of one key's share."""
-        return max(1, self._kv.pool.num_blocks // len(self._requests))
-
-    # ---- preemption -------------------------------------------------------------------------------
-
-    def may_keep_row(self, sequence: Sequence) -> bool:
-        """Whether a hypothesis of a beam search, which leaves its row after every token, may have a row again at once.
-
-        It may not if its key has its share of the rows, and a sequence of another key is next.
-        """
-        if not self.contended or self._rows[sequence.request.account] < self.num_rows:
+    def may_rejoin(self, sequence: Sequence) -> bool:
+        """See ``Feature``. Not if its key has its share of the rows, and a sequence of another key is next."""
+        head, account = self.scheduler.waiting.peek(), sequence.request.account
+        if head is None or head.request.account is account or not self.contended:
             return True
-        head = self._waiting.peek()
-        return head is None or head.request.account is sequence.request.account
+        return _rows_of(self.scheduler.running)[account] < self._share(self.scheduler.limits.max_num_seqs)
 
-    def victim(self, running: list[Sequence]) -> Sequence:
-        """Choose the sequence to preempt when running sequences need more blocks than there are.
+    def _share(self, number: int) -> int:
+        """One key's share of ``number`` rows or blocks."""
+        return max(1, number // len(self._requests_of))
 
-        As ``choose_victim`` does; among sequences of the lowest priority, those of the key with the most blocks come
-        first if it has more than its share.
-        """
-        if not self.contended:
-            return choose_victim(running, self._kv.pool, self._costs)
-        lowest = max(sequence.request.params.priority for sequence in running)
-        held = _blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
-        most = max(held, key=lambda account: held[account])
-        over = most if held[most] > self.num_blocks else None
-        return choose_victim(running, self._kv.pool, self._costs, over)
-
-    def starved(self, step: int) -> Sequence | None:
-        """The sequence that is next, if others may be preempted for it before ``step``: it has waited long enough."""
+    def victim(self, running: list[Sequence]) -> Sequence | None:
+        """See ``Feature``. Among sequences of the lowest priority, one of the key that has the most blocks, if these
+        are more than its share."""
         if not self.contended:
             return None
-        head = self._waiting.peek()
+        lowest = max(sequence.request.params.priority for sequence in running)
+        held = _blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
+        account, most = held.most_common(1)[0]
+        over = most > self._share(self._kv.pool.num_blocks)
+        return self.scheduler.choose_victim(running, account) if over else None
+
+    def begin_step(self, step: int) -> None:
+        """See ``Feature``. Preempts for the sequence that is next, if it has waited long enough and can start then."""
+        head = self.scheduler.waiting.peek()
         if head is not self._next:
-            self._next, self.favoured = head, None
+            if not self.contended:
+                return
+            self._next, self._admission.favoured = head, None
             self._preempts_at = max(self._preempts_at, step + PATIENCE_STEPS)
-        return head if step >= self._preempts_at else None
+        if head is None or step < self._preempts_at or not self.contended:
+            return
+        needed = self.scheduler.prefilling.num_needed(head, self.scheduler.steps_in_flight)
+        for victim in self._victims(head, step, needed) if needed is not None else ():
+            self.scheduler.preempt(victim, "another key has less than its share", head)
 
-    def victims(
-        self, head: Sequence, step: int, running: list[Sequence], *, rows: int, needed: int, missing: int
-    ) -> list[Sequence]:
-        """Choose the sequences to preempt before ``step`` so that ``head`` can start soon.
-
-        Returns none if all that may be preempted would not suffice.
-
-        ``running``: the sequences that have rows. ``rows``, ``missing``: the rows and blocks that ``head`` lacks.
-        ``needed``: the blocks that it will take.
-        """
+    def _victims(self, head: Sequence, step: int, needed: int) -> list[Sequence]:
+        """The sequences to preempt before ``step`` so that ``head``, which takes ``needed`` blocks, can start soon;
+        none if that would not suffice."""
+        scheduler, pool = self.scheduler, self._kv.pool
         self._preempts_at = step + PATIENCE_STEPS
-        account, held = head.request.account, _blocks_of(running)
-        if (rows > 0 and self._rows[account] >= self.num_rows) or held[account] + needed > self.num_blocks:
+        running = scheduler.running
+        rows, held = _rows_of(running), _blocks_of(running)
+        row_share, block_share = self._share(scheduler.limits.max_num_seqs), self._share(pool.num_blocks)
+        lacks_row, missing = self._lacks(needed)
+        account = head.request.account
+        if (lacks_row and rows[account] >= row_share) or held[account] + needed > block_share:
             return []
-        over_rows = {one: number - self.num_rows for one, number in self._rows.items() if number > self.num_rows}
-        over_blocks = {one: number - self.num_blocks for one, number in held.items() if number > self.num_blocks}
-        candidates = [one for one in running if one.request.account is not account and _is_preemptible(one, head)]
-        chosen: list[Sequence] = []
-        dropped = 0
-        while rows > 0 or missing > 0:
-            victim = self._victim_above_share(over_rows if rows > 0 else over_blocks, candidates)
-            if victim is None:
+        over_rows, over_blocks = Counter(rows), Counter(held)
+        over_rows.subtract(dict.fromkeys(rows, row_share))
+        over_blocks.subtract(dict.fromkeys(held, block_share))
+        candidates = [one for one in running if _is_preemptible(one, head)]
+        chosen: dict[Sequence, int] = {}
+        while lacks_row or missing > sum(chosen.values()):
+            victim = self._victim_above_share(over_rows if lacks_row else over_blocks, candidates)
+            if victim is None or not (frees := lacks_row + pool.num_freed(victim.table.blocks)):
                 return []
-            freed = sum(1 for block in victim.table.blocks if self._kv.pool.references(block) == 1)
-            if rows <= 0 and not freed:
-                return []
+            chosen[victim] = frees - lacks_row
             candidates.remove(victim)
-            chosen.append(victim)
-            dropped += freed
-            rows, missing = rows - 1, missing - freed
-            over_rows[victim.request.account] = over_rows.get(victim.request.account, 0) - 1
-            over_blocks[victim.request.account] = over_blocks.get(victim.request.account, 0) - freed
-        self.favoured = head
-        steps = -(-dropped * self._kv.block_size // self._limits.max_num_batched_tokens)
+            over_rows[victim.request.account] -= 1
+            over_blocks[victim.request.account] -= chosen[victim]
+            lacks_row = False
+        self._admission.favoured = head
+        steps = -(-sum(chosen.values()) * self._kv.block_size // scheduler.limits.max_num_batched_tokens)
         self._preempts_at = step + PATIENCE_STEPS * max(1, steps)
-        return chosen
+        return list(chosen)
+
+    def _lacks(self, needed: int) -> tuple[bool, int]:
+        """Whether a sequence that takes ``needed`` blocks lacks a row, and how many blocks it lacks."""
+        scheduler, kv = self.scheduler, self._kv
+        num_decoding, in_flight = len(scheduler.decoding), len(scheduler.steps_in_flight)
+        # Decoding sequences go on taking blocks until those that are freed now have returned from the steps in flight.
+        coming = 1 + (1 + in_flight) * num_decoding // kv.block_size
+        owed = scheduler.prefilling.blocks_owed()
+        missing = needed + owed + coming - kv.num_available - kv.num_retiring
+        return not scheduler.prefilling.has_row(num_decoding), missing
 
     def _victim_above_share(self, over: dict[Account, int], candidates: list[Sequence]) -> Sequence | None:
         """The candidate to preempt, of the key that is the furthest above its share; None: there is no such candidate.
@@ -174,19 +157,25 @@ class FairShares:
         ``over``: rows or blocks by which keys exceed their shares.
         """
         accounts = {sequence.request.account for sequence in candidates}
-        above = {account: number for account, number in over.items() if number > 0 and account in accounts}
-        if not above:
+        most = max(accounts.intersection(over), key=over.__getitem__, default=None)
+        if most is None or over[most] <= 0:
             return None
-        most = max(above, key=lambda account: above[account])
-        own = [sequence for sequence in candidates if sequence.request.account is most]
-        return choose_victim(own, self._kv.pool, self._costs)
+        return self.scheduler.choose_victim([one for one in candidates if one.request.account is most])
 
 
 def _is_preemptible(sequence: Sequence, head: Sequence) -> bool:
-    """Whether a running sequence may be preempted for ``head``: it is not more urgent, and has made progress."""
+    """Whether a running sequence may be preempted for ``head``, of another key: it is not more urgent, and has made
+    progress."""
+    if sequence.request.account is head.request.account:
+        return False
     decodes = sequence.status is SequenceStatus.DECODE or sequence.request.params.beam is not None
     progress = len(sequence.output_token_ids) - sequence.num_tokens_preempted
     return decodes and sequence.request.params.priority >= head.request.params.priority and progress >= LEAST_PROGRESS
+
+
+def _rows_of(running: Iterable[Sequence]) -> Counter[Account]:
+    """The number of rows of each key."""
+    return Counter(sequence.request.account for sequence in running)
 
 
 def _blocks_of(sequences: Iterable[Sequence]) -> Counter[Account]:
@@ -195,44 +184,3 @@ def _blocks_of(sequences: Iterable[Sequence]) -> Counter[Account]:
     for sequence in sequences:
         blocks.setdefault(sequence.request.account, set()).update(sequence.table.blocks)
     return Counter({account: len(held) for account, held in blocks.items()})
-
-
-def _take_one(counter: Counter[Account], account: Account) -> None:
-    counter[account] -= 1
-    if not counter[account]:
-        del counter[account]
-
-
-def choose_victim(
-    running: list[Sequence], pool: BlockPool, costs: CostModel, account: Account | None = None
-) -> Sequence:
-    """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
-
-    Only the latest arrivals are weighed, and never the first in line: somebody always gets on. A block that others
-    share becomes nobody's gain. ``account``: the key whose sequences are preferred, if it has candidates.
-    """
-    lowest = max(sequence.request.params.priority for sequence in running)
-    first = min(running, key=_arrival_order)
-    others = [s for s in running if s.request.params.priority == lowest and s is not first]
-    if account is not None:
-        others = [s for s in others if s.request.account is account] or others
-    latest = heapq.nlargest(_CANDIDATES, others, key=_arrival_order)
-    if not latest:
-        return first
-    return min(latest, key=lambda sequence: _seconds_per_block(sequence, pool, costs))
-
-
-def _arrival_order(sequence: Sequence) -> tuple[int, float, int]:
-    return (*sequence.request.order, sequence.index)
-
-
-def _seconds_per_block(sequence: Sequence, pool: BlockPool, costs: CostModel) -> float:
-    references, blocks = pool.references, sequence.table.blocks
-    freed = sum(1 for block in blocks if references(block) == 1)
-    if not freed:
-        return float("inf")
-    start, link = (len(blocks) - freed) * costs.block_size, costs.link_below(DEVICE)
-    if link is None:
-        return costs.compute_seconds(start, freed * costs.block_size) / freed
-    estimate = costs.estimate(start, freed, link)
-    return min(estimate.load, estimate.both, estimate.recompute) / freed

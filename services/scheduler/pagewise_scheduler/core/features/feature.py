@@ -10,26 +10,29 @@ To add one, write a class in a module of this folder, with the methods that it n
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as ReadOnlyList
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagewise_shared.protocol import Message, TokenLogprobs
 
+from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
 from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-    from pagewise_scheduler.core.scheduling.step import StepOutput
+    from pagewise_scheduler.core.scheduling.step import StepInFlight, StepOutput
 
 
-class Load(NamedTuple):
-    """A number of sequences, and of the tokens of their prompts."""
+class Kept(NamedTuple):
+    """A number of sequences that a feature keeps from the queue, and of the tokens of their prompts."""
 
     sequences: int
     tokens: int
 
 
-NO_LOAD = Load(0, 0)
+NOTHING_KEPT = Kept(0, 0)
 
 
 class Feature:
@@ -63,11 +66,41 @@ class Feature:
     def arrive(self, sequence: Sequence) -> None:
         """A sequence of a request that arrives waits from now on."""
 
-    def kept(self, key: str | None) -> Load:
-        """What the requests stand for that the feature keeps, of one API key or (None) of all."""
-        return NO_LOAD
+    def kept(self, key: str | None) -> Kept:
+        """The requests that the feature keeps, of one API key or (None) of all."""
+        return NOTHING_KEPT
+
+    def taken_back(self, request: Request) -> None:
+        """Another feature keeps a request again that had entered, and of which nothing has begun."""
+
+    # ---- a step is planned ---------------------------------------------------------------------------
+
+    def may_plan(self) -> bool:
+        """Whether the next step may be planned now; False: it is planned when a step in flight has come back."""
+        return True
+
+    def begin_step(self, step: int) -> None:
+        """``step`` is planned next: the feature may preempt sequences before decodes take their blocks."""
+
+    def request_loads(self, step: int, loads: Loads) -> None:
+        """Add to ``loads`` the copies to the device that ``step`` makes for the feature; called before prefills."""
+
+    def draft(self, budget: int) -> int:
+        """Put drafts into the plan, of at most ``budget`` tokens; returns the number of their tokens."""
+        return 0
+
+    def wants_step(self) -> bool:
+        """Whether the feature needs a step that computes nothing."""
+        return False
+
+    def planned(self, step: int) -> None:
+        """All decodes and chunks of ``step`` are planned; the feature may add copies to the plan."""
 
     # ---- a sequence starts ---------------------------------------------------------------------------
+
+    def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
+        """Block tables whose next blocks are on their way, and the tokens (int32 bytes) that they will hold."""
+        return ()
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence may start, whatever is cached of it; asked in each step with room."""
@@ -89,6 +122,9 @@ class Feature:
         """The same as ``is_ready``, for a sequence that starts."""
         return True
 
+    def starts(self, sequence: Sequence) -> None:
+        """The sequence has taken its cached prefix, and takes a row next."""
+
     def joined(self, sequence: Sequence) -> None:
         """The sequence has taken a row in the next plan."""
 
@@ -108,11 +144,29 @@ class Feature:
     def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
         """The next plan computes a sequence from token ``start`` to ``end``."""
 
-    def planned(self, step: int) -> None:
-        """The plan of ``step`` is complete."""
+    def decodes(self, sequence: Sequence) -> bool:
+        """Whether a sequence decodes in the steps after the one that ends its prefill.
+
+        False: it leaves its row, and the feature decides how it goes on when that step has come back.
+        """
+        return True
+
+    def may_rejoin(self, sequence: Sequence) -> bool:
+        """Whether a sequence that has left its row, and kept its blocks, may have a row again at once."""
+        return True
+
+    def num_candidates(self, sequence: Sequence) -> int:
+        """The number of log-probabilities without which a sequence cannot go on, whose prefill a step has ended."""
+        return 0
+
+    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+        """A step has come back with ``tokens``; returns the tokens that are kept, for the sequences that ``step`` then
+        has in ``sampled``."""
+        return tokens
 
     def take_logprobs(self, sequence: Sequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
-        """A sequence has sampled a token with these; returns whether the feature keeps them from the client."""
+        """A sequence has sampled a token with these; returns whether the feature keeps them, and the token, from the
+        client."""
         return False
 
     # ---- blocks are scarce ---------------------------------------------------------------------------
@@ -125,6 +179,10 @@ class Feature:
         """Nothing can be planned, and nothing is in flight: let go of something; returns whether there was anything."""
         return False
 
+    def victim(self, running: list[Sequence]) -> Sequence | None:
+        """The sequence of ``running`` to preempt; None: the feature has no preference."""
+        return None
+
     # ---- a sequence, or its request, ends ------------------------------------------------------------
 
     def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
@@ -133,22 +191,32 @@ class Feature:
     def ended(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence is about to end; its blocks are still there."""
 
+    def frees(self, sequence: Sequence) -> None:
+        """A sequence that ends lets go of its blocks, of which the full ones are cached."""
+
+    def aborted(self, request: Request, ended: list[Sequence]) -> list[Sequence]:
+        """A request was aborted, which ended its sequences ``ended``; returns the outputs that the client has."""
+        return ended
+
     def leave(self, request: Request, last_step: int) -> None:
         """A request has ended or moves; harmless the second time. ``last_step``: the last one that was planned."""
 
     # ---- the executor --------------------------------------------------------------------------------
 
     def messages(self, now: float) -> list[Message]:
-        """What the executor is to be told beside plans; called before and after planning. ``now``: seconds."""
+        """Messages to the executor beside plans; called before and after planning. ``now``: seconds."""
         return []
 
     def take(self, message: Message, now: float) -> Iterable[Request]:
-        """What the executor answers; returns the requests that fail for it."""
+        """Take an answer of the executor; returns the requests that fail for it."""
         return ()
 
     def give_up(self, now: float, most: float) -> Iterable[Request]:
         """Give up what the executor has not answered for ``most`` seconds; returns requests as ``take`` does."""
         return ()
+
+    def peer_lost(self, peer: str) -> None:
+        """The executor at that block endpoint is gone."""
 
     def clear(self) -> None:
         """The executor was reset, or is gone: nothing is there, and no request."""
@@ -157,5 +225,5 @@ class Feature:
         """The executor is gone for good."""
 
     def counts(self) -> dict[str, int]:
-        """What the feature has counted so far, by the name of the metric."""
+        """The feature's counters, by the name of the metric."""
         return {}

@@ -1,6 +1,7 @@
 """All features of a scheduler: here they are registered, and made when they are used for the first time."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -8,16 +9,21 @@ from typing import TYPE_CHECKING, TypeVar
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
 
-from pagewise_scheduler.core.features.feature import NO_LOAD, Feature, Load
-from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
+from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.features.adapters import AdapterSlots
     from pagewise_scheduler.core.features.beams import BeamGroups
     from pagewise_scheduler.core.features.drafts import Drafting
+    from pagewise_scheduler.core.features.fair_shares import FairShares
     from pagewise_scheduler.core.features.grammars import CompiledGrammars
+    from pagewise_scheduler.core.features.prefetches import Prefetches
     from pagewise_scheduler.core.features.segments import Segments
+    from pagewise_scheduler.core.features.write_back import WriteBack
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+    from pagewise_scheduler.core.scheduling.step import StepInFlight
 
 F = TypeVar("F", bound=Feature)
 
@@ -43,19 +49,23 @@ class Features:
         self.in_use: list[Feature] = []
         self.options = options
         self._scheduler = scheduler
+        self._keys: set[str] = set()
 
     def of(self, request: Request) -> tuple[Feature, ...]:
-        """The features that a request uses."""
-        used: list[Feature] = []
-        if request.params.adapter is not None:
-            used.append(self.adapters)
-        if request.params.sampling.grammar and self.options.max_grammars:
-            used.append(self.grammars)
-        if request.segments:
-            used.append(self.segments)
-        if request.params.beam is not None:
-            used.append(self.beams)
-        return tuple(used)
+        """The features that a request uses. Makes those that concern all requests once a request makes them of use."""
+        params, made = request.params, self.__dict__
+        self._keys.add(params.key)
+        used = {
+            "adapters": params.adapter,
+            "grammars": self.options.max_grammars and params.sampling.grammar,
+            "segments": request.segments,
+            "beams": params.beam,
+            "write_back": self._scheduler.kv.hashed,
+            "prefetches": "prefetches" in made and request in self.prefetches.active,
+            "drafts": self.options.speculative,
+            "fair_shares": len(self._keys) > 1,
+        }
+        return tuple(getattr(self, name) for name, uses in used.items() if uses)
 
     @cached_property
     def adapters(self) -> "AdapterSlots":
@@ -86,12 +96,33 @@ class Features:
         return self._use(BeamGroups(self._scheduler))
 
     @cached_property
+    def write_back(self) -> "WriteBack":
+        """Blocks of sequences that have ended go to tiers without ids."""
+        from pagewise_scheduler.core.features.write_back import WriteBack
+
+        return self._use(WriteBack(self._scheduler))
+
+    @cached_property
+    def prefetches(self) -> "Prefetches":
+        """Blocks that come from peers before the sequence that needs them."""
+        from pagewise_scheduler.core.features.prefetches import Prefetches
+
+        return self._use(Prefetches(self._scheduler))
+
+    @cached_property
     def drafts(self) -> "Drafting":
         """Speculative decoding."""
         from pagewise_scheduler.core.features.drafts import Drafting
 
         assert self.options.speculative is not None
         return self._use(Drafting(self._scheduler, self.options.speculative))
+
+    @cached_property
+    def fair_shares(self) -> "FairShares":
+        """Shares of rows and blocks, from the first request of a second API key on."""
+        from pagewise_scheduler.core.features.fair_shares import FairShares
+
+        return self._use(FairShares(self._scheduler))
 
     def _use(self, feature: F) -> F:
         self.in_use.append(feature)
@@ -106,6 +137,42 @@ class Features:
         for feature in self.in_use:
             feature.clear()
 
+    def may_plan(self) -> bool:
+        """See ``Feature``: whether all of them let the next step be planned now."""
+        return all(feature.may_plan() for feature in self.in_use)
+
+    def begin_step(self, step: int) -> None:
+        """See ``Feature``."""
+        for feature in self.in_use:
+            feature.begin_step(step)
+
+    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
+        """Let them add copies to the device to ``loads``, and drafts to the plan; returns the tokens of the drafts."""
+        left = budget
+        for feature in self.in_use:
+            feature.request_loads(step, loads)
+            left -= feature.draft(left)
+        return budget - left
+
+    def wants_step(self) -> bool:
+        """See ``Feature``: whether one of them needs a step that computes nothing."""
+        return any(feature.wants_step() for feature in self.in_use)
+
+    def planned(self, step: int) -> None:
+        """See ``Feature``."""
+        for feature in self.in_use:
+            feature.planned(step)
+
+    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+        """See ``Feature``."""
+        for feature in self.in_use:
+            tokens = feature.verify(step, tokens)
+        return tokens
+
+    def victim(self, running: list[Sequence]) -> Sequence | None:
+        """See ``Feature``: the choice of the first of them that has a preference."""
+        return next(filter(None, (feature.victim(running) for feature in self.in_use)), None)
+
     def make_room(self) -> bool:
         """See ``Feature``: whether one of them has let go of blocks."""
         return any(feature.make_room() for feature in self.in_use)
@@ -114,24 +181,24 @@ class Features:
         """See ``Feature``: whether one of them has let go of something."""
         return any(feature.unblock() for feature in self.in_use)
 
-    def kept(self, key: str | None = None) -> Load:
+    def kept(self, key: str | None = None) -> Kept:
         """See ``Feature``; together."""
-        kept = NO_LOAD
+        kept = NOTHING_KEPT
         for feature in self.in_use:
             more = feature.kept(key)
-            kept = Load(kept.sequences + more.sequences, kept.tokens + more.tokens)
+            kept = Kept(kept.sequences + more.sequences, kept.tokens + more.tokens)
         return kept
 
     def messages(self, now: float) -> list[Message]:
-        """What the executor is to be told beside plans; called before and after planning. ``now``: seconds."""
+        """See ``Feature``; of all of them."""
         return [message for feature in self.in_use for message in feature.messages(now)]
 
     def take(self, message: Message, now: float) -> list[Request]:
-        """What the executor answers; returns the requests that fail for it."""
+        """See ``Feature``; ends the requests that fail."""
         return self._fail(request for feature in self.in_use for request in feature.take(message, now))
 
     def give_up(self, now: float, most: float) -> list[Request]:
-        """Give up what it has not answered for ``most`` seconds; returns the requests that fail for it."""
+        """See ``Feature``; ends the requests that fail."""
         return self._fail(request for feature in self.in_use for request in feature.give_up(now, most))
 
     def _fail(self, requests: Iterable[Request]) -> list[Request]:
@@ -147,5 +214,5 @@ class Features:
             feature.close()
 
     def counts(self) -> dict[str, int]:
-        """What all of them have counted, by the name of the metric."""
+        """The counters of all of them, by the name of the metric."""
         return {name: number for feature in self.in_use for name, number in feature.counts().items()}

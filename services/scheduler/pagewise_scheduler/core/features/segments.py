@@ -114,11 +114,13 @@ class Segments(Feature):
         prefix is fetched before the sequence starts, where it is expected to take less time than computing: otherwise
         the sequence would wait for originals that it then does not need.
         """
-        prefix, start = self.scheduler.prefilling.cached_prefix(sequence)
-        recoveries = self.scheduler.recoveries
-        plan = recoveries.choose(prefix, 1.0, sequence)
+        prefix, start = self.scheduler.prefilling.admission.cached_prefix(sequence)
+        plan = self.scheduler.recoveries.choose(prefix, 1.0, sequence)
         if plan.peer is not None and plan.method != "recompute" and self.lacks(sequence, start):
-            recoveries.prefetches.want(sequence, plan.end * self._kv.block_size)
+            prefetches = self.scheduler.features.prefetches
+            prefetches.want(sequence, plan.end * self._kv.block_size)
+            if prefetches not in sequence.request.features:
+                sequence.request.features = (*sequence.request.features, prefetches)
 
     def is_preparing(self, sequence: Sequence) -> bool:
         """See ``Feature``: whether originals are held or computed for the sequence."""
@@ -239,7 +241,6 @@ class Segments(Feature):
         self.requests.pop(request, None)
         for feature in request.features:
             feature.leave(request, max((sequence.last_step for sequence in request.sequences), default=0))
-        self.scheduler.shares.leave(request)
         request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
 
     def _compute(self, sequence: Sequence, original: _Original) -> None:
@@ -261,7 +262,6 @@ class Segments(Feature):
         request.features = (*self.scheduler.features.of(request), self)
         request.create_sequences()
         self._waiting.arrive(request)
-        self.scheduler.shares.arrive(request)
         self.requests[request] = None
         for feature in request.features:
             feature.enter(request)

@@ -37,37 +37,27 @@ class CachedBlock:
             have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
-        it. kind: what an eviction policy has noted of it, 0: nothing. stored: bits of the tiers without ids (see
-        ``HashTier``), and ``PRIVATE``. cached_by: who computed it, if that is known. place: see ``losses``, 0 until it
-        is asked for.
+        it. kind: an eviction policy's class of it, 0: none. stored: bits of the tiers without ids (see ``HashedTier``),
+        and ``PRIVATE``. cached_by: the request that computed it, if that is known. place: see ``losses``, 0 until it is
+        asked for.
     """
 
     __slots__ = (
-        "block",
-        "cached_by",
-        "children",
-        "copies",
-        "depth",
-        "hash",
-        "kind",
-        "last_used",
-        "num_on_device",
-        "num_places",
-        "parent",
-        "place",
-        "stored",
-        "tokens",
-    )
+        "block", "cached_by", "children", "copies", "depth", "hash", "kind", "last_used", "num_on_device",
+        "num_places", "parent", "place", "stored", "tokens",
+    )  # fmt: skip
 
     def __init__(self, parent: "CachedBlock | None", tokens: bytes, no_copies: tuple[int, ...]) -> None:
         self.parent = parent
         self.tokens = tokens
-        self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CachedBlock] = {}
         self.block = NOWHERE
         self.copies = no_copies
         self.num_places = self.num_on_device = self.last_used = self.kind = self.place = 0
-        self.stored: int = 0 if parent is None else parent.stored & PRIVATE
+        self.depth: int = 0
+        self.stored: int = 0
+        if parent is not None:
+            self.depth, self.stored = parent.depth + 1, parent.stored & PRIVATE
         self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
@@ -229,6 +219,14 @@ class PrefixTree:
             node = node.children.get(key)
             if node is None:
                 break
+            path.append(node)
+        return path
+
+    def extend(self, node: CachedBlock, keys: Iterable[bytes]) -> list[CachedBlock]:
+        """The blocks that spell ``keys`` below ``node``, of which those are added that the tree does not have."""
+        path: list[CachedBlock] = []
+        for key in keys:
+            node = node.children.get(key) or self.add(node, key)
             path.append(node)
         return path
 

@@ -151,6 +151,26 @@ class UseHistory:
     def _learn(self) -> None:
         """Count which prefixes have reached which spans, and find from that what blocks are worth."""
         self._forget()
+        self._count_reached()
+        reached, returned = self._reached[1:], self._returned[1:]  # without what was used again, or forgotten
+        common = [
+            (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
+            for all_, back, rate in zip(
+                zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
+            )
+        ]
+        before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
+        self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
+        for kind, (all_, back) in enumerate(zip(self._reached, self._returned, strict=True)):
+            if kind and all_[0]:
+                rates = zip(all_, back, before[_is_announced(kind)], strict=True)
+                self._densities[kind] = _densities(
+                    [(one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT) for one, one_back, rate in rates]
+                )
+        self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
+
+    def _count_reached(self) -> None:
+        """Count the prefixes that have reached each span since the last time; now and then, halve all counts."""
         times, first = self._times, self._first
         for span in range(1, _SPANS):
             begin = max(self._counted[span] - first, 0)
@@ -162,26 +182,6 @@ class UseHistory:
             self._halved = self._num_uses
             self._reached = [[count / 2 for count in counts] for counts in self._reached]
             self._returned = [[count / 2 for count in counts] for counts in self._returned]
-        reached, returned = self._reached[1:], self._returned[1:]  # without what was used again, or forgotten
-        common = [
-            (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
-            for all_, back, rate in zip(
-                zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
-            )
-        ]
-        before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
-        self._densities = [densities[_is_announced(0)]] + [
-            _densities(
-                [
-                    (one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT)
-                    for one, one_back, rate in zip(all_, back, before[_is_announced(kind)], strict=True)
-                ]
-            )
-            if all_[0]
-            else densities[_is_announced(kind)]
-            for kind, (all_, back) in enumerate(zip(reached, returned, strict=True), 1)
-        ]
-        self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
     def _forget(self) -> None:
         """Keep to what may be remembered: the prefixes that have not been used for the longest go."""

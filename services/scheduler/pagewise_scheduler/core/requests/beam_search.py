@@ -58,20 +58,22 @@ class BeamSearch:
         of_each = (self._continuations(parent, best_first) for parent, best_first in enumerate(candidates))
         ranked = list(islice(merge(*of_each, key=lambda one: -one.score), keep))
         length = len(histories[0]) + 1
-        hits = [one.token in self.end_tokens or length >= self.max_tokens for one in ranked]
-        full = len(self.ended) >= width
-        if not (full and params.early_stopping is True):
-            for rank, one in enumerate(ranked[:width]):
-                if hits[rank]:
-                    score = one.score / length**params.length_penalty
-                    self.ended.append(Ended([*histories[one.parent], one.token], score))
-            self.ended.sort(key=lambda ended: -ended.score)
-            del self.ended[width:]
-        living = [one for one, hit in zip(ranked, hits, strict=True) if not hit][:width]
+        if len(self.ended) < width or params.early_stopping is not True:
+            ending = [one for one in ranked[:width] if self._ends(one, length)]
+            self._end([(histories[one.parent], one) for one in ending], length)
+        living = [one for one in ranked if not self._ends(one, length)][:width]
         self.scores = [one.score for one in living]
-        if not living or all(hits) or not self._can_improve(length):
-            return None
-        return living
+        return living if living and self._can_improve(length) else None
+
+    def _ends(self, one: Continuation, length: int) -> bool:
+        return one.token in self.end_tokens or length >= self.max_tokens
+
+    def _end(self, ending: Iterable[tuple[Sequence[int], Continuation]], length: int) -> None:
+        """Keep these hypotheses of ``length`` tokens, each behind its history, if they are among the best."""
+        penalty = length**self.params.length_penalty
+        self.ended += [Ended([*history, one.token], one.score / penalty) for history, one in ending]
+        self.ended.sort(key=lambda ended: -ended.score)
+        del self.ended[self.params.width :]
 
     def _continuations(self, parent: int, best_first: Iterable[tuple[int, float]]) -> Iterator[Continuation]:
         score = self.scores[parent]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 from pagewise_shared.block_hash import ONE_ROPE, rope_salt
-from pagewise_shared.protocol import RequestParams
+from pagewise_shared.protocol import DEVICE, SOURCES, RequestParams, tier_name
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, num_computed
 
@@ -142,6 +142,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens: prompt and output that came back."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_with_kv(self) -> int:
+        """Leading known tokens whose K and V are computed."""
+        return self.num_tokens - 1 if self.prefilled else self.num_computed_tokens
 
     @property
     def max_num_tokens(self) -> int:
@@ -323,9 +328,16 @@ class Request:
         """Itself, or the request for a segment of which it computes."""
         return self if self.computes_for is None else self.computes_for.request
 
-    def num_loaded_tokens(self, origin: str) -> int:
-        """Tokens of the prompt that came from one of ``SOURCES``, other than the device."""
-        return self.loaded_tokens.get(origin, 0)
+    @property
+    def cached_tokens(self) -> dict[str, int]:
+        """Tokens of the prompt that were found when it first ran, by where they lay (see ``SOURCES``)."""
+        on_device = {tier_name(DEVICE): self.num_cached_tokens - sum(self.loaded_tokens.values())}
+        return dict.fromkeys(SOURCES, 0) | on_device | self.loaded_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all its outputs."""
+        return sum(len(sequence.output_token_ids) for sequence in self.sequences)
 
     @property
     def order(self) -> tuple[int, float]:

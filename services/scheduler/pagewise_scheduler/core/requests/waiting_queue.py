@@ -42,17 +42,9 @@ class WaitingQueue:
     """
 
     __slots__ = (
-        "_entries",
-        "_first_ones",
-        "_lines",
-        "_num_pending",
-        "_num_uncounted",
-        "_numbers",
-        "_pending",
-        "_virtual_tokens",
-        "num_changes",
-        "num_prompt_tokens",
-    )
+        "_entries", "_first_ones", "_lines", "_num_pending", "_num_uncounted", "_numbers", "_pending",
+        "_virtual_tokens", "num_changes", "num_prompt_tokens",
+    )  # fmt: skip
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
         self.num_prompt_tokens = self.num_changes = 0

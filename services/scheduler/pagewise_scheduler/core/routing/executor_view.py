@@ -14,7 +14,7 @@ from pagewise_shared.block_hash import rope_salt
 from pagewise_shared.protocol import DEVICE, Role
 from pagewise_shared.segments import Segment, original_tokens
 
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel
@@ -151,15 +151,16 @@ class Match(NamedTuple):
     """Leading tokens of a prompt: ``device`` of them lie on the device, ``lower`` more in tiers below it.
 
     ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
-    ``lowest``: the number of the lowest tier that has some of them. ``spared``: further tokens that need not be
-    computed, because the originals of segments are cached, or will be.
+    ``spared``: further tokens that need not be computed, because the originals of segments are cached, or will be.
+    ``hole``, ``away``: see ``CachedPrefix``.
     """
 
     device: int
     lower: int
     expected: int
-    lowest: int = DEVICE
     spared: int = 0
+    hole: int = 0
+    away: tuple[CachedBlock, ...] = ()
 
     @property
     def reused(self) -> int:
@@ -309,18 +310,13 @@ class ExecutorView:
         if not path and not self._waiting:
             spared = self._spared(query, 0)
             return _NO_MATCH._replace(spared=spared) if spared else _NO_MATCH
-        device = there = len(path)
-        lowest = DEVICE
-        while device and path[device - 1].block < 0:
-            device -= 1
-            tier = path[device].nearest_tier
-            if tier == NOWHERE:  # what comes after it is of no use
-                there = device
-            lowest = DEVICE if tier == NOWHERE else max(lowest, tier)
-        expected = there * size
-        if self._waiting and there < len(keys):
+        prefix = kv.begin_with(query.cache_salt, path, b"")
+        lower = 0 if prefix.hole else len(prefix.away) * size  # blocks behind a hole have to wait for those in it
+        expected = prefix.num_tokens + lower
+        if self._waiting and expected < len(keys) * size:
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
-        return Match(device * size, (there - device) * size, expected, lowest, self._spared(query, expected))
+        spared = self._spared(query, expected)
+        return Match(prefix.num_tokens, lower, expected, spared, prefix.hole, tuple(prefix.away))
 
     def _spared(self, query: PrefixQuery, expected: int) -> int:
         """Of the tokens behind the first ``expected`` ones of a prompt, how many fewer are computed than without

@@ -10,8 +10,9 @@ from math import inf
 from typing import NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
+from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Placement, PrefixQuery
-from pagewise_scheduler.core.scheduling.departures import begin_leaving, leaves
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 
 _LATELY = 0.02
@@ -169,21 +170,25 @@ class Moves:
         if not self._placed:
             return []
         for sequence, num_computed in output.computed:
-            request = sequence.request
-            if (placement := self._placed.get(request)) is None or sequence is not request.sequences[0]:
-                continue
-            if sequence.status is not SequenceStatus.DRAINING:  # the executor was reset, and it has begun again
-                self._leaving.pop(request, None)
-            if sequence.prefilled:
-                self._staying[request] = None
-                self._num_ended = -1
-            elif placement.decoder in executors and sequence.status is SequenceStatus.PREFILL:
-                self._fetch(placement.decoder, request, num_computed)
+            if sequence.request in self._placed and sequence is sequence.request.sequences[0]:
+                self._computed(sequence, num_computed, executors)
         if self._num_ended != self._roles.num_ended:  # else there is no more room than before
             self._num_ended = self._roles.num_ended
             self._let_leave(executors, now)
         left = [(request, to) for request, to in self._leaving.items() if leaves(self._source.scheduler, request)]
         return [Move(request, decoder if decoder in executors else None) for request, decoder in left]
+
+    def _computed(self, sequence: OutputSequence, num_computed: int, executors: Collection[ExecutorView]) -> None:
+        """A chunk of a prompt has come back: fetch it where the request goes on, or let it leave after the last one."""
+        request = sequence.request
+        if sequence.status is not SequenceStatus.DRAINING:  # the executor was reset, and it has begun again
+            self._leaving.pop(request, None)
+        decoder = self._placed[request].decoder
+        if sequence.prefilled:
+            self._staying[request] = None
+            self._num_ended = -1
+        elif decoder in executors and sequence.status is SequenceStatus.PREFILL:
+            self._fetch(decoder, request, num_computed)
 
     def _let_leave(self, executors: Collection[ExecutorView], now: float) -> None:
         """Those that came first go first."""
@@ -214,5 +219,31 @@ class Moves:
 
     def _fetch(self, decoder: ExecutorView | None, request: Request, num_tokens: int) -> None:
         assert decoder is not None
-        decoder.scheduler.recoveries.prefetches.want(request.sequences[0], num_tokens)
+        decoder.scheduler.features.prefetches.want(request.sequences[0], num_tokens)
         self._touch(decoder)
+
+
+def begin_leaving(scheduler: Scheduler, request: Request) -> None:
+    """Plan nothing more for a request. Tokens of it that are in flight still come."""
+    assert request.params.beam is None, "what it goes on with is decided where all its sequences are"
+    scheduler.waiting.withdraw(request)
+    for sequence in request.sequences:
+        for feature in request.features:
+            feature.release(sequence, scheduler.newest_in_flight)
+        if sequence.status in (SequenceStatus.PREFILL, SequenceStatus.DECODE):
+            scheduler.vacate(sequence, ends=False)
+        if not sequence.finished:
+            sequence.status = SequenceStatus.DRAINING
+
+
+def leaves(scheduler: Scheduler, request: Request) -> bool:
+    """Take a request out after ``begin_leaving``, to be added elsewhere; False: a token of it is in flight, or it has
+    begun again because the executor was reset."""
+    oldest = scheduler.oldest_step
+    for sequence in request.sequences:
+        if not sequence.finished and sequence.status is not SequenceStatus.DRAINING:
+            return False
+        if not sequence.finished and oldest is not None and sequence.last_step >= oldest:
+            return False
+    scheduler.forget(request)
+    return True

@@ -5,7 +5,7 @@ goes where its prefix is because that is the soonest, and a prefix comes to a se
 longer than what computing it there costs, and pushing others out for it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
 from math import inf
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
 from pagewise_scheduler.core.routing.moves import Continuation, Roles
-from pagewise_scheduler.core.tiers.cost_model import Link
+from pagewise_scheduler.core.tiers.recovery import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -121,44 +121,26 @@ class LongestPrefix:
 
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
-    """What is on the device costs nothing, what lies below it comes back by the cheapest method, the rest is computed;
-    or what the holder or storage has is fetched from there, if that is sooner."""
-    executor, match = candidate.executor, candidate.match
-    costs, share, seconds = executor.costs, executor.share, 0.0
+    """The recovery that the candidate would choose now, and computing the rest; or waiting for the prompts that were
+    placed before and have more in common with it, if that is sooner."""
+    executor, match, num_tokens = candidate.executor, candidate.match, candidate.query.num_tokens
+    recoveries, costs, share = executor.scheduler.recoveries, executor.costs, executor.share
+    size = costs.block_size
+    rest = costs.compute_seconds(match.reused, num_tokens - match.reused, share)
+    computed = PredictedRecovery(rest, match.reused)
+    known = Known(num_tokens, match.device // size, match.hole, match.away, candidate.query.stored)
+    lender = holder.executor.scheduler.recoveries.endpoint, (holder.match.device + holder.match.lower) // size
+    plan = recoveries.predict(known, share, lender)
+    if not plan.parts:
+        return computed
+    there = max(plan.end * size, match.reused)
+    seconds = plan.seconds + costs.compute_seconds(there, num_tokens - there, share)
+    assert plan.estimate is not None
+    front = {"recompute": plan.end * size - match.device, "both": plan.estimate.split}.get(plan.method, 0)
+    recovered = PredictedRecovery(seconds, max(there - front, match.device))
     if match.lower and match.expected == match.device + match.lower:
-        link, num_loading = costs.tiers[match.lowest].load, executor.scheduler.recoveries.num_loading
-        estimate = costs.estimate(match.device, match.lower // costs.block_size, link, num_loading, share)
-        seconds = min(estimate.load, estimate.recompute, estimate.both)
-    seconds += costs.compute_seconds(match.reused, candidate.query.num_tokens - match.reused, share)
-    best = PredictedRecovery(seconds, match.reused)
-    for link, end in _sources(candidate, holder):
-        if end > match.device:
-            fetched = _fetched(candidate, link, end)
-            best = fetched if fetched.seconds < best.seconds else best
-    return best
-
-
-def _sources(candidate: Candidate, holder: Candidate) -> Iterator[tuple[Link, int]]:
-    """What the candidate may fetch from beside its own tiers, and up to which token of the prompt."""
-    recoveries, query = candidate.executor.scheduler.recoveries, candidate.query
-    peer = holder.executor.scheduler.recoveries.endpoint
-    if peer and recoveries.can_fetch_from(peer):
-        yield candidate.executor.costs.link(peer), holder.match.device + holder.match.lower
-    if query.stored:
-        for tier, num_blocks in recoveries.looked_up(query.stored, query.num_tokens):
-            yield tier.link, num_blocks * candidate.executor.costs.block_size
-
-
-def _fetched(candidate: Candidate, link: Link, end: int) -> PredictedRecovery:
-    """Fetching what the candidate's device lacks up to the token ``end``, and computing the rest."""
-    executor, start = candidate.executor, candidate.match.device
-    costs, share = executor.costs, executor.share
-    estimate = costs.estimate(start, (end - start) // costs.block_size, link, link.num_loading, share)
-    rest = costs.compute_seconds(end, candidate.query.num_tokens - end, share)
-    if estimate.load <= estimate.both:
-        return PredictedRecovery(estimate.load + rest, end)
-    front = costs.split(start, end - start, link, link.predict(0, link.num_loading), share)
-    return PredictedRecovery(estimate.both + rest, end - front)
+        return recovered
+    return min(computed, recovered)
 
 
 def estimate_costs(

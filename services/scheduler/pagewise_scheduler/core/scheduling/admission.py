@@ -1,8 +1,8 @@
 """Who starts next, and with what: the cache, or another output of its own request.
 
-Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there;
-and one whose next block is being computed by somebody else waits for it instead of computing it twice. One also waits
-for what its features need, its grammar for instance.
+Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there. A
+sequence whose next block another one is computing waits for it instead of computing it twice. A sequence also waits for
+its features, until its grammar is compiled for instance.
 """
 
 from collections.abc import Hashable, Iterable
@@ -21,11 +21,12 @@ _MOST_PASSED = 32
 
 
 class Admission:
-    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and what waits
-    for features, to compute segments for instance.
+    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and the
+    requests of features, which compute segments for instance.
 
-    ``held``: who was not started, since ``computing`` was told, and its cause: a feature's, or that another request,
-    where it is known, computes its prefix. ``lacked_room``: whether the last one was not, for want of blocks."""
+    ``held``: the sequences that were not started since ``computing`` was called, and the cause: a feature's, or that
+    another request, where it is known, computes the prefix. ``lacked_room``: whether the last one was not started for
+    want of blocks. ``favoured``: a sequence that may use the blocks of the watermark."""
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
         self._kv = kv
@@ -33,9 +34,10 @@ class Admission:
         self._busy: dict[tuple[Hashable, bytes], RequestRef | None] = {}
         self.held: dict[Sequence, tuple[WaitCause, RequestRef | None]] = {}
         self.lacked_room = False
+        self.favoured: Sequence | None = None
 
     def computing(self, sequences: Iterable[Sequence]) -> None:
-        """Whose prompts are being computed when a step is planned; told before ``next`` is asked."""
+        """The prompts of these sequences are being computed when a step is planned; called before ``next``."""
         self._busy.clear()
         self.held.clear()
         self.lacked_room = False
@@ -56,78 +58,83 @@ class Admission:
         if start + size <= len(tokens):
             self._busy[self._parent(table.cache_salt, table.tip), tokens[start : start + size]] = None
 
-    def next(
-        self, room: int, oldest_step: int | None, watermark: int = 0, favoured: Sequence | None = None
-    ) -> tuple[Sequence, CachedPrefix] | None:
-        """Who starts, and the longest prefix it begins with; None: nobody can.
+    def next(self, room: int, oldest_step: int | None, watermark: int = 0) -> tuple[Sequence, CachedPrefix] | None:
+        """The sequence that starts, and the longest prefix it begins with; None: none can start.
 
         ``room``: the number of free blocks, of which ``watermark`` stay free unless ``favoured`` is next.
         ``oldest_step``: the oldest step in flight, if any; a sequence that takes part in it or a later one has to wait.
         """
-        if room <= (watermark if favoured is None else 0):
+        if room <= (watermark if self.favoured is None else 0):
             self.lacked_room = True
             return None
         changes = self._waiting.num_changes
         for head in self._waiting.heads(_WINDOW):
             if head.status is not SequenceStatus.WAITING:
-                break  # it was to compute a segment, which somebody else has computed meanwhile
-            own_room = room if head is favoured else room - watermark
+                break  # it was to compute a segment, which another request has computed meanwhile
+            own_room = room if head is self.favoured else room - watermark
             best = self._best(head, oldest_step, own_room)
-            if best is not None:
+            if best is not None and best.status is SequenceStatus.WAITING:
                 return self._start(head, best, own_room)
         if changes == self._waiting.num_changes:
             return None
-        return self.next(room, oldest_step, watermark, favoured)  # the queue is not what it was a moment ago
+        return self.next(room, oldest_step, watermark)  # the queue has changed meanwhile
 
     def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
-        """What a sequence that waits would begin with now, and how many tokens of it are cached for its features."""
+        """The prefix with which a waiting sequence would begin now, and how many tokens of it features need not
+        prepare."""
         found = self._find(sequence)
         return self._longest_prefix(sequence), self._num_cached(found)
 
     def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
-        if _is_in_flight(sequence, oldest_step) or not (_first_has_begun(sequence) and _may_start(sequence)):
+        if not self._may_begin(sequence, oldest_step):
             return None
         found = self._find(sequence)
         if self._is_computed_elsewhere(sequence, found) or not self._is_ready(sequence, found):
             return None
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
+    def _may_begin(self, sequence: Sequence, oldest_step: int | None) -> bool:
+        """Whether a sequence waits that may start, whatever is cached of it. Notes it in ``held`` if a feature does not
+        let it."""
+        if not _first_has_begun(sequence):
+            return False
+        holding = next((one for one in sequence.request.features if not one.may_start(sequence)), None)
+        if holding is not None and holding.cause is not None:
+            self.held[sequence] = holding.cause, None
+        # A sequence that was to compute a segment has ended if another request has computed it meanwhile.
+        waits = sequence.status is SequenceStatus.WAITING and not _is_in_flight(sequence, oldest_step)
+        return holding is None and waits
+
     def _best(self, head: Sequence, oldest_step: int | None, room: int) -> Sequence | None:
-        """Of the window of ``head``, who can start with the longest prefix; None: they all wait for something, and it
-        is the next key's turn. ``room``: blocks that they may take."""
+        """The sequence of the window of ``head`` that can start with the longest prefix; None: all of them wait for
+        something, and it is the next key's turn. ``room``: blocks that they may take."""
         best, longest = None, -1
-        if _is_in_flight(head, oldest_step):
-            return None
-        for sequence in self._candidates(head):
-            if _is_in_flight(sequence, oldest_step) or not (_first_has_begun(sequence) and _may_start(sequence)):
-                if _first_has_begun(sequence) and (cause := _cause(sequence)) is not None:
-                    self.held[sequence] = cause, None
+        for sequence in self._candidates(head) if not _is_in_flight(head, oldest_step) else ():
+            if not self._may_begin(sequence, oldest_step):
                 continue
-            if sequence.status is not SequenceStatus.WAITING:
-                continue  # it was to compute a segment, which somebody else has computed meanwhile
             found = self._find(sequence)
-            if len(found) > longest and not (self._busy and self._is_computed_elsewhere(sequence, found)):
-                if self._is_ready(sequence, found) or self._prepare(sequence, found, room):
-                    best, longest = sequence, len(found)
-                elif sequence is head and not any(one.is_preparing(head) for one in head.request.features):
-                    return None  # it is next: what comes after it does not take the room that it waits for
-        return best if best is not None and best.status is SequenceStatus.WAITING else None
+            if len(found) <= longest or self._is_computed_elsewhere(sequence, found):
+                continue
+            if self._is_ready(sequence, found) or self._prepare(sequence, found, room):
+                best, longest = sequence, len(found)
+            elif sequence is head and not _is_preparing(head):
+                return None  # it is next: the sequences after it do not take the room that it waits for
+        return best
 
     def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
-        """``best`` if there is room for it, else ``head`` if there is, else nobody: what is next is not passed over
-        because it is large."""
+        """``best`` if there is room for it, else ``head`` if there is, else none: the head is not passed over because
+        it is large."""
         prefix = self._fitting(best, room)
         if prefix is None and best is not head:
-            best = head
-            found = self._find(head)
-            ready = head.status is SequenceStatus.WAITING and _first_has_begun(head) and _may_start(head)
-            if ready and self._is_ready(head, found) and not self._is_computed_elsewhere(head, found):
+            best, found = head, self._find(head)
+            ready = self._may_begin(head, None) and self._is_ready(head, found)
+            if ready and not self._is_computed_elsewhere(head, found):
                 prefix = self._fitting(head, room)
         if prefix is None:
             self.lacked_room = True
             return None
-        if best is not head and _may_start(head):
+        if best is not head and all(feature.may_start(head) for feature in head.request.features):
             head.num_passed += 1
         return best, prefix
 
@@ -171,6 +178,8 @@ class Admission:
         return path
 
     def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
+        if not self._busy:
+            return False
         start = len(found) * self._kv.block_size
         stop = start + self._kv.block_size
         if stop >= sequence.num_tokens:
@@ -220,23 +229,19 @@ def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
     return oldest_step is not None and sequence.last_step >= oldest_step
 
 
-def _may_start(sequence: Sequence) -> bool:
-    """Whether its features let it start."""
-    return all(feature.may_start(sequence) for feature in sequence.request.features)
-
-
-def _cause(sequence: Sequence) -> WaitCause | None:
-    """What it waits for that its features do not let start."""
-    return next((one.cause for one in sequence.request.features if not one.may_start(sequence)), None)
+def _is_preparing(sequence: Sequence) -> bool:
+    """Whether one of its features prepares it."""
+    return any(feature.is_preparing(sequence) for feature in sequence.request.features)
 
 
 def _first_has_begun(sequence: Sequence) -> bool:
     """Whether it need not wait for another one: later outputs of a request wait for the first one's prefill.
 
-    The first output may have lost its row in the middle of that. Log-probabilities of the prompt are told with it
-    alone, before any token, so that the others then wait until it has begun again.
+    The first output may have lost its row in the middle of that. Log-probabilities of the prompt are sent with it
+    alone, before any token, so that the others then wait until it has begun again. Sequences of which any may go first,
+    as the hypotheses of a beam search, all have the index 0.
     """
     request, first = sequence.request, sequence.request.sequences[0]
-    if request.params.beam is not None or sequence is first or first.prefilled or first.finished:
+    if not sequence.index or first.prefilled or first.finished:
         return True
     return first.row < 0 and (request.params.sampling.prompt_logprobs is None or bool(first.output_token_ids))

@@ -1,7 +1,9 @@
 """Why a prompt's prefix was not cached when it first ran: lost, left by another token, or under another salt."""
 
+from collections.abc import Iterator
 from itertools import islice
 from operator import eq
+from typing import Literal
 
 from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
@@ -69,38 +71,40 @@ def _divergence(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None,
     position = start + shared
     if position < _LEAST_TOKENS or shared == len(rest) // 4:
         return None  # with nothing in common, or nothing else, there is no place where they part
-    theirs, beyond = [child.tokens], size - shared
-    while child.children and beyond < _BLOCKS_BEYOND * size:
-        child = next(reversed(child.children.values()))
-        beyond += size
-        if len(theirs) < _COMPARED_BLOCKS:
-            theirs.append(child.tokens)
+    behind = list(islice(_newest_line(child), _BLOCKS_BEYOND + 1))
+    theirs, beyond = [one.tokens for one in behind[:_COMPARED_BLOCKS]], len(behind) * size - shared
     mine = memoryview(sequence.tokens_between(position, start + len(theirs) * size)).cast("i")
     other = memoryview(b"".join(theirs)[4 * shared :]).cast("i")
     compared = min(len(mine), len(other))
-    return Divergence(position, child.cached_by, beyond, compared, sum(map(eq, mine, other)))
+    return Divergence(position, behind[-1].cached_by, beyond, compared, sum(map(eq, mine, other)))
+
+
+def _newest_line(node: CachedBlock) -> Iterator[CachedBlock]:
+    """A block, and the blocks behind it, where they fork the newest one."""
+    yield node
+    while node.children:
+        node = next(reversed(node.children.values()))
+        yield node
 
 
 def _other_salt(tree: PrefixTree, sequence: Sequence, found: int, most: int) -> OtherSalt | None:
     """Whether another salt has more of the prompt cached. Only the newest salts are asked."""
     size, salt = tree.block_size, sequence.request.params.cache_salt
     first = sequence.tokens_between(0, size)
-    best: tuple[int, str | None, CachedBlock] | None = None
-    keys: list[bytes] = []
-    for name in islice(tree.newest_salts(), _SALTS_TRIED):
-        root, other = tree.root_of(name), without_rope(name)
-        if root is None or other == salt or first not in root.children:
-            continue
-        keys = keys or list(block_keys(sequence.tokens_between(0, most * size), size))
-        path = tree.walk(root, keys)
-        if len(path) > max(found, best[0] if best is not None else 0):
-            best = len(path), other, path[-1]
-    if best is None:
+    salts = [one for one in islice(tree.newest_salts(), _SALTS_TRIED) if without_rope(one) != salt]
+    roots = {one: root for one in salts if (root := tree.root_of(one)) is not None and first in root.children}
+    keys = list(block_keys(sequence.tokens_between(0, most * size), size)) if roots else []
+    paths = {one: tree.walk(root, keys) for one, root in roots.items()}
+    longest = max(paths, key=lambda one: len(paths[one]), default=None)
+    path = paths.get(longest, [])
+    if len(path) <= found:
         return None
-    length, other, last = best
-    same_but_adapter = is_adapter_salt(other) or is_adapter_salt(salt)
-    kind = "adapter" if same_but_adapter and _without_adapter(other) == _without_adapter(salt) else "salt"
-    return OtherSalt(length * size, "adapter" if kind == "adapter" else "salt", last.cached_by)
+    kind: Literal["salt", "adapter"] = "adapter" if _differ_by_adapter(without_rope(longest), salt) else "salt"
+    return OtherSalt(len(path) * size, kind, path[-1].cached_by)
+
+
+def _differ_by_adapter(one: str | None, other: str | None) -> bool:
+    return (is_adapter_salt(one) or is_adapter_salt(other)) and _without_adapter(one) == _without_adapter(other)
 
 
 def _without_adapter(salt: str | None) -> str | None:

@@ -1,5 +1,6 @@
 """The sequences whose known tokens are not all computed yet: who starts, and how far each gets in a step."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
@@ -7,7 +8,7 @@ from itertools import chain
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
-from pagewise_scheduler.core.features.fair_shares import FairShares
+from pagewise_scheduler.core.features.registry import Features
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import Activity, WaitCause
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
@@ -18,16 +19,14 @@ from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInF
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
-from pagewise_scheduler.core.tiers.transfers import Load, TransferKey
 
 _WATERMARK = 0.01
 
 
 class PrefillSet:
-    """Ordered set of sequences in prefill. ``free_rows``: the executor's rows that nobody occupies. ``shares``: the
-    shares of rows and blocks that keys have.
+    """Ordered set of sequences in prefill. ``free_rows``: the executor's free rows.
 
-    ``activity``: what explains why others wait.
+    ``admission``: chooses which sequences start. ``activity``: counts the work for which others wait.
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
 
@@ -39,7 +38,7 @@ class PrefillSet:
         limits: StepLimits,
         plan: PlanBuilder,
         free_rows: list[int],
-        shares: FairShares,
+        features: Features,
     ) -> None:
         self.num_queries = 0
         self.num_hits = 0
@@ -48,8 +47,8 @@ class PrefillSet:
         self._recoveries = recoveries
         self._limits = limits
         self._plan = plan
-        self._shares = shares
-        self._admission = Admission(kv, waiting)
+        self._features = features
+        self.admission = Admission(kv, waiting)
         self.activity = Activity()
         self._held: set[Sequence] = set()
         self._free_rows = free_rows
@@ -64,7 +63,6 @@ class PrefillSet:
 
     def clear(self) -> None:
         """All requests leave; those on rows have left them."""
-        self._shares.clear()
         self._held.clear()
 
     def arrive(self, sequence: Sequence) -> None:
@@ -75,10 +73,6 @@ class PrefillSet:
         for feature in request.features:
             feature.arrive(sequence)
 
-    def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
-        """See ``Admission``."""
-        return self._admission.cached_prefix(sequence)
-
     def remove(self, sequence: Sequence) -> None:
         """Take a member out."""
         del self._members[sequence]
@@ -87,7 +81,9 @@ class PrefillSet:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
-        if sequence.table.cache_salt != sequence.cache_salt or not self._shares.may_keep_row(sequence):
+        if sequence.table.cache_salt != sequence.cache_salt:
+            return False
+        if not all(feature.may_rejoin(sequence) for feature in self._features.in_use):
             return False
         sequence.status = SequenceStatus.PREFILL
         self._take_row(sequence)
@@ -105,57 +101,43 @@ class PrefillSet:
     def _take_row(self, sequence: Sequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
-        self._shares.take_row(sequence)
 
-    def victims_for_starved(
-        self, step: int, decoding: list[Sequence], in_flight: ReadOnlyList[StepInFlight]
-    ) -> list[Sequence]:
-        """Choose the sequences to preempt before ``step`` for one of another key that is next and cannot start."""
-        if (head := self._shares.starved(step)) is None:
-            return []
-        self._tell_computing(in_flight)
-        needed = self._admission.num_needed(head, in_flight[0].step if in_flight else None)
-        if needed is None:
-            return []
-        running = len(decoding) + len(self._members)
-        lacks_row = not self._free_rows or running >= self._limits.max_num_seqs
-        # Decoding sequences go on taking blocks until those that are freed now have returned from the steps in flight.
-        coming = 1 + (1 + len(in_flight)) * len(decoding) // self._kv.block_size
-        missing = needed + self.blocks_owed() + coming - self._kv.num_available - self._kv.num_retiring
-        on_rows = [*self._members, *decoding]
-        return self._shares.victims(head, step, on_rows, rows=int(lacks_row), needed=needed, missing=missing)
+    def has_row(self, num_decoding: int) -> bool:
+        """Whether a sequence could take a row beside ``num_decoding`` that decode."""
+        return bool(self._free_rows) and num_decoding + len(self._members) < self._limits.max_num_seqs
+
+    def num_needed(self, head: Sequence, in_flight: ReadOnlyList[StepInFlight]) -> int | None:
+        """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
+        self._note_computing(in_flight)
+        return self.admission.num_needed(head, in_flight[0].step if in_flight else None)
 
     def chunks(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
     ) -> list[tuple[Sequence, int]]:
-        """What a step computes of known tokens, at most ``budget``: chunks of members and of those that start.
+        """The known tokens that a step computes, at most ``budget``: chunks of members and of sequences that start.
 
-        In the order of the waiting queue: who waits goes before members that come after it there.
+        In the order of the waiting queue: the sequence that is next there goes before members that come after it.
         """
         for sequence, num_computed in self._recoveries.settle(now):
             sequence.num_scheduled_tokens = num_computed
             self._plan.set_computed(sequence.row, num_computed)
-        members, head = list(self._members), self._waiting.peek()
-        if len(members) > 1:
-            members.sort(key=queue_time)
-        first = len(members)
-        if head is not None and members and queue_time(members[-1]) > queue_time(head):
-            first = next(number for number, member in enumerate(members) if queue_time(member) > queue_time(head))
+        members, head = sorted(self._members, key=queue_time), self._waiting.peek()
+        first = len(members) if head is None else bisect_right(members, queue_time(head), key=queue_time)
         chunks = self._continued(members[:first], budget)
         budget -= _num_computed(chunks)
         started = self._started(budget, num_decoding, in_flight, now)
         budget -= _num_computed(started)
         chunks += self._continued(members[first:], budget) + started
-        if self._admission.held or self._held:
+        if self.admission.held or self._held:
             self._note_held(now)
         cause = self._cause(budget, num_decoding) if head is not None and self._waiting else None
         self.activity.planned(num_decoding, chunks, cause, now)
         return chunks
 
     def _note_held(self, now: float) -> None:
-        """Note who waits for a grammar or a prefix from this step on, and who did so up to now and does no more."""
+        """Note the requests that wait for a grammar or a prefix from this step on, and those that waited up to now."""
         before, self._held = self._held, set()
-        for sequence, (cause, computes) in self._admission.held.items():
+        for sequence, (cause, computes) in self.admission.held.items():
             if sequence.index == 0 and sequence.status is SequenceStatus.WAITING:
                 sequence.request.timeline.held(cause, computes, now)
                 self._held.add(sequence)
@@ -163,12 +145,13 @@ class PrefillSet:
             sequence.request.timeline.released(now)
 
     def _cause(self, budget: int, num_decoding: int) -> WaitCause:
-        """Return what the waiting sequences lack when a step has been planned; ``budget``: tokens that it had left."""
-        if not self._free_rows or num_decoding + len(self._members) >= self._limits.max_num_seqs:
+        """The resource that the waiting sequences lack when a step has been planned; ``budget``: tokens that it had
+        left."""
+        if not self.has_row(num_decoding):
             return "rows"
         if budget <= 0 or self._plan_is_full:
             return "prefill"
-        return "memory" if self._admission.lacked_room else "turn"
+        return "memory" if self.admission.lacked_room else "turn"
 
     def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """Next chunks of ``members``, as far as tokens and blocks last, and booked as scheduled."""
@@ -194,27 +177,22 @@ class PrefillSet:
         """First chunks of waiting sequences, while all their known tokens fit beside what runs."""
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
-            self._admission.held.clear()  # nobody is asked for in this step
+            self.admission.held.clear()  # nobody is asked for in this step
             return chunks
         owed = self.blocks_owed()
-        self._tell_computing(in_flight)
+        self._note_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
         share = 1.0 - num_decoding / self._limits.max_num_batched_tokens
-        while (
-            budget > 0
-            and self._free_rows
-            and num_decoding + len(self._members) < self._limits.max_num_seqs
-            and not self._plan_is_full
-        ):
+        while budget > 0 and self.has_row(num_decoding) and not self._plan_is_full:
             watermark = self._watermark(num_decoding + len(self._members))
-            start = self._admission.next(self._kv.num_available - owed, oldest, watermark, self._shares.favoured)
+            start = self.admission.next(self._kv.num_available - owed, oldest, watermark)
             if start is None:
                 break
             sequence, prefix = start
             if size := self._start(sequence, prefix, budget, share, now):
                 chunks.append(self._chunk(sequence, size))
                 budget -= sequence.num_to_compute(size)
-            self._admission.computing_too(sequence)
+            self.admission.computing_too(sequence)
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
@@ -224,27 +202,20 @@ class PrefillSet:
             feature.add_chunk(sequence, sequence.num_scheduled_tokens - size, sequence.num_scheduled_tokens)
         return sequence, size
 
-    def fetch_ahead(self, step: int, num_decoding: int) -> dict[TransferKey, Load]:
-        """What ``step`` brings to the device for those that are to go on here; asked for before anybody starts, who
-        would compute it."""
-        loads: dict[TransferKey, Load] = {}
-        if self._recoveries.prefetches.active:
-            # What those who run have yet to take, and what stays free beside them.
-            reserved = self.blocks_owed() + self._watermark(num_decoding + len(self._members))
-            copies = self._recoveries.request_ahead(step, loads, self._kv.num_available - reserved)
-            self._plan.copy(copies)
-        return loads
+    def num_spare(self, num_decoding: int) -> int:
+        """Blocks that are available beside those that members have yet to take, and those that stay free."""
+        return self._kv.num_available - self.blocks_owed() - self._watermark(num_decoding + len(self._members))
 
     def blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
 
-    def _tell_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
-        """Tell admission which sequences' prompts are being computed, or were by a step that is in flight."""
-        self._admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
-        for prefetch in self._recoveries.prefetches.active.values():
-            if prefetch.pieces:
-                self._admission.coming(prefetch.table, prefetch.tokens)
+    def _note_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
+        """Tell admission which prompts are being computed, by a step in flight too, or fetched."""
+        self.admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
+        for feature in self._features.in_use:
+            for table, tokens in feature.coming():
+                self.admission.coming(table, tokens)
 
     def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
@@ -263,6 +234,8 @@ class PrefillSet:
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
+        for feature in sequence.request.features:
+            feature.starts(sequence)
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])

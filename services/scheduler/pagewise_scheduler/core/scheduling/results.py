@@ -27,8 +27,11 @@ def check_result(
         tokens = unpack_int32s(result.tokens)
     if len(tokens) != len(step.sampled):
         raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
-    if any(sequence.request.params.beam is not None for sequence in step.chunk_rows.values()):
-        _check_candidates(step, result)
+    given = {entry.index: len(entry.top_ids) // 4 for entry in result.logprobs}
+    for index, sequence in enumerate(step.completed, len(step.sampled) - len(step.completed)):
+        for feature in sequence.request.features:
+            if given.get(index, 0) < feature.num_candidates(sequence):
+                raise StepMismatchError(f"step {step.step} returned too few log-probabilities for a sequence")
     return step, tokens
 
 
@@ -47,32 +50,33 @@ def failed(
             yield sequence, failure
 
 
-def _check_candidates(step: StepInFlight, result: StepResult) -> None:
-    """A hypothesis of a beam search goes on from its candidates: without them it would wait for ever."""
-    known = {entry.index: len(entry.top_ids) // 4 for entry in result.logprobs}
-    for index, sequence in enumerate(step.sampled):
-        if (beam := sequence.request.params.beam) is not None and known.get(index, 0) < beam.width:
-            raise StepMismatchError(f"step {step.step} returned no candidates for a beam search")
-
-
-def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> None:
-    """Hand out log-probabilities: to features that choose by them, or to whoever asked for them."""
+def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> set[Sequence]:
+    """Hand out log-probabilities. Returns the sequences whose log-probabilities and tokens features have taken."""
+    taken: set[Sequence] = set()
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
             sequence = step.sampled[entry.index]
             if sequence.finished:
                 continue
-            if not any(feature.take_logprobs(sequence, entry, output) for feature in sequence.request.features):
+            if any(feature.take_logprobs(sequence, entry, output) for feature in sequence.request.features):
+                taken.add(sequence)
+            else:
                 output.logprobs[sequence] = entry
     for prompt in result.prompt_logprobs:
         if (owner := step.chunk_rows.get(prompt.row)) is not None:
             output.prompt_logprobs.append((owner.request, prompt.entries))
+    return taken
 
 
-def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutput, finish: Finish) -> None:
-    """Append each token to its sequence, tell it, and ``finish`` those that stop or reach their length."""
+def take_tokens(
+    step: StepInFlight, tokens: ReadOnlyList[int], taken: Container[Sequence], output: StepOutput, finish: Finish
+) -> None:
+    """Append each token to its sequence and to its sink, and ``finish`` sequences that stop or reach their length.
+
+    ``taken``: sequences whose tokens features have taken.
+    """
     stopped: list[tuple[Sequence, int]] = []
-    num_untold = 0
+    num_without_sink = 0
     for sequence, token in zip(step.sampled, tokens, strict=True):  # runs for every token
         sink = sequence.sink
         if sink is not None:
@@ -80,13 +84,19 @@ def take_tokens(step: StepInFlight, tokens: ReadOnlyList[int], output: StepOutpu
             sink.streams.append(sequence.stream)
             sink.tokens.append(token)
         else:
-            num_untold += 1
-            if sequence.finished or sequence.request.params.beam is not None or not sequence.request.max_tokens:
+            num_without_sink += 1
+            if sequence.finished or sequence in taken or not sequence.request.max_tokens:
                 continue
             sequence.output_token_ids.append(token)
         if token in sequence.stop_ids:
             stopped.append((sequence, token))
-    output.num_told = len(step.sampled) - num_untold
+    output.num_told = len(step.sampled) - num_without_sink
+    _finish_stopped(step, stopped, output, finish)
+
+
+def _finish_stopped(
+    step: StepInFlight, stopped: list[tuple[Sequence, int]], output: StepOutput, finish: Finish
+) -> None:
     ended: list[Sequence] = []
     # An executor samples an end before ``min_tokens`` only if the grammar allows nothing else.
     for sequence, token in stopped:

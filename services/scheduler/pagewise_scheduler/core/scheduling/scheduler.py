@@ -10,21 +10,22 @@ from pagewise_shared.protocol import Copied, StepPlan, StepResult
 from pagewise_shared.protocol.limits import longest_sequence
 from pagewise_shared.segments import Segment
 
-from pagewise_scheduler.core.features.fair_shares import FairShares
 from pagewise_scheduler.core.features.registry import FeatureOptions, Features
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
-from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
+from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.preemption import choose_victim
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.step import Chunks, Drafts, PlanBuilder, StepInFlight, StepLimits, StepOutput
-from pagewise_scheduler.core.tiers.cost_model import Costs, Eviction
-from pagewise_scheduler.core.tiers.memory import make_memory
-from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepLimits, StepOutput
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.recovery import Recoveries
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode, RecoveryPolicy
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 
@@ -34,12 +35,13 @@ class Scheduler:
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last;
-    ``steps_in_flight``: those that have not come back, the oldest first.
+    ``steps_in_flight``: those that have not come back, the oldest first. ``entered``: by their ids, the requests whose
+    sequences wait or run.
 
-    ``tiers``, ``salted``: below the device, see ``make_memory``. ``costs``: what the executor's steps and copies took
-    when it started. ``recovery``: how KV comes back from there and from peers. ``virtual_tokens``: what keys have
-    been served, by other schedulers too. ``features``: what else the executor can do. ``short_rope_len``: see
-    ``rope_salt``.
+    ``tiers``: below the device, by number, how many blocks each has, or its identity if they have no ids. ``salted``:
+    see ``HashedTier``. ``costs``: the times of the executor's steps and copies when it started. ``recovery``: how KV
+    comes back from lower tiers and from peers. ``virtual_tokens``: what keys have been served, by other schedulers too.
+    ``features``: what else the executor can do. ``short_rope_len``: see ``rope_salt``.
     """
 
     def __init__(
@@ -62,27 +64,27 @@ class Scheduler:
         short_rope_len: int = ONE_ROPE,
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
-        self.kv, self.recoveries = make_memory(
-            num_blocks=num_blocks, block_size=block_size, chunk=max_num_batched_tokens, tiers=tiers or {},
-            costs=costs or Costs(), recovery=recovery, eviction=eviction, model_fingerprint=model_fingerprint,
-            salted=salted,
+        sizes = {number: size for number, size in (tiers or {}).items() if size}
+        self.costs = model = CostModel(costs or Costs(), block_size, max_num_batched_tokens, sizes)
+        policy = RecoveryPolicy(model, recovery)
+        self.kv = KVCacheManager(
+            num_blocks, block_size, {number: (size, model.tiers[number]) for number, size in sizes.items()},
+            make_policy(eviction, model, num_blocks), policy, model_fingerprint, salted=salted,
         )  # fmt: skip
-        self.costs = self.recoveries.costs
+        self.recoveries = Recoveries(self.kv, model, policy)
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step = 0, 0
         self.plan, self.short_rope_len = PlanBuilder(), short_rope_len
         self.decoding, self._free_rows = DecodeSet(block_size), list(range(max_num_seqs - 1, -1, -1))
-        self.shares = FairShares(self.kv, self.waiting, self.limits, self.costs)
-        self.prefilling = PrefillSet(
-            self.kv, self.waiting, self.recoveries, self.limits, self.plan, self._free_rows, self.shares
-        )
-        self.activity = self.prefilling.activity
-        self._requests: dict[str, Request] = {}
-        self._kept: dict[str, Request] = {}  # by features, until they may wait to run
-        self.steps_in_flight: deque[StepInFlight] = deque()
         # A proxy: with a cycle, the memory of a lost executor would wait for the garbage collector.
         self.features = Features(proxy(self), features)
-        self._drafts = self.features.drafts if features.speculative is not None else None
+        self.prefilling = PrefillSet(
+            self.kv, self.waiting, self.recoveries, self.limits, self.plan, self._free_rows, self.features
+        )
+        self.activity = self.prefilling.activity
+        self.entered: dict[str, Request] = {}
+        self._kept: dict[str, Request] = {}  # by features, until they may wait to run
+        self.steps_in_flight: deque[StepInFlight] = deque()
 
     # ---- requests ------------------------------------------------------------------------------------
 
@@ -112,6 +114,11 @@ class Scheduler:
         return self.steps_in_flight[0].step if self.steps_in_flight else None
 
     @property
+    def newest_in_flight(self) -> int | None:
+        """The newest step in flight; None: there is none."""
+        return self.last_step if self.steps_in_flight else None
+
+    @property
     def has_unsent_demotions(self) -> bool:
         """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
         return self.plan.copies.demotes
@@ -124,7 +131,7 @@ class Scheduler:
     @property
     def requests(self) -> list[Request]:
         """Requests that have not finished, those that features keep last, without requests of features' own."""
-        return [*self._requests.values(), *self._kept.values()]
+        return [*self.entered.values(), *self._kept.values()]
 
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
@@ -142,7 +149,7 @@ class Scheduler:
         """
         if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
-        if request.request_id in self._requests or request.request_id in self._kept:
+        if request.request_id in self.entered or request.request_id in self._kept:
             raise ValueError(f"request {request.request_id} is here already")
         request.short_rope_len, request.features = self.short_rope_len, self.features.of(request)
         request.create_sequences()
@@ -158,8 +165,7 @@ class Scheduler:
         """Let a request wait to run; features call it for those that they have kept."""
         self._kept.pop(request.request_id, None)
         self.waiting.arrive(request)
-        self.shares.arrive(request)
-        self._requests[request.request_id] = request
+        self.entered[request.request_id] = request
         for sequence in request.sequences:
             if not sequence.finished:
                 self.kv.restore(sequence.cache_salt, sequence.token_bytes)
@@ -173,19 +179,20 @@ class Scheduler:
     def take_back(self, request: Request) -> None:
         """A feature keeps a request from now on that has entered, and of which nothing has begun."""
         self.waiting.withdraw(request)
-        self.shares.leave(request)
-        self._kept[request.request_id] = self._requests.pop(request.request_id)
+        for feature in request.features:
+            feature.taken_back(request)
+        self._kept[request.request_id] = self.entered.pop(request.request_id)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
-        if (request := self._requests.get(request_id) or self._kept.get(request_id)) is None:
+        if (request := self.entered.get(request_id) or self._kept.get(request_id)) is None:
             return []
         ended = [sequence for sequence in request.sequences if not sequence.finished]
-        request.num_pending = 0
+        features, request.num_pending = request.features, 0
         for sequence in ended:
             self.finish(sequence, "abort")
-        if request.params.beam is not None:  # what was tried is not shown; the outputs that were asked for end with it
-            request.replace_sequences(ended := [request.aborted(index) for index in range(request.params.n)])
+        for feature in features:
+            ended = feature.aborted(request, ended)
         return ended
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
@@ -204,9 +211,8 @@ class Scheduler:
 
     def forget(self, request: Request) -> None:
         """A request is not here any more; harmless the second time."""
-        if self._requests.pop(request.request_id, None) is not None:
+        if self.entered.pop(request.request_id, None) is not None:
             self.waiting.forget_pending(request)
-            self.shares.leave(request)
         self._kept.pop(request.request_id, None)
         for feature in request.features:
             feature.leave(request, self.last_step)
@@ -223,7 +229,7 @@ class Scheduler:
         self.prefilling.clear()
         self.waiting.clear()
         self.recoveries.clear()
-        self._requests.clear()
+        self.entered.clear()
         self._kept.clear()
         self.steps_in_flight.clear()
         self.kv.step_returned(self.last_step)
@@ -240,28 +246,28 @@ class Scheduler:
         ``now``: seconds, noted on requests that run for the first time.
         """
         self.kv.losses.now = self.recoveries.transfers.now = now
-        if self._drafts is not None and self._drafts.waits(self.steps_in_flight):
-            return None
         step = self.last_step + 1
+        if not self.features.may_plan():
+            return None
         for sequence in self.decoding.length_due(step):
             self.decoding.remove(sequence)
-            self._leave_row(sequence)
-            sequence.status = SequenceStatus.DRAINING
-        for sequence in self.prefilling.victims_for_starved(step, self.decoding.order(), self.steps_in_flight):
-            self._preempt(sequence, "another key has less than its share", self.shares.favoured)
+            self._drain(sequence)
+        self.features.begin_step(step)
         if (due := self.decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
-        decoding = self.decoding.order()
-        loads = self.prefilling.fetch_ahead(step, len(decoding))
+        decoding, loads = self.decoding.order(), Loads()
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        drafts: Drafts = {}
-        if self._drafts is not None:
-            drafts, budget = self._drafts.draft(self.steps_in_flight, budget)
+        budget -= self.features.add_to_plan(step, budget, loads)
         chunks = self.prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
-        if not decoding and not chunks and not loads and not self.kv.writes_back:
-            return self._unblock(now)
-        return self._commit(step, decoding, chunks, drafts, loads)
+        if decoding or chunks or loads or self.features.wants_step():
+            return self._commit(step, decoding, chunks, loads)
+        return self._unblock(now)
+
+    def _drain(self, sequence: Sequence) -> None:
+        """Take a sequence off its row, whose last token for now is in flight; it keeps its blocks."""
+        self._leave_row(sequence)
+        sequence.status = SequenceStatus.DRAINING
 
     def _give_blocks(self, due: list[Sequence], step: int) -> bool:
         """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
@@ -280,7 +286,7 @@ class Scheduler:
         """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
         while (needed := len(due := self.decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring and not self.features.make_room():
-                self._preempt(self.shares.victim(self.running), "decoding sequences need blocks", *due)
+                self.preempt(self._victim(), "decoding sequences need blocks", *due)
             elif self.steps_in_flight:
                 return False
         return True
@@ -294,46 +300,55 @@ class Scheduler:
             if sequence.row >= 0:
                 for index, _, block in replaced:
                     self.plan.set_blocks(sequence.row, index, [block])
-            self.kv.drop([own for _, own, _ in replaced], self.last_step if self.steps_in_flight else None)
+            self.kv.drop([own for _, own, _ in replaced], self.newest_in_flight)
 
     def _unblock(self, now: float) -> StepPlan | None:
         """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
-        if self.steps_in_flight or self.recoveries.num_loading:
+        if self.steps_in_flight or self.recoveries.transfers.num_loading:
             return None
         if self.features.unblock():
             return self.schedule(now)
         if len(self.prefilling) < 2:
             return None
-        self._preempt(self.shares.victim(self.running), "prefills hold each other up", *self.prefilling)
+        self.preempt(self._victim(), "prefills hold each other up", *self.prefilling)
         return self.schedule(now)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, drafts: Drafts, loads: Loads) -> StepPlan:
+    def _victim(self) -> Sequence:
+        """The running sequence to preempt: a feature's choice, or the one that costs the least."""
+        running = self.running
+        return self.features.victim(running) or self.choose_victim(running)
+
+    def choose_victim(self, running: list[Sequence], account: Account | None = None) -> Sequence:
+        """See ``preemption.choose_victim``."""
+        return choose_victim(running, self.kv.pool, self.costs, account)
+
+    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: Loads) -> StepPlan:
         """Book the step and build its plan."""
         self.decoding.charge()
         completed: list[Sequence] = []
+        leaving: list[Sequence] = []
         for sequence, size in chunks:
             self.plan.chunk(sequence.row, size)
             sequence.last_step = step
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)
                 self.prefilling.remove(sequence)
-                if sequence.request.params.beam is None:
+                if all(feature.decodes(sequence) for feature in sequence.request.features):
                     self.decoding.add(sequence, first_step=step + 1)
+                else:
+                    leaving.append(sequence)
         self.last_step = step
-        for feature in self.features.in_use:
-            feature.planned(step)
-        # Whoever has nothing to run in the next step samples its last token in this one.
+        self.features.planned(step)
+        # A sequence that has nothing to run in the next step samples its last token in this one.
         ending = self.decoding.length_due(step + 1)
+        drafts = self.plan.drafts
         self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
-        self.plan.copy(self.kv.write_back())
-        plan = self.plan.build(self.epoch, step, self.recoveries.copies(loads))
+        plan = self.plan.build(self.epoch, step, [load.copies(key) for key, load in loads.items()])
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
-        for sequence in completed:
-            if sequence.request.params.beam is not None:  # what it goes on with is decided when the step is back
-                sequence.decode_base = sequence.num_tokens
-                self._leave_row(sequence)
-                sequence.status = SequenceStatus.DRAINING
+        for sequence in leaving:
+            sequence.decode_base = sequence.num_tokens
+            self._drain(sequence)
         return plan
 
     # ---- results -------------------------------------------------------------------------------------
@@ -354,25 +369,22 @@ class Scheduler:
         for sequence, num_computed in step.computed:
             if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
                 self.cache_full_blocks(sequence, num_computed)
-        take_logprobs(step, result, output)
-        if step.drafts and self._drafts is not None:
-            tokens = self._drafts.verify(step, tokens)
-        take_tokens(step, tokens, output, self.finish)
+        taken = take_logprobs(step, result, output)
+        take_tokens(step, self.features.verify(step, tokens), taken, output, self.finish)
         self._requeue_outgrown(step)
-        for sequence in output.finished:
-            if sequence.request.params.beam is not None:
-                self.forget(sequence.request)
         return output
 
     def copied(self, message: Copied) -> None:
         """Copies of a step between tiers have been made; unknown ones are ignored."""
         for sequence in self.recoveries.copied(message):
-            self._preempt(sequence, BLOCKS_SPOILED)
+            self.preempt(sequence, BLOCKS_SPOILED)
 
     def peer_lost(self, peer: str) -> None:
-        """The executor at that block endpoint is gone: whoever waits for its blocks starts over."""
+        """The executor at that block endpoint is gone: sequences that wait for its blocks start over."""
+        for feature in self.features.in_use:
+            feature.peer_lost(peer)
         for sequence in self.recoveries.lose(peer):
-            self._preempt(sequence, LENDER_GONE)
+            self.preempt(sequence, LENDER_GONE)
 
     def fail(self, epoch: int, *, blame_step: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
@@ -380,12 +392,11 @@ class Scheduler:
         ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
         Returns requests that failed for good: those of a step of one sequence and no draft that cannot be made smaller.
         """
-        step = self.steps_in_flight[0] if self.steps_in_flight and blame_step else None
         failed: list[Request] = []
-        if step is not None and step.num_tokens:
+        if blame_step and self.steps_in_flight and self.steps_in_flight[0].num_tokens:
+            step = self.steps_in_flight[0]
+            failed = step.failing_requests(self.kv.block_size)
             step.give_up_drafts()
-            if step.num_seqs == 1 and step.num_tokens <= max(1, self.kv.block_size) and not step.drafts:
-                failed.append(step.owner.request.owner)
             self.limits.step_failed(step.num_seqs, step.num_tokens - step.num_draft_tokens)
         requests = self.release_all()
         self.kv.forget()
@@ -403,33 +414,29 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         self.plan.leave(sequence.row)
         self._free_rows.append(sequence.row)
-        self.shares.leave_row(sequence)
         sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
-        if sequence.status is SequenceStatus.DECODE:
-            self.decoding.remove(sequence)
-        elif sequence.status is SequenceStatus.PREFILL:
-            self.prefilling.remove(sequence)
+        if sequence.row >= 0:
+            members = self.decoding if sequence.status is SequenceStatus.DECODE else self.prefilling
+            members.remove(sequence)
         self.recoveries.abandon(sequence)
         for feature in sequence.request.features:
-            feature.release(sequence, self.last_step if self.steps_in_flight else None)
-        self.cache_full_blocks(
-            sequence, sequence.num_tokens - 1 if sequence.prefilled else sequence.num_computed_tokens
-        )
+            feature.release(sequence, self.newest_in_flight)
+        self.cache_full_blocks(sequence, sequence.num_with_kv)
         if sequence.row >= 0:
             self._leave_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
-        if ends:
-            self.kv.ended(sequence.request, sequence.table.tip)
-        touched = self.steps_in_flight and sequence.last_step >= self.steps_in_flight[0].step
+        for feature in sequence.request.features if ends else ():
+            feature.frees(sequence)
+        touched = self.oldest_step is not None and sequence.last_step >= self.oldest_step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 
-    def _preempt(self, sequence: Sequence, reason: str, *others: Sequence | None) -> None:
+    def preempt(self, sequence: Sequence, reason: str, *others: Sequence) -> None:
         """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
-        by = next((one.request.ref for one in others if one is not None and one is not sequence), None)
+        by = next((one.request.ref for one in others if one is not sequence), None)
         self._requeue(sequence, reason, by)
         sequence.num_preemptions += 1
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
@@ -439,8 +446,7 @@ class Scheduler:
         """Drop the blocks of a running sequence, for ``by`` if for anybody; it keeps its tokens, and waits until all of
         these are computed again."""
         blocks = sequence.table.blocks
-        freed = sum(1 for block in blocks if self.kv.pool.references(block) == 1)
-        sequence.note(Preempted(self.kv.losses.now, reason, len(blocks), freed, by))
+        sequence.note(Preempted(self.kv.losses.now, reason, len(blocks), self.kv.pool.num_freed(blocks), by))
         self.vacate(sequence, ends=False)
         self.waiting.push(sequence)
 

@@ -128,10 +128,11 @@ class StepInFlight:
         """Whose sequences it runs, or segments it computes."""
         return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
-    @property
-    def owner(self) -> Sequence:
-        """Its only sequence, of a step that has one."""
-        return next(iter(self.chunk_rows.values()), None) or self.sampled[0]
+    def failing_requests(self, block_size: int) -> list[Request]:
+        """The requests that fail with the step: its only one, if it has no draft and cannot be made smaller."""
+        if self.num_seqs > 1 or self.num_tokens > max(1, block_size) or self.drafts:
+            return []
+        return list(self.requests)
 
 
 @dataclass(slots=True)
@@ -236,12 +237,12 @@ def _listed(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCo
 class PlanBuilder:
     """Collects the changes that the next plan carries.
 
-    ``copies``: between blocks of this executor. ``joined_bytes``: what the sequences that join take in the plan, with
-    their constraints.
+    ``copies``: between blocks of this executor. ``joined_bytes``: the bytes that the sequences that join take in the
+    plan, with their constraints. ``drafts``: the drafts of sequences that decode.
     """
 
     __slots__ = (
-        "_chunks", "_computed", "_constraints", "_drafts", "_joined", "_left", "_moves", "_tables", "copies",
+        "_chunks", "_computed", "_constraints", "_joined", "_left", "_moves", "_tables", "copies", "drafts",
         "joined_bytes",
     )  # fmt: skip
 
@@ -258,30 +259,26 @@ class PlanBuilder:
         self._computed: list[tuple[int, int]] = []
         self._chunks: list[tuple[int, int]] = []
         self._moves: list[SegmentMove] = []
-        self._drafts: list[tuple[int, bytes]] = []
+        self.drafts: Drafts = {}
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
 
     def leave(self, row: int) -> None:
-        """The row's sequence is gone; kept for the next plan if none is sent now."""
+        """The row's sequence is gone, which the next plan says, and forget the changes that were for it."""
         joined = next((new for new in self._joined if new.row == row), None)
         if joined is None:
             self._left.append(row)
-        else:  # nobody has been told of it yet
+        else:  # no plan has named it yet
             self._joined.remove(joined)
             self.joined_bytes -= _size(joined)
             if not self._joined:
                 self._constraints.clear()
                 self.joined_bytes = 0
             self.copies.give_up(unpack_int32s(joined.blocks))
-        if self._tables:
-            self._tables = [change for change in self._tables if change[0] != row]
-        if self._computed:
-            self._computed = [told for told in self._computed if told[0] != row]
-        if self._moves:
-            self._moves = [move for move in self._moves if move.row != row]
-        if self._drafts:
-            self._drafts = [draft for draft in self._drafts if draft[0] != row]
+        self._tables = [change for change in self._tables if change[0] != row]
+        self._computed = [computed for computed in self._computed if computed[0] != row]
+        self._moves = [move for move in self._moves if move.row != row]
+        self.drafts = {sequence: draft for sequence, draft in self.drafts.items() if sequence.row != row}
 
     def copy(self, copies: Copies) -> None:
         """Make these copies before anything is written that they read."""
@@ -334,10 +331,6 @@ class PlanBuilder:
         """Go on by the row's next known tokens."""
         self._chunks.append((row, num_tokens))
 
-    def draft(self, row: int, tokens: "array[int]") -> None:
-        """Verify that these tokens follow the row's known ones."""
-        self._drafts.append((row, tokens.tobytes()))
-
     def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
         """The plan with everything collected so far. Empties the builder.
 
@@ -356,7 +349,7 @@ class PlanBuilder:
             chunks=tuple(self._chunks),
             constraints=tuple(self._constraints),
             moves=tuple(self._moves),
-            drafts=tuple(self._drafts),
+            drafts=tuple((sequence.row, draft.tobytes()) for sequence, draft in self.drafts.items()),
         )
         self.clear()
         return plan
@@ -378,12 +371,9 @@ class StepLimits:
     """
 
     __slots__ = (
-        "_good_steps",
-        "configured_num_batched_tokens",
-        "configured_num_seqs",
-        "max_num_batched_tokens",
+        "_good_steps", "configured_num_batched_tokens", "configured_num_seqs", "max_num_batched_tokens",
         "max_num_seqs",
-    )
+    )  # fmt: skip
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:

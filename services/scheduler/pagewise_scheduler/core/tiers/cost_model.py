@@ -54,8 +54,7 @@ class OnlineLine:
         seconds = min(seconds, _MOST_SURPRISE * max(predicted, 1e-3))
         self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
         scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
-        covariance = self._covariance
-        gains = [sum(map(mul, row, scaled)) for row in covariance]
+        gains = [sum(map(mul, row, scaled)) for row in self._covariance]
         weight = _FORGETTING + sum(map(mul, gains, scaled))
         residual, before = seconds - predicted, self.constants
         # Kept from falling below zero here, not when predicting: else the others would make up for it.
@@ -69,6 +68,11 @@ class OnlineLine:
             told = 1 - _FORGETTING / weight
             ratio = 1 + told * (seconds / predicted - 1) if predicted > 0 else 1.0
             self.constants = [constant * ratio for constant in before]
+        self._forget(gains, weight)
+
+    def _forget(self, gains: list[float], weight: float) -> None:
+        """Let the covariance follow an observation, and older ones weigh less from now on."""
+        covariance = self._covariance
         for row, gain in zip(covariance, gains, strict=True):
             row[:] = [(value - gain * other / weight) / _FORGETTING for value, other in zip(row, gains, strict=True)]
         trace = sum(row[i] for i, row in enumerate(covariance))
@@ -214,12 +218,14 @@ class RecoveryEstimate:
     """Predicted seconds of each method to recover a span.
 
     ``after``: of the step that follows a load and computes the tokens behind it, which recomputing takes along.
+    ``split``: tokens that are computed from the front in ``both``.
     """
 
     load: float
     recompute: float
     both: float
     after: float = 0.0
+    split: int = 0
 
 
 class CostModel:
@@ -331,7 +337,7 @@ class CostModel:
         )
         # The line follows large chunks. The host takes as long to launch the kernels of a small one.
         after = max(self.small_step, self.compute_seconds(start + tokens, 1))
-        return RecoveryEstimate(load, recompute, both, after)
+        return RecoveryEstimate(load, recompute, both, after, split)
 
     def both_took(self, seconds: float, predicted: float) -> None:
         """Recovering from both ends took so long: compute and copies may slow each other down."""

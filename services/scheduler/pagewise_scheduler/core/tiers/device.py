@@ -13,7 +13,7 @@ from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, Lea
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Tier
+from pagewise_scheduler.core.tiers.tier import Tier
 
 
 class BlockPool(Pool):
@@ -68,8 +68,9 @@ class BlockPool(Pool):
         self._evictable.shrink(self._num_cached)
 
     def restore(self, node: CachedBlock) -> None:
-        """See ``Pool``. The parent of ``node`` lies on the device."""
-        if node.hash in self.restorable:
+        """See ``Pool``. Only behind blocks that lie on the device."""
+        parent = node.parent
+        if node.hash in self.restorable and parent is not None and (not parent.depth or parent.block >= 0):
             node.last_used = self.policy.tick()
             super().restore(node)
 
@@ -118,39 +119,19 @@ class BlockPool(Pool):
         block = node.block
         return None if block < 0 or self._references[block] or node.num_on_device else NEAREST
 
-    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
-        if self.restorable:
-            block = self.restorable.popitem()[1]
-            self._free.append(block)
-            self.states[block] = FREE
-            self._num_cached -= 1
-            self.counters.evicted += 1
-            self.counters.dropped += 1
-            return True
-        node = self._evictable.pop()
-        if node is None:
-            return False
-        kept = self.below is not None and self._demote(node, copies)
-        parent, block = node.parent, node.block
+    def _count_evicted(self, *, kept: bool) -> None:
+        self.counters.evicted += 1
+        self.counters.dropped += not kept
+
+    def _leave(self, node: CachedBlock) -> None:
+        parent = node.parent
         assert parent is not None
+        self._set_free(node.block)
         node.block = NOWHERE
         node.num_places -= 1
         parent.num_on_device -= 1
-        self._nodes[block] = None
-        self._free.append(block)
-        self.states[block] = FREE
-        self._num_cached -= 1
-        self.counters.evicted += 1
-        if not kept:
-            self.counters.dropped += 1
-        if node.num_places and kept:
-            for tier in self.lower:  # it is the nearest one there now
-                tier.offer(node)
-        else:
-            self.drop(node)
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self._evictable.push(parent, NEAREST)
-        return True
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None

@@ -26,7 +26,7 @@ _WRITTEN_PER_STEP = 32
 _BEGUN = 16
 
 
-class HashTier(Tier):
+class HashedTier(Tier):
     """A tier without ids, which several executors may share.
 
     Blocks come here in two ways. A tier above that evicts a block offers it, as to any tier. And when a sequence ends,
@@ -104,6 +104,12 @@ class HashTier(Tier):
         found here."""
         if self._salted or not tip.stored & PRIVATE:
             self._wait(self._lacking(tip, num_stored))
+
+    def forgot(self, nodes: Iterable[CachedBlock]) -> None:
+        """These blocks do not lie here any more, unless they are on their way."""
+        for node in nodes:
+            if node.stored & self._bit and hash_of(node) not in self._arriving:
+                node.stored &= ~self._bit
 
     def _lacking(self, tip: CachedBlock, num_stored: int) -> list[CachedBlock]:
         """The blocks up to ``tip`` that do not lie here, the last one first."""

@@ -9,14 +9,14 @@ from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, Eviction
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
-from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
+from pagewise_scheduler.core.tiers.pool import CACHED, Pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""
 
 
-class CacheTier(Pool, Tier):
+class HostTier(Pool, Tier):
     """A tier below the device: it holds copies of cached blocks.
 
     While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
@@ -27,15 +27,8 @@ class CacheTier(Pool, Tier):
     """
 
     __slots__ = (
-        "_after",
-        "_before",
-        "_no_copies",
-        "_num_children",
-        "costs",
-        "demotion",
-        "max_arriving",
-        "num_arriving",
-    )
+        "_after", "_before", "_no_copies", "_num_children", "costs", "demotion", "max_arriving", "num_arriving",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -128,27 +121,8 @@ class CacheTier(Pool, Tier):
         # What hangs on it goes first: here, or, where nothing can go further down, wherever it lies.
         return None if (self._num_children[block] if self._num_children else node.children) else NEAREST
 
-    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
-        if self.restorable:
-            block = self.restorable.popitem()[1]
-            self._free.append(block)
-            self.states[block] = FREE
-            self._num_cached -= 1
-            self.counters.lower_evicted[self.number] += 1
-            return True
-        node = self._evictable.pop()
-        if node is None:
-            return False
+    def _count_evicted(self, *, kept: bool) -> None:
         self.counters.lower_evicted[self.number] += 1
-        if self.below is not None:
-            self._demote(node, copies)
-        self._leave(node)
-        if not node.num_places:
-            self.drop(node)
-        else:
-            for tier in self.lower:  # it may be the nearest one there now
-                tier.offer(node)
-        return True
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         number, copies = self.number, node.copies
@@ -174,10 +148,7 @@ class CacheTier(Pool, Tier):
             node.copies = self._no_copies
         else:
             node.copies = (*copies[:number], NOWHERE, *copies[number + 1 :])
-        self._nodes[block] = None
-        self._free.append(block)
-        self.states[block] = FREE
-        self._num_cached -= 1
+        self._set_free(block)
         if self._num_children:
             assert node.parent is not None
             parent_block = node.parent.copies[number]

@@ -14,13 +14,12 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.hashed import HashTier
-from pagewise_scheduler.core.tiers.host import CacheTier
+from pagewise_scheduler.core.tiers.hashed import HashedTier
+from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
 
 _RESTORABLE = attrgetter("restorable")
 
@@ -45,7 +44,8 @@ class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
     ``lower``: for each tier below the device, by its number, how many blocks it has, or its identity if they have no
-    ids, and what copies cost. ``demotion``: decides which prefixes these tiers take over. ``salted``: see ``HashTier``.
+    ids, and the costs of copies. ``demotion``: decides which prefixes these tiers take over. ``salted``: see
+    ``HashedTier``.
 
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
     device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
@@ -88,12 +88,12 @@ class KVCacheManager:
         num_tiers = 1 + max(self._lower, default=DEVICE)
         tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.losses)
         below: Tier | None = None
-        self.hashed: dict[int, HashTier] = {}
+        self.hashed: dict[int, HashedTier] = {}
         for number, (size, costs) in sorted(self._lower.items(), reverse=True):
             if isinstance(size, int):
-                below = CacheTier(number, size, tree, policy, counters, below, costs, self._demotion)
+                below = HostTier(number, size, tree, policy, counters, below, costs, self._demotion)
             else:
-                below = HashTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
+                below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
         self.pool = BlockPool(num_blocks, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
@@ -121,36 +121,16 @@ class KVCacheManager:
         """An empty block table of the request ``owner`` that shares the cache of ``cache_salt``."""
         return BlockTable(self.block_size, cache_salt, owner)
 
-    def cache_tier(self, number: int) -> CacheTier | None:
+    def cache_tier(self, number: int) -> HostTier | None:
         """The tier of that number below the device, if the executor has it."""
         tier = self.tiers.get(number)
-        return tier if isinstance(tier, CacheTier) else None
+        return tier if isinstance(tier, HostTier) else None
 
     def lower_tier(self, number: int) -> Tier:
         """The tier of that number below the device, which the executor has."""
         tier = self.hashed.get(number) or self.cache_tier(number)
         assert tier is not None, f"the executor has no tier {number} below the device"
         return tier
-
-    # ---- write-back ----------------------------------------------------------------------------------
-
-    @property
-    def writes_back(self) -> bool:
-        """Whether blocks of sequences that have ended may be written to tiers without ids now."""
-        return any(tier.writes_back for tier in self.hashed.values())
-
-    def ended(self, request: Request, tip: CachedBlock | None) -> None:
-        """A sequence of the request lets go of its blocks, of which ``tip`` is the last that is full."""
-        if tip is not None:
-            for tier in self.hashed.values():
-                tier.ended(tip, request.stored.get(tier.identity, 0))
-
-    def write_back(self) -> Copies:
-        """The copies that the next plan makes for sequences that have ended."""
-        copies: list[BlockCopy] = []
-        for tier in self.hashed.values():
-            tier.write_back(copies)
-        return copies
 
     # ---- restorable blocks ---------------------------------------------------------------------------
 
@@ -178,24 +158,16 @@ class KVCacheManager:
         if not tiers:
             return
         tokens, tree = tokens_of(), self.pool.tree
-        hashes = list(hash_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size))
-        while hashes and not any(hashes[-1] in tier.restorable for tier in tiers):
-            hashes.pop()
-        if not hashes:
+        hashes = hash_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size)
+        offered = (index for index, known in enumerate(hashes, 1) if any(known in one.restorable for one in tiers))
+        if not (length := max(offered, default=0)):
             return
-        keys = list(block_keys(tokens, self.block_size, len(hashes) * self.block_size))
-        last = tree.root(cache_salt)
-        path = tree.walk(last, keys)
-        for key in keys[len(path) :]:
-            path.append(tree.add(path[-1] if path else last, key))
-        for node, known in zip(path, hashes, strict=True):
+        path = tree.extend(tree.root(cache_salt), block_keys(tokens, self.block_size, length * self.block_size))
+        for node, known in zip(path, hashes, strict=False):
             node.hash = known
-            parent, last = last, node
-            stands = not parent.depth or parent.block >= 0
             for tier in tiers:
-                if node.block_id(tier.number) < 0 and (stands or tier.number != DEVICE):
-                    tier.restore(node)
-        stays = tree.prune(last)
+                tier.restore(node)
+        stays = tree.prune(path[-1])
         for tier in self.pool.lower:
             tier.offer(stays)
 

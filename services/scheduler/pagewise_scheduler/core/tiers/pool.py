@@ -18,7 +18,7 @@ from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, Pre
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.tiers.host import CacheTier
+    from pagewise_scheduler.core.tiers.host import HostTier
 
 
 FREE, CACHED, IN_USE = 0, 1, 2
@@ -43,22 +43,9 @@ class Pool:
     """
 
     __slots__ = (
-        "_caches",
-        "_evictable",
-        "_free",
-        "_nodes",
-        "_num_cached",
-        "_references",
-        "below",
-        "counters",
-        "lower",
-        "num_blocks",
-        "number",
-        "policy",
-        "restorable",
-        "states",
-        "tree",
-    )
+        "_caches", "_evictable", "_free", "_nodes", "_num_cached", "_references", "below", "counters", "lower",
+        "num_blocks", "number", "policy", "restorable", "states", "tree",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,7 +62,7 @@ class Pool:
         self.policy = policy
         self.counters = counters
         self.below = below
-        self.lower: tuple[CacheTier, ...] = tuple(_pools_from(below))
+        self.lower: tuple[HostTier, ...] = tuple(_pools_from(below))
         self.restorable: dict[BlockHash, int] = {}
         self._caches = self.lower  # this tier, unless it is the device, and the lower ones: they hold copies alone
         self.states = bytearray(num_blocks)
@@ -122,6 +109,11 @@ class Pool:
     def references(self, block: int) -> int:
         """How many holders the block has; 0 means free or cached."""
         return self._references[block]
+
+    def num_freed(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks become free or cached if each loses one reference."""
+        references = self._references
+        return sum(references[block] == 1 for block in blocks)
 
     def node(self, block: int) -> CachedBlock | None:
         """The block's place in the prefix tree, if its content is known."""
@@ -170,6 +162,31 @@ class Pool:
             count -= 1
         return copies
 
+    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
+        """Evict the block that is worth the least; False: none can be evicted. ``copies``: the list to which copies
+        that keep its content are added."""
+        kept = False
+        if self.restorable:
+            self._set_free(self.restorable.popitem()[1])
+        elif (node := self._evictable.pop()) is None:
+            return False
+        else:
+            kept = self.below is not None and self._demote(node, copies)
+            self._leave(node)
+            if not node.num_places:
+                self.drop(node)
+            for tier in self.lower if node.num_places else ():  # it may be the nearest one there now
+                tier.offer(node)
+        self._count_evicted(kept=kept)
+        return True
+
+    def _set_free(self, block: int) -> None:
+        """A cached block holds nothing any more."""
+        self._nodes[block] = None
+        self._free.append(block)
+        self.states[block] = FREE
+        self._num_cached -= 1
+
     def pin(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, all of them in use or cached."""
         references = self._references
@@ -206,8 +223,7 @@ class Pool:
 
     def restore(self, node: CachedBlock) -> None:
         """Let ``node``, a node of the tree, have the restorable block with its hash, if there is one."""
-        block = self.restorable.pop(node.hash, NOWHERE)
-        if block >= 0:
+        if node.block_id(self.number) < 0 and (block := self.restorable.pop(node.hash, NOWHERE)) >= 0:
             self._enter(node, block)
             self.offer(node)
 
@@ -269,9 +285,12 @@ class Pool:
         """``node`` lies in ``block`` from now on."""
         raise NotImplementedError
 
-    def _give_up_one(self, copies: list[BlockCopy]) -> bool:
-        """Evict the block that is worth the least; False: none can be evicted. ``copies``: the list to which copies
-        that keep its content are added."""
+    def _leave(self, node: CachedBlock) -> None:
+        """``node`` does not lie here any more, and its cached block is free."""
+        raise NotImplementedError
+
+    def _count_evicted(self, *, kept: bool) -> None:
+        """Count a block that was evicted. ``kept``: a tier below has its content."""
         raise NotImplementedError
 
 

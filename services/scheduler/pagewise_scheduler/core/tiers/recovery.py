@@ -7,26 +7,42 @@ blocks come from makes no difference but for what it costs.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as ReadOnlyList
 from functools import partial
 from itertools import groupby
 from math import isnan
+from operator import attrgetter
+from typing import NamedTuple
 
-from pagewise_shared.protocol import BlockCopies, Copied, unpack_int32s
+from pagewise_shared.protocol import Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
-from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, together
-from pagewise_scheduler.core.tiers.hashed import HashTier
+from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel, Link, together
+from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
-from pagewise_scheduler.core.tiers.pointers import Pointers
-from pagewise_scheduler.core.tiers.prefetch import FetchedPiece, Prefetches
-from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, compose
-from pagewise_scheduler.core.tiers.recovery_policy import RecoveryPolicy
-from pagewise_scheduler.core.tiers.tier import Copies, Place
-from pagewise_scheduler.core.tiers.transfers import Load, Receiver, TransferKey, Transfers
+from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, RecoveryPolicy, compose
+from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
 
 _REPORTS_KEPT = 4096
+_PIECE_BLOCKS = 256
+_FETCHED_BLOCKS = 128
+_SMALL_PIECE = 8
+_QUEUED_SECONDS = 0.1
+"""For so long a link may be asked for blocks ahead while the front computes."""
+
+
+class Known(NamedTuple):
+    """A prompt of ``num_tokens``, of which ``start`` blocks are on the device. ``hole``, ``away``: see
+    ``CachedPrefix``; ``stored``: see ``Request``."""
+
+    num_tokens: int
+    start: int
+    hole: int
+    away: ReadOnlyList[CachedBlock]
+    stored: Mapping[str, int]
 
 
 class Recoveries:
@@ -45,17 +61,10 @@ class Recoveries:
         self.fetch_seconds = 0.0
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self.transfers = Transfers(kv, costs)
-        self.prefetches = Prefetches(kv, costs, self.transfers)
-        self._pointers = Pointers(kv, costs, self.transfers)
         self._kv = kv
         self._active: dict[Sequence, Recovery] = {}
         # Sequences that compute blocks which a lower tier has, and up to which token. Only their time is measured.
         self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
-
-    @property
-    def num_loading(self) -> int:
-        """Blocks whose load has been asked for and not confirmed."""
-        return self.transfers.num_loading
 
     def join(self, directory: PrefixDirectory, own: Peer) -> None:
         """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
@@ -78,69 +87,93 @@ class Recoveries:
         ``share``: the part of a step's token budget that the sequence would get for computing.
         """
         start = len(prefix.blocks)
-        best, least = RecoveryPlan("device", start=start), float("inf")
-        offers = self._offers(prefix, sequence)
-        if not offers:
-            return best
-        size, end = self._kv.block_size, max(offer.stop for offer in offers)
-        for plan in self._plans(start, offers, share):
-            rest = self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
-            if plan.seconds_with_step + rest < least:
-                best, least = plan, plan.seconds_with_step + rest
-        return best
+        offers = self._offers_below(start, prefix.hole, prefix.away)
+        if sequence is not None and sequence.sampling.prompt_logprobs is None:
+            offers += self._offers_elsewhere(start, sequence)
+        plans = self._plans(start, offers, share)
+        self.policy.note(plans)
+        return self._fastest(plans, start, share)
 
-    def _plans(self, start: int, offers: list[Offer], share: float) -> Iterator[RecoveryPlan]:
+    def predict(self, query: Known, share: float, lender: tuple[str, int] = ("", 0)) -> RecoveryPlan:
+        """What ``choose`` would say of a prompt now. Changes nothing, and holds no block.
+
+        ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
+        """
+        start, (peer, num_lent) = query.start, lender
+        offers = self._offers_below(start, query.hole, query.away)
+        if num_lent > start and self.can_fetch_from(peer):
+            assert self.directory is not None
+            source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
+            offers.append(Offer(source, start, num_lent, _hold_none))
+        offers += [
+            Offer(tier, start, end, _hold_none)
+            for tier, end in self._looked_up(query.stored, query.num_tokens)
+            if end > start
+        ]
+        return self._fastest(self._plans(start, offers, share), start, share)
+
+    def _fastest(self, plans: list[RecoveryPlan], start: int, share: float) -> RecoveryPlan:
+        """The plan with which the last block of any plan is there first, computed if the plan does not bring it."""
+        size, end = self._kv.block_size, max((plan.end for plan in plans), default=start)
+
+        def seconds(plan: RecoveryPlan) -> float:
+            return plan.seconds_with_step + self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
+
+        return min(plans, key=seconds, default=RecoveryPlan("device", start=start))
+
+    def _plans(self, start: int, offers: list[Offer], share: float) -> list[RecoveryPlan]:
         """A plan for each tier alone, and for the cheapest ones together, each block from the cheapest that has it."""
         by_tier = {offer.source: offer.source.link.predict(0, 1) for offer in offers}
         tiers = sorted(by_tier, key=by_tier.__getitem__)
         offers.sort(key=lambda offer: by_tier[offer.source])
-        taken = [{tier} for tier in tiers] + [set(tiers[:count]) for count in range(2, len(tiers) + 1)]
-        for some in taken:
+        plans = []
+        for some in [{tier} for tier in tiers] + [set(tiers[:count]) for count in range(2, len(tiers) + 1)]:
             plan = RecoveryPlan("load", compose([offer for offer in offers if offer.source in some]), start)
-            blocks = plan.blocks_of(plan.end)
-            link, queued = together(blocks, self._queued)
+            link, queued = together(plan.blocks_of(plan.end), self._queued)
             plan.estimate = self.costs.estimate(
                 start * self._kv.block_size, plan.num_blocks, link, queued, share, plan.first - start
             )
-            plan.method = self.policy.method(plan.estimate, blocks)
-            yield plan
+            plan.method = self.policy.method(plan.estimate)
+            plans.append(plan)
+        return plans
 
-    def _offers(self, prefix: CachedPrefix, sequence: Sequence | None) -> list[Offer]:
-        """The blocks that each tier has of the prompt, behind those on the device."""
-        start = len(prefix.blocks)
-        at, offers = start + prefix.hole, list[Offer]()
-        for number, run in groupby(prefix.away, key=lambda node: node.nearest_tier):
+    def _offers_below(self, at: int, hole: int, away: ReadOnlyList[CachedBlock]) -> list[Offer]:
+        """The blocks ``away``, which lie in lower tiers of this executor, ``hole`` blocks behind ``at``."""
+        offers, at = list[Offer](), at + hole
+        for number, run in groupby(away, key=attrgetter("nearest_tier")):
             tier, nodes = self._kv.cache_tier(number), list(run)
             assert tier is not None
             offers.append(Offer(tier, at, at + len(nodes), _holder(tier.hold, nodes, at)))
             at += len(nodes)
-        if sequence is None or sequence.sampling.prompt_logprobs is not None:
-            return offers
-        most = (sequence.num_tokens - 1) // self._kv.block_size
-        if most > start and self.directory is not None and len(self.directory.peers) > 1:
-            tokens = sequence.token_bytes()[: 4 * most * self._kv.block_size]
-            if (found := self._at_peers(sequence.cache_salt, tokens, start)) is not None:
-                peer, nodes = found
-                theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
-                offers.append(Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0)))
-        if sequence.request.stored and not sequence.outgrown:
-            root = self._kv.pool.tree.root_hash(sequence.cache_salt)
-            for hashed, end in self.looked_up(sequence.request.stored, sequence.num_tokens):
-                if end > start:
-                    tokens = sequence.token_bytes()[: 4 * end * self._kv.block_size]
-                    hold = partial(hashed.places, root, tokens, self._kv.block_size)
-                    offers.append(Offer(hashed, start, end, hold))
         return offers
 
-    def looked_up(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[HashTier, int]]:
+    def _offers_elsewhere(self, start: int, sequence: Sequence) -> Iterator[Offer]:
+        """The blocks of a sequence from ``start`` on that a peer has, and those in tiers without ids."""
+        size = self._kv.block_size
+        most = (sequence.num_tokens - 1) // size
+        if most > start and self.directory is not None and len(self.directory.peers) > 1:
+            tokens = sequence.token_bytes()[: 4 * most * size]
+            if (found := self.find_at_peers(sequence.cache_salt, tokens, start)) is not None:
+                peer, nodes = found
+                theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
+                yield Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0))
+        stored = {} if sequence.outgrown else sequence.request.stored
+        for tier, end in self._looked_up(stored, sequence.num_tokens) if stored else ():
+            if end > start:
+                root = self._kv.pool.tree.root_hash(sequence.cache_salt)
+                yield Offer(
+                    tier, start, end, partial(tier.places, root, sequence.token_bytes()[: 4 * end * size], size)
+                )
+
+    def _looked_up(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[HashedTier, int]]:
         """The tiers without ids that may be loaded from now, and how many blocks of a prompt of ``num_tokens`` each
-        holds, which are ``stored`` by the tier's identity."""
+        has, by its identity in ``stored``."""
         most = (num_tokens - 1) // self._kv.block_size  # the newest token is always computed
         for tier in self._kv.hashed.values() if self.policy.mode != "recompute" else ():
             if not tier.link.rests and (num_blocks := min(most, stored.get(tier.identity, 0))) > 0:
                 yield tier, num_blocks
 
-    def _at_peers(self, salt: str | None, tokens: bytes, more_than: int) -> tuple[Peer, list[CachedBlock]] | None:
+    def find_at_peers(self, salt: str | None, tokens: bytes, more_than: int) -> tuple[Peer, list[CachedBlock]] | None:
         """The peer that holds the longest prefix of ``tokens`` (int32 bytes), if it is of ``more_than`` blocks."""
         if self.directory is None:
             return None
@@ -179,9 +212,8 @@ class Recoveries:
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.note(recovery)
-        if self.prefetches.active:
-            self.prefetches.stop(sequence.request)
         if places:
+            recovery.active = True
             self._active[sequence] = recovery
         elif plan.parts:
             self._recomputing[sequence] = recovery, min(plan.end * self._kv.block_size, sequence.num_tokens)
@@ -194,16 +226,16 @@ class Recoveries:
     def room(self, sequence: Sequence) -> int | None:
         """How many of the sequence's next tokens may be computed now; None: as many as there are."""
         recovery = self._active.get(sequence)
-        return None if recovery is None else self._pointers.front(recovery)
+        return None if recovery is None else self._front(recovery)
 
-    def request_loads(self, step: int, requested: dict[TransferKey, Load]) -> None:
+    def request_loads(self, step: int, requested: Loads) -> None:
         """Add to ``requested`` what ``step`` brings to the device from the back of each recovery."""
         lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
             while True:
                 part = recovery.last_part
-                count = self._pointers.back(recovery, alone=not requested)
+                count = self._back(recovery, alone=not requested)
                 peer, epoch = part.source.peer, part.source.epoch
                 # One request is for one life of a peer: blocks that were held before it was reset are not there any
                 # more.
@@ -213,7 +245,63 @@ class Recoveries:
                 if recovery.first + recovery.back > part.start:
                     break  # else the part before it comes over another link
 
-    def _request(self, step: int, recovery: Recovery, count: int, requested: dict[TransferKey, Load]) -> None:
+    # The two pointers: where they meet is predicted anew for every step.
+
+    def _front(self, recovery: Recovery) -> int:
+        """How many tokens may be computed now."""
+        size, start = self._kv.block_size, recovery.sequence.num_scheduled_tokens
+        hole = max(0, recovery.first * size - start)
+        if recovery.method == "load":
+            return hole
+        gap = (recovery.first + recovery.back) * size - start
+        # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
+        # made up for; all of it once a step costs more than the tokens in it.
+        left = max(hole, self._split(recovery, gap))
+        if not left and recovery.back > self._kv.blocks_for(start) - recovery.first:
+            # The link brings the rest before a step could compute any of it. It brings whole blocks: a block that a
+            # step has begun, because its budget ended there, is only ever completed by computing.
+            return 0
+        if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
+            left = -(-left // 2)
+        return min(gap, -(-max(1, left) // size) * size - start % size)
+
+    def _back(self, recovery: Recovery, *, alone: bool) -> int:
+        """How many blocks of the last part may be asked for now, none if that is not positive. ``alone``: nothing else
+        was asked for in this step."""
+        # While the front computes, the next step that asks for more may be tens of milliseconds away. What comes behind
+        # others of the same step is confirmed with them, so that only the first asks for so much.
+        part, most = recovery.last_part, 2 * _PIECE_BLOCKS
+        link = part.source.link
+        if recovery.method == "both" and not part.source.is_far and alone:
+            most = max(most, link.blocks_in(_QUEUED_SECONDS))
+        in_part = recovery.first + recovery.back - part.start
+        return min(self._wanted(recovery, is_far=part.source.is_far), in_part, most - link.num_loading)
+
+    def _wanted(self, recovery: Recovery, *, is_far: bool) -> int:
+        piece = _FETCHED_BLOCKS if is_far else _PIECE_BLOCKS
+        if recovery.method == "load" or not recovery.back:
+            return min(recovery.back, piece)
+        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
+        # it twice before the link is asked again. What is left goes to whichever turns out to be the faster one: all of
+        # it to the link if no step is worth while any more.
+        start = recovery.sequence.num_scheduled_tokens
+        left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
+        front = self._split(recovery, left * self._kv.block_size) // self._kv.block_size
+        behind, link = left - front, recovery.link
+        coming = min(recovery.loading, link.blocks_in(link.busy_until - self.transfers.now))
+        if front and behind + coming > _SMALL_PIECE:
+            behind = (3 * (behind + coming) + 3) // 4 - coming
+        return max(0, min(behind, recovery.back, piece if is_far else behind))
+
+    def _split(self, recovery: Recovery, gap: int) -> int:
+        """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
+        link brings."""
+        sequence, link = recovery.sequence, recovery.link
+        start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
+        computing = self.costs.compute_seconds(done, start - done)
+        return self.costs.split(start, gap, link, max(0.0, link.busy_until - self.transfers.now) - computing)
+
+    def _request(self, step: int, recovery: Recovery, count: int, requested: Loads) -> None:
         """Ask for the last ``count`` of a recovery's blocks, which are of one part."""
         recovery.back -= count
         recovery.loading += count
@@ -224,15 +312,6 @@ class Recoveries:
             blocks = recovery.sequence.table.blocks[index : index + len(places)]
             index += len(places)
             self.transfers.ask(step, requested, recovery, places, blocks)
-
-    def request_ahead(self, step: int, requested: dict[TransferKey, Load], room: int) -> Copies:
-        """Add to ``requested`` what ``step`` brings for prefetches, which may take ``room`` blocks. Returns the copies
-        that make room for it."""
-        return self.prefetches.request(step, requested, room, self._at_peers)
-
-    def copies(self, loads: dict[TransferKey, Load]) -> list[BlockCopies]:
-        """How a plan asks for these loads."""
-        return [load.copies(key) for key, load in loads.items()]
 
     def copied(self, message: Copied) -> list[Sequence]:
         """The executor has made a list of copies, demotions included. Returns the sequences that have to start over
@@ -246,36 +325,20 @@ class Recoveries:
             self.fetch_seconds += seconds
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
-        failed: dict[Sequence, None] = {}  # several parts of one recovery may be spoiled
-        missed = False  # a block for which its receiver waits, so that the copy was not cancelled
+        missed = load.is_missed(bad)
         for receiver, places, blocks in load.parts:
-            assert isinstance(receiver, Recovery | FetchedPiece)
             spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            missed = missed or (bool(spoiled) and self._is_waited_for(receiver))
-            source, request = places[0].source, receiver.request
-            for node in source.came(places, spoiled, request):
+            for node in places[0].source.came(places, spoiled, receiver.request):
                 self._kv.pool.drop(node, "spoiled")
-            if isinstance(receiver, FetchedPiece):
-                self.prefetches.came(receiver, good=not spoiled)
-                continue
-            receiver.loading -= len(places)
-            if self._active.get(receiver.sequence) is not receiver:
-                continue
-            if spoiled:
-                failed[receiver.sequence] = None
-            else:
-                tokens = len(places) * self._kv.block_size
-                receiver.loaded[source.name] = receiver.loaded.get(source.name, 0) + tokens
-                receiver.link_seconds += seconds
+            receiver.came(places, spoiled, seconds)
         if missed and load.parts[0][1][0].source.has_failed(len(bad), load.num_blocks):
             load.link.failed()
-        return list(failed)
+        return [sequence for sequence, recovery in self._active.items() if recovery.spoiled]
 
     def lose(self, peer: str) -> list[Sequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
         self.costs.forget_link(peer)
-        self.prefetches.lose(peer)
-        self.transfers.cancel_unless(self._is_waited_for)
+        self.transfers.cancel_unneeded()
         return [sequence for sequence, recovery in self._active.items() if recovery.plan.peer == peer]
 
     def settle(self, now: float) -> list[tuple[Sequence, int]]:
@@ -288,10 +351,8 @@ class Recoveries:
                 continue
             done.append((sequence, recovery.plan.end * size))
             recovery.ended = now
-            if recovery.method == "load" and not recovery.behind_demotions:
-                self._waited(recovery, now)
-            if recovery.method == "both" and not recovery.behind_demotions:
-                self.costs.both_took(now - recovery.began, recovery.predicted)
+            if not recovery.behind_demotions:
+                self._learn(recovery, now)
             request = sequence.request
             if recovery.first_start:
                 request.loaded_tokens = dict(recovery.loaded)
@@ -304,10 +365,12 @@ class Recoveries:
                 self.reports.append(recovery)
         return done
 
-    def _waited(self, recovery: Recovery, now: float) -> None:
-        """Learn how long a load takes beside what its link does, if it was one link."""
+    def _learn(self, recovery: Recovery, now: float) -> None:
+        """Learn how long both ends take, or how long a load takes beside the time of its link, if it was one link."""
         links = {part.source.link for part in recovery.plan.parts}
-        if len(links) == 1:
+        if recovery.method == "both":
+            self.costs.both_took(now - recovery.began, recovery.predicted)
+        elif recovery.method == "load" and len(links) == 1:
             self.costs.load_waited(links.pop(), now - recovery.began - recovery.link_seconds)
 
     def abandon(self, sequence: Sequence) -> None:
@@ -320,23 +383,23 @@ class Recoveries:
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
+        recovery.active = False
         for source, places in groupby(reversed(recovery.places[: recovery.back]), key=lambda place: place.source):
             source.let_go(places)
         self.reports.append(recovery)
         if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):
-            self.transfers.cancel_unless(self._is_waited_for)
-
-    def _is_waited_for(self, receiver: Receiver) -> bool:
-        if isinstance(receiver, FetchedPiece):
-            return not receiver.prefetch.stopped
-        return isinstance(receiver, Recovery) and self._active.get(receiver.sequence) is receiver
+            self.transfers.cancel_unneeded()
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
-        self.prefetches.clear()
         self.transfers.clear()
+
+
+def _hold_none(start: int, stop: int) -> list[Place]:
+    """Stand for ``Offer.hold`` in a prediction."""
+    raise AssertionError("a prediction holds no blocks")
 
 
 def _holder(

@@ -1,16 +1,19 @@
-"""How a sequence is to get its KV back, and how far it has come."""
+"""How a sequence gets its KV back, how far it has come, and which KV is worth keeping for that in a tier below."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.tiers.cost_model import Link, RecoveryEstimate, together
-from pagewise_scheduler.core.tiers.tier import Place, Source
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, RecoveryEstimate, together
+from pagewise_scheduler.core.tiers.tier import Place, Source, Tier
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
+
+_WORTH_BOTH = 0.975
 
 
 class Offer(NamedTuple):
@@ -103,10 +106,10 @@ class RecoveryPlan:
 
 @dataclass(slots=True, eq=False)
 class Recovery:
-    """One sequence that gets its KV back.
+    """One sequence that gets its KV back: a ``Receiver`` of the blocks that are loaded for it.
 
     Fields:
-        plan: what was chosen. method "device": everything that is cached is still there.
+        plan: how. method "device": everything that is cached is still there.
         places: where its blocks are held, if any of them are loaded.
         back: places from here on are loaded or asked for. loading: blocks asked for that have not arrived.
         device_tokens: tokens found on the device. resumed: it had run before. first_start: nothing of its request
@@ -115,6 +118,8 @@ class Recovery:
             computed; NaN until then, for good if it was preempted or aborted before.
         loaded: tokens that came, by the name of the tier. link_seconds: what links took for the transfers.
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
+        active: it has blocks to load or to compute before they are loaded. spoiled: a block came with wrong content, or
+            not at all, so that the sequence has to start over.
     """
 
     sequence: Sequence
@@ -130,15 +135,32 @@ class Recovery:
     link_seconds: float = 0.0
     behind_demotions: bool = False
     first_start: bool = False
+    active: bool = False
+    spoiled: bool = False
 
     @property
     def request(self) -> Request:
-        """Whose sequence it is."""
+        """The request of the sequence."""
         return self.sequence.request
 
     @property
+    def waits(self) -> bool:
+        """See ``Receiver``."""
+        return self.active
+
+    def came(self, places: ReadOnlyList[Place], bad: ReadOnlyList[Place], seconds: float) -> None:
+        """See ``Receiver``."""
+        self.loading -= len(places)
+        if bad:
+            self.spoiled = True
+        elif self.active:
+            name = places[0].source.name
+            self.loaded[name] = self.loaded.get(name, 0) + len(places) * self.sequence.table.block_size
+            self.link_seconds += seconds
+
+    @property
     def method(self) -> Method:
-        """What was chosen."""
+        """The method of the plan."""
         return self.plan.method
 
     @property
@@ -181,3 +203,49 @@ class Recovery:
     def link(self) -> Link:
         """What is still to be asked for comes over this link, or over several that this one stands for."""
         return together(self.plan.blocks_of(self.first + max(1, self.back)))[0]
+
+
+class RecoveryPolicy:
+    """Goes by the costs, unless ``mode`` says what is to be done."""
+
+    __slots__ = ("_costs", "mode")
+
+    def __init__(self, costs: CostModel, mode: RecoveryMode = "auto") -> None:
+        self.mode: RecoveryMode = mode
+        self._costs = costs
+
+    def method(self, estimate: RecoveryEstimate) -> Method:
+        """How to get blocks back that cost so much."""
+        if self.mode == "swap":
+            return "load"
+        if self.mode != "auto":
+            return self.mode
+        load, both = estimate.load + estimate.after, estimate.both + estimate.after
+        # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
+        if both < _WORTH_BOTH * min(load, estimate.recompute):
+            return "both"
+        return "load" if load <= estimate.recompute else "recompute"
+
+    def note(self, plans: Iterable[RecoveryPlan]) -> None:
+        """Note the methods and links that plans pass over, from which nothing is learned."""
+        for plan in plans if self.mode == "auto" else ():
+            if plan.method != "both":
+                self._costs.both_passed_over()
+            if plan.method == "recompute":
+                for link in plan.blocks_of(plan.end):
+                    link.passed_over()
+
+    def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
+        """Whether copying the prefix that ends with ``node`` to ``tier`` is worth it, block by block on average.
+
+        The copies save, if the prefix is used again, what recovering from both ends saves over computing alone. They
+        cost their time on the link, by how busy the link is: an idle one costs nothing.
+        """
+        if self.mode != "auto":
+            return self.mode != "recompute"
+        extends = node.parent is not None and tier.holds(node.parent)
+        depth = node.depth if extends else (node.depth + 1) // 2
+        busy = tier.num_arriving / max(1, tier.max_arriving)
+        recompute, load = self._costs.block_seconds(depth, tier.costs.load)
+        saved = recompute * recompute / (recompute + load) if recompute > 0 else 0.0
+        return tier.policy.probability(node) * saved >= busy * tier.costs.store.predict(0, 1)

@@ -4,8 +4,8 @@ A block's place is a tier and a reference there: an id, or the block's name wher
 on the device, which has a class of its own (``BlockPool``) and neither of the two interfaces. The other tiers are one
 below the other; a block that one tier evicts may go to a further one.
 
-- ``CacheTier``, for host memory, is *exact*: the prefix tree says which blocks lie there, and pinned blocks stay.
-- ``HashTier``, for the disk cache and the store: an executor is asked what lies there, and the tier may forget any
+- ``HostTier``, for host memory, is *exact*: the prefix tree says which blocks lie there, and pinned blocks stay.
+- ``HashedTier``, for the disk cache and the store: an executor is asked what lies there, and the tier may forget any
   block. Several executors may share it.
 - ``PeerTiers``, for the tiers of another executor, are exact, and only read: they are a ``Source`` and no ``Tier``.
 

@@ -1,13 +1,14 @@
 """The copies between tiers that an executor was asked for, until it confirms them."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagewise_shared.block_hash import BlockName, pack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s, unpack_int32s
 
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Place
@@ -38,8 +39,22 @@ class Cancelled(NamedTuple):
     tier: int
 
 
-Receiver = Hashable
-"""Who waits for blocks: a ``Recovery`` or a ``FetchedPiece``."""
+class Receiver(Protocol):
+    """The recovery or prefetch to which blocks come."""
+
+    @property
+    def request(self) -> Request:
+        """The request for which the blocks come."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether the blocks are still of use to it."""
+        ...
+
+    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
+        """The blocks at ``places`` have been copied, in a list that took ``seconds``, but those at ``bad`` wrongly."""
+        ...
 
 
 @dataclass(slots=True)
@@ -55,6 +70,10 @@ class Load:
     parts: list[tuple[Receiver, list[Place], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
     predicted: float = 0.0
+
+    def is_missed(self, bad: Set[int]) -> bool:
+        """Whether a receiver waits for one of the blocks ``bad``; if none does, the copy may have been cancelled."""
+        return any(receiver.waits and not bad.isdisjoint(blocks) for receiver, _, blocks in self.parts)
 
     def copies(self, key: TransferKey) -> BlockCopies:
         """How a plan asks for it."""
@@ -175,13 +194,10 @@ class Transfers:
         found: set[int] = set()
         under_way = (entry.copies for entries in self._under_way.values() for entry in entries)
         for one in (*under_way, *(copies for time, copies in self._recent if time >= since)):
-            if len(found) >= most:
-                break
-            blocks = unpack_int32s(one.pairs[: 8 * most]) if tier in (one.source, one.target) else None
-            if blocks is not None and one.target == tier:
-                found.update(blocks[1::2])
-            if blocks is not None and one.source == tier and one.peer is None:  # else they are a peer's
-                found.update(blocks[::2])
+            own_source = one.source if one.peer is None else None
+            for number, first in ((one.target, 1), (own_source, 0)):
+                if number == tier and len(found) < most:
+                    found.update(unpack_int32s(one.pairs[: 8 * most])[first::2])
         return found
 
     # ---- copies that take too long -------------------------------------------------------------------
@@ -199,10 +215,10 @@ class Transfers:
                 found.setdefault(one, []).extend(entry.load for entry in entries if entry.load is not None)
         return found
 
-    def cancel_unless(self, is_waited_for: Callable[[Receiver], bool]) -> None:
+    def cancel_unneeded(self) -> None:
         """Cancel the loads from peers and far tiers whose receivers do not wait for them any more."""
         for one, loads in self.from_afar().items():
-            if not any(is_waited_for(part[0]) for load in loads for part in load.parts):
+            if not any(receiver.waits for load in loads for receiver, _, _ in load.parts):
                 self._cancelled[one] = None
 
     def take_cancelled(self) -> list[Cancelled]:

@@ -4,44 +4,56 @@ As soon as a step of the other executor has come back, the full blocks that it c
 are still being computed. Blocks that have arrived are cached here like any others, and no sequence holds them.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request, Sequence
-from pagewise_scheduler.core.tiers.cost_model import CostModel
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
-from pagewise_scheduler.core.tiers.transfers import Load, TransferKey, Transfers
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix
+from pagewise_scheduler.core.tiers.peer import PeerTiers
+from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.transfers import Loads
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _PIECE_BLOCKS, _MOST_LOADING = 128, 512
 """The most blocks of one prefetch that are on their way at a time, and of a peer beyond which no more are asked for."""
-
-
-AtPeers = Callable[[str | None, bytes, int], tuple[Peer, list[CachedBlock]] | None]
-"""Of a cache salt, tokens (int32 bytes) and a number of blocks: who holds more blocks of them than that, and which."""
 
 
 @dataclass(slots=True, eq=False)
 class FetchedPiece:
     """Blocks that are fetched ahead, one after the other of a prefix.
 
-    ``blocks``: the device blocks into which they are copied. ``came``: None: they are on their way; True: all have the
-    right content; False: some do not.
+    ``blocks``: the device blocks into which they are copied. ``good``: whether all have the right content; None: they
+    are on their way.
     """
 
+    prefetches: "Prefetches"
     prefetch: "Prefetch"
     blocks: list[int]
-    came: bool | None = None
+    good: bool | None = None
 
     @property
     def request(self) -> Request:
-        """Whose they are."""
+        """The request for which they are fetched."""
         return self.prefetch.request
+
+    @property
+    def waits(self) -> bool:
+        """See ``Receiver``."""
+        return not self.prefetch.stopped
+
+    def came(self, places: ReadOnlyList[Place], bad: ReadOnlyList[Place], seconds: float) -> None:
+        """See ``Receiver``."""
+        self.good = not bad
+        self.prefetches.came(self.prefetch)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +78,12 @@ class Prefetch:
         return self.tokens[4 * start : 4 * stop]
 
 
-class Prefetches:
+class Prefetches(Feature):
     """All prefetches of one executor. ``active``: those that something is on its way for, or may be asked for."""
 
-    def __init__(self, kv: KVCacheManager, costs: CostModel, transfers: Transfers) -> None:
-        self._kv = kv
-        self._costs = costs
-        self._transfers = transfers
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
+        self._kv, self._costs = scheduler.kv, scheduler.costs
         self.active: dict[Request, Prefetch] = {}
 
     def want(self, sequence: Sequence, num_tokens: int) -> None:
@@ -88,14 +99,17 @@ class Prefetches:
             prefetch.asks = True
             self._hold(prefetch)
 
-    def stop(self, request: Request) -> None:
-        """Ask for nothing more for a request."""
-        if (prefetch := self.active.get(request)) is not None:
-            prefetch.stopped, prefetch.asks = True, False
-            self._let_go(prefetch)
+    def starts(self, sequence: Sequence) -> None:
+        """See ``Feature``. The sequence computes the blocks that have not come."""
+        if (prefetch := self.active.get(sequence.request)) is not None:
+            self._stop(prefetch)
+
+    def _stop(self, prefetch: Prefetch) -> None:
+        prefetch.stopped, prefetch.asks = True, False
+        self._let_go(prefetch)
 
     def _hold(self, prefetch: Prefetch) -> None:
-        """Hold what is here already of its tokens."""
+        """Hold the blocks of its tokens that are here already."""
         table = prefetch.table
         if not table.blocks:
             tree = self._kv.pool.tree
@@ -104,48 +118,51 @@ class Prefetches:
                 path.pop()
             self._kv.take(table, CachedPrefix(path, -1, 0, len(path) * self._kv.block_size))
 
-    def request(self, step: int, requested: dict[TransferKey, Load], room: int, at_peers: AtPeers) -> Copies:
-        """Add to ``requested`` what ``step`` brings of what others have computed by now: a piece of each prefetch.
+    def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
+        """See ``Feature``."""
+        return ((one.table, one.tokens) for one in self.active.values() if one.pieces)
 
-        ``room``: blocks that it may take. ``at_peers``: finds them. Returns the copies that make room for it.
-        """
-        copies: list[BlockCopy] = []
+    def request_loads(self, step: int, loads: Loads) -> None:
+        """See ``Feature``. Asks for blocks that other executors have computed by now: a piece of each prefetch."""
+        if not self.active:
+            return
+        room = self.scheduler.prefilling.num_spare(len(self.scheduler.decoding))
         for prefetch in list(self.active.values()):
-            if not prefetch.asks or prefetch.pieces or not self._link_room(prefetch.peer):
-                continue
-            start, found = len(prefetch.table.blocks), None
-            if room > 0:
-                found = at_peers(prefetch.table.cache_salt, prefetch.tokens, start)
-            if found is None:
-                prefetch.asks = False
-                self._let_go(prefetch)
-                continue
-            prefetch.peer = found[0].endpoint
-            nodes = found[1][start : start + min(room, _PIECE_BLOCKS, self._link_room(prefetch.peer))]
-            room -= len(nodes)
-            for _, group in groupby(nodes, key=lambda node: node.nearest_tier):
-                source = PeerTiers(found[0], self._costs.link(prefetch.peer), self._kv.pool.counters)
-                places, table = source.hold(list(group)), prefetch.table
-                added, evicted = self._kv.grow(table, table.num_slots + len(places) * self._kv.block_size)
-                copies += evicted
-                prefetch.pieces.append(FetchedPiece(prefetch, added))
-                self._transfers.ask(step, requested, prefetch.pieces[-1], places, added)
-        return copies
+            if prefetch.asks and not prefetch.pieces and self._link_room(prefetch.peer):
+                room -= self._request(prefetch, step, loads, room)
+
+    def _request(self, prefetch: Prefetch, step: int, loads: Loads, room: int) -> int:
+        """Ask for a piece that takes at most ``room`` blocks; returns how many it takes."""
+        recoveries, table = self.scheduler.recoveries, prefetch.table
+        start, found = len(table.blocks), None
+        if room > 0:
+            found = recoveries.find_at_peers(table.cache_salt, prefetch.tokens, start)
+        if found is None:
+            prefetch.asks = False
+            self._let_go(prefetch)
+            return 0
+        prefetch.peer = found[0].endpoint
+        nodes = found[1][start : start + min(room, _PIECE_BLOCKS, self._link_room(prefetch.peer))]
+        for _, group in groupby(nodes, key=attrgetter("nearest_tier")):
+            source = PeerTiers(found[0], self._costs.link(prefetch.peer), self._kv.pool.counters)
+            places = source.hold(list(group))
+            added, evicted = self._kv.grow(table, table.num_slots + len(places) * self._kv.block_size)
+            self.scheduler.plan.copy(evicted)
+            prefetch.pieces.append(FetchedPiece(self, prefetch, added))
+            recoveries.transfers.ask(step, loads, prefetch.pieces[-1], places, added)
+        return len(nodes)
 
     def _link_room(self, peer: str) -> int:
         """Blocks that may be asked of a peer beside those that are."""
         return max(0, _MOST_LOADING - self._costs.link(peer).num_loading) if peer else _MOST_LOADING
 
-    def came(self, piece: FetchedPiece, *, good: bool) -> None:
-        """A piece has arrived. When all that were asked for have, they are cached, as far as they are what they should
-        be."""
-        piece.came = good
-        prefetch = piece.prefetch
-        if self.active.get(prefetch.request) is not prefetch or any(one.came is None for one in prefetch.pieces):
+    def came(self, prefetch: Prefetch) -> None:
+        """A piece has arrived. When all that were asked for have, the good ones are cached."""
+        if self.active.get(prefetch.request) is not prefetch or any(one.good is None for one in prefetch.pieces):
             return
         table, size = prefetch.table, self._kv.block_size
         num_good = len(table.blocks) - sum(len(one.blocks) for one in prefetch.pieces)
-        num_good += sum(len(one.blocks) for one in takewhile(attrgetter("came"), prefetch.pieces))
+        num_good += sum(len(one.blocks) for one in takewhile(attrgetter("good"), prefetch.pieces))
         if num_good < len(table.blocks):
             prefetch.stopped, prefetch.asks = True, False
         replaced = self._kv.cache_full_blocks(table, num_good * size, prefetch.tokens_between)
@@ -159,14 +176,13 @@ class Prefetches:
             self._kv.free(prefetch.table, None)
             del self.active[prefetch.request]
 
-    def lose(self, peer: str) -> None:
-        """A peer is gone: nobody waits for what was to come from there."""
-        for prefetch in list(self.active.values()):
-            if prefetch.peer == peer:
-                self.stop(prefetch.request)
+    def peer_lost(self, peer: str) -> None:
+        """See ``Feature``. No request waits for the blocks that were to come from there."""
+        for prefetch in [one for one in self.active.values() if one.peer == peer]:
+            self._stop(prefetch)
 
     def clear(self) -> None:
-        """The executor is gone or reset."""
+        """See ``Feature``."""
         for prefetch in self.active.values():
             self._kv.free(prefetch.table, None)
         self.active.clear()
