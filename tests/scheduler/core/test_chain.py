@@ -7,6 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.explanation import explain
 from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
+from pagewise_scheduler.core.routing.policies import cheapest_recovery, look_up
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs, Link, together
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, RecoveryMode, compose
@@ -146,6 +148,9 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
         one.scheduler.plan.copy(pool.evict(1))
     request = create_request(prompt=[*PROMPT, 999], max_tokens=2)
     request.stored[IDENTITIES[DISK]] = 10
+    query, costs = PrefixQuery(request), one.scheduler.costs
+    predicted = cheapest_recovery(*(look_up(ExecutorView(each.scheduler), query) for each in (one, other)))
+    rest = costs.compute_seconds(60, 1)
     one.scheduler.add(request)
     plan = one.scheduler.schedule(0.0)
     assert plan is not None
@@ -159,6 +164,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     assert request.num_cached_tokens == 60
     report = one.scheduler.recoveries.reports[-1]
     assert (report.origin, report.loaded_tokens, report.plan.peer) == ("peer", 52, "other")
+    assert (predicted.seconds, predicted.start) == (pytest.approx(report.predicted + rest), 60), "as routing saw it"
     told = explain(request, 0.0, 0.0)
     assert told.recoveries[-1].sources == ["host", "disk", "peer"]
     assert "on the host and on the disk and at the executor other" in " ".join(sentences(told))

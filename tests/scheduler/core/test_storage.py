@@ -132,6 +132,18 @@ def test_what_could_not_be_written_is_tried_again_with_the_next_use() -> None:
     assert node.counters["written"] == 13
 
 
+def test_blocks_that_the_tier_has_forgotten_are_written_again() -> None:
+    node = Node({})
+    node.serve(PROMPT)
+    assert node.counters["written"] == 13
+    node.serve(PROMPT)
+    assert node.counters["written"] == 13, "they are there"
+    node.executor.storage.clear()
+    node.serve(PROMPT)
+    assert node.counters["written"] == 26
+    assert len(node.executor.storage) == 13
+
+
 def test_what_is_evicted_before_its_turn_is_not_written_nor_what_follows_it() -> None:
     node = Node({}, num_blocks=13)
     node.scheduler.add(create_request(prompt=PROMPT, max_tokens=3))

@@ -34,9 +34,9 @@ class Share(Struct):
 class LostPrefix(Struct):
     """Tokens of the prompt that had been cached, from ``position`` on.
 
-    ``reason``: "evicted", "spoiled", "executor lost" or "executor reset", at ``time``. ``cached_by``: who had computed
-    them, having started at ``cached_at``. ``taker``: whose allocation evicted them, the first of ``num_takers``.
-    ``policy``: which policy chose them, ``price``: what it held them for worth.
+    ``reason``: "evicted", "spoiled", "executor lost" or "executor reset", at ``time``. ``cached_by``: the request that
+    had computed them, having started at ``cached_at``. ``taker``: whose allocation evicted them, the first of
+    ``num_takers``. ``policy``: which policy chose them, ``price``: their worth to it.
     """
 
     position: int
@@ -94,7 +94,7 @@ class RecoveredPrefix(Struct):
 
 class Preemption(Struct):
     """It lost its blocks to ``by`` at ``time``, and went on ``seconds`` later. ``by`` is None if that was a request of
-    another key, or nobody: what was to be loaded for it had not come."""
+    another key, or none: blocks that were to be loaded for it had not come."""
 
     time: float
     reason: str
@@ -107,7 +107,7 @@ class Preemption(Struct):
 class Move(Struct):
     """It left an executor at ``time`` for ``to``, where it was placed ``seconds`` later. ``reason``: "decode" (its
     prompt was computed), "drain" (the executor was stopped), "rejoined" (it began a new session), "lost" (it could not
-    be reached any more), "stalled" (a step or a copy did not return), "misbehaved" (what it sent made no sense),
+    be reached any more), "stalled" (a step or a copy did not return), "misbehaved" (its messages made no sense),
     "revoked" (its key was), or "failed" (the scheduler did, in its work for it). ``next_token_seconds``: how long after
     ``time`` its next token came, None if none did."""
 

@@ -123,8 +123,8 @@ def _report(request: Request, now: float, sequences: list[SequenceReport], cut: 
         request.params.key,
         request.params.priority,
         round(now - request.arrival_time, 6),
-        _seconds(request.arrival_time, request.scheduled_time),
-        _seconds(request.arrival_time, request.first_token_time),
+        seconds_between(request.arrival_time, request.scheduled_time),
+        seconds_between(request.arrival_time, request.first_token_time),
         [ExecutorReport(executor_id, round(now - then, 6)) for then, executor_id in request.executors],
         request.cached_tokens,
         sequences,
@@ -133,7 +133,8 @@ def _report(request: Request, now: float, sequences: list[SequenceReport], cut: 
     )
 
 
-def _seconds(start: float, end: float) -> float | None:
+def seconds_between(start: float, end: float) -> float | None:
+    """The seconds from one time to another one, None if that is not known."""
     return None if isnan(end) else round(max(0.0, end - start), 6)
 
 

@@ -1,4 +1,4 @@
-"""Reports of what the KV memory holds: the plain data that ``/debug`` shows as JSON."""
+"""Reports of the KV memory: the plain data that ``/debug`` shows as JSON."""
 
 from collections.abc import Mapping
 
@@ -80,9 +80,9 @@ class EventReport(Struct, omit_defaults=True):
     Kinds: "started" and "resumed" (``method`` says how it got its KV; ``device_tokens`` were on the device;
     ``loaded_tokens`` came from ``sources``, some of ``SOURCES``, which had them also if they were computed, most of
     them from ``source``; ``peer``: the block endpoint of another executor among them, or its name),
-    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that nobody else held; ``by``: the id
-    of the request that needed them, ``by_key``: the name of its API key),
-    "started over" (the same for no other request: what was to be loaded for it had not come).
+    "preempted" (``reason`` says for what; ``blocks`` it let go, ``freed`` of them that no other sequence held; ``by``:
+    the id of the request that needed them, ``by_key``: the name of its API key), "started over" (the same for no other
+    request: blocks that were to be loaded for it had not come).
     """
 
     seconds_ago: float
@@ -142,7 +142,7 @@ class RequestReport(Struct):
             step, and to its first token; None until then. They are of this scheduler, if there was one before it.
         executors: where it was placed, the last few, the newest last.
         cached_tokens: by where they were found when it first ran.
-        chunks: in which it was prefilled; of more than 32, neighbours are told as one.
+        chunks: in which it was prefilled; of more than 32, neighbours are added up.
         ended_seconds_ago: since it ended, None if it has not.
         truncated: sequences, blocks or events were left out.
     """
@@ -180,7 +180,7 @@ class RunReport(Struct):
 class MemoryReport(Struct):
     """Everything about one executor's KV memory; ``truncated`` if a list was cut to the limit asked for.
 
-    ``tiers``: those below the device, by their names. ``block_endpoint``: what it is called where others fetch from it;
+    ``tiers``: those below the device, by their names. ``block_endpoint``: the address at which others fetch from it;
     empty: it lends nothing.
     """
 
@@ -221,7 +221,7 @@ def later(report: RequestReport, seconds: float) -> RequestReport:
 
 
 def shown(report: RequestReport, names: Mapping[str, str], key: str) -> RequestReport:
-    """A report as somebody gets it who asks for this one request.
+    """A report as the client gets it that asks for this one request.
 
     ``names``: of executors, by their block endpoints; others are left out. ``key``: the name of the API key that asks,
     "" for an operator's: only operators see block hashes, and the ids of other keys' requests.

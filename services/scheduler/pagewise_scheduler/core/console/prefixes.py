@@ -24,7 +24,7 @@ class PrefixRun(Struct, omit_defaults=True):
         parent: index of the run before it, -1: it begins a prompt.
         tiers: how many of its blocks lie in each tier. references: sequences that hold its first block now.
         saved_blocks: blocks that sharing it saves now. forks: runs that follow.
-        price: what eviction takes its last block to be worth, as in ``NextEviction``; absent: it cannot go now.
+        price: the worth of its last block to eviction, as in ``NextEviction``; absent: it cannot go now.
         next_evicted: its place among the next evictions, from 1 on.
         token_ids: its first tokens, if they may be shown.
     """
@@ -43,7 +43,7 @@ class PrefixRun(Struct, omit_defaults=True):
 
 
 class NextEviction(Struct):
-    """A block that gives way when the next blocks are needed. ``price``: what keeping it is worth to the policy; the
+    """A block that gives way when the next blocks are needed. ``price``: its worth to the policy; the
     block with the lowest one goes first. ``why``: the same in words."""
 
     block: int
@@ -167,7 +167,7 @@ def saved_blocks(scheduler: Scheduler) -> int:
 
 
 def why(policy: EvictionPolicy, node: CachedBlock) -> str:
-    """Why a block that may be evicted is worth what it is."""
+    """The reason for the worth of a block that may be evicted."""
     if isinstance(policy, CostAware):
         saved = 1e6 * policy.value(node)
         return (
@@ -178,5 +178,5 @@ def why(policy: EvictionPolicy, node: CachedBlock) -> str:
 
 
 def token_ids(node: CachedBlock) -> list[int]:
-    """The tokens of a block, without what marks segments."""
+    """The tokens of a block, without the marks of segments."""
     return [token & TOKEN_ID for token in unpack_int32s(node.tokens)]

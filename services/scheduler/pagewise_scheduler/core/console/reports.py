@@ -35,7 +35,7 @@ class LinkState(Struct, omit_defaults=True):
 
 class ExecutorState(Struct):
     """An executor. ``rates``: blocks per second, by event. ``prediction_error``: mean relative error of the predicted
-    times of prefills. ``saved_blocks``: how many more there would have to be if nobody shared any. ``hit_rate``: as in
+    times of prefills. ``saved_blocks``: how many more there would be without sharing. ``hit_rate``: as in
     ``SchedulerState``, of the prompts that it has taken.
     """
 

@@ -1,9 +1,9 @@
 """Requests as consoles show them, one line each."""
 
 from itertools import islice
-from math import isnan
 
 from pagewise_scheduler.core.console.reports import EndedReport, RequestLine
+from pagewise_scheduler.core.inspection import seconds_between
 from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -55,8 +55,8 @@ def request_line(executor_id: str, request: Request, pool: BlockPool | None, now
         request.num_cached_tokens,
         sum(one.num_preemptions for one in outputs),
         round(now - request.arrival_time, 3),
-        _seconds(request.arrival_time, request.scheduled_time),
-        _seconds(request.arrival_time, request.first_token_time),
+        seconds_between(request.arrival_time, request.scheduled_time),
+        seconds_between(request.arrival_time, request.first_token_time),
         moved_from=_moved_from([name for _, name in request.executors], executor_id),
     )
 
@@ -94,7 +94,7 @@ def _moved_from(executors: list[str], here: str) -> str | None:
 
 
 def _num_shared(sequence: Sequence, pool: BlockPool) -> int:
-    """Found by bisection: whoever holds a block of a prefix holds those before it too."""
+    """Found by bisection: a sequence that holds a block of a prefix holds the blocks before it too."""
     blocks, references = sequence.table.blocks, pool.references
     low, high = 0, len(blocks)
     while low < high:
@@ -104,7 +104,3 @@ def _num_shared(sequence: Sequence, pool: BlockPool) -> int:
         else:
             high = middle
     return low
-
-
-def _seconds(start: float, end: float) -> float | None:
-    return None if isnan(end) else round(max(0.0, end - start), 6)

@@ -3,7 +3,7 @@
 An adapter is paged like KV. The device has a few slots; an adapter that is not in one is loaded into the slot that was
 used the longest ago and that no request needs. A request needs its adapter's slot from its admission until it ends,
 also while it is preempted, so that it can go on at any time. Requests whose adapter has no slot wait outside of the
-waiting queue: they hold up nobody, and what happens there costs nothing for requests without adapters.
+waiting queue: they hold up no other request, and cost nothing for requests without adapters.
 
 If all slots are needed, the request that is next claims the one that has been resident the longest. From then on
 nobody who comes after it is admitted to that adapter, so the slot becomes free when those who run there have ended:
@@ -20,7 +20,7 @@ from itertools import count
 from math import inf, isnan
 from typing import TYPE_CHECKING, Protocol
 
-from pagewise_shared.protocol import Adapter, AdapterCapacity, AdapterLoaded, LoadAdapter, Message
+from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Message
 
 from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
@@ -41,14 +41,14 @@ class Checked(Protocol):
     """Told when an adapter was loaded for a check."""
 
     def __call__(self, error: str | None, *, lost: bool = False) -> None:
-        """``error``: why it could not be loaded. ``lost``: nobody knows, because the executor is gone."""
+        """``error``: why it could not be loaded. ``lost``: unknown, because the executor is gone."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     """A slot with an adapter. ``since``: when it was loaded, NaN until it is. ``pins``: requests that need it.
-    ``free_after``: the last step that may use it. ``claimer``: who waits for the slot."""
+    ``free_after``: the last step that may use it. ``claimer``: the request that waits for the slot."""
 
     index: int
     adapter: Adapter
@@ -75,13 +75,13 @@ class _AdapterLoad:
 class AdapterSlots(Feature):
     """The adapters of one executor. ``capacity``: which it can serve.
 
-    ``waiting``: requests that wait for their adapters, and what they count for. ``num_loads``, ``num_load_errors``,
+    ``waiting``: requests that wait for their adapters, and their sizes. ``num_loads``, ``num_load_errors``,
     ``num_evictions``: so far.
     """
 
-    def __init__(self, scheduler: "Scheduler", capacity: AdapterCapacity) -> None:
+    def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
-        self.capacity = capacity
+        self.capacity = scheduler.features.options.adapters
         self.num_loads = self.num_load_errors = self.num_evictions = 0
         self.waiting: dict[Request, Kept] = {}
         self._of_keys: dict[str, Kept] = {}
@@ -108,7 +108,7 @@ class AdapterSlots(Feature):
             if check.checked is not None:
                 self.check(check.adapter, check.checked)
 
-    # ---- what is there -------------------------------------------------------------------------------
+    # ---- adapters in slots ---------------------------------------------------------------------------
 
     @property
     def num_resident(self) -> int:
@@ -183,7 +183,7 @@ class AdapterSlots(Feature):
 
     def leave(self, request: Request, last_step: int) -> None:
         """See ``Feature``."""
-        self._changed |= request in self.waiting  # a slot that it has claimed is nobody's any more
+        self._changed |= request in self.waiting  # a slot that it has claimed is open again
         self._unpark(request)
         if (slot := self._pinned.pop(request, None)) is not None:
             del slot.pins[request]

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Sequence as ReadOnlyList
 from typing import TYPE_CHECKING
 
-from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
 from pagewise_shared.segments import TOKEN_ID
 from pagewise_shared.speculation import num_accepted
 
@@ -49,9 +49,10 @@ class Drafting(Feature):
     ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``: of all steps that have come back.
     """
 
-    def __init__(self, scheduler: "Scheduler", config: SpeculativeConfig) -> None:
+    def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
-        self._config = config
+        assert scheduler.features.options.speculative is not None
+        self._config = scheduler.features.options.speculative
         self._kv = scheduler.kv
         self._decoding = scheduler.decoding
         self._plan = scheduler.plan

@@ -111,7 +111,7 @@ class Feature:
         return True
 
     def prepare(self, sequence: Sequence, num_cached: int, room: int) -> bool:
-        """Begin what makes a sequence ready, if it and that fit into ``room`` blocks; returns whether it is ready."""
+        """Begin to make a sequence ready, if it then fits into ``room`` blocks; returns whether it is ready."""
         return True
 
     def is_preparing(self, sequence: Sequence) -> bool:
@@ -129,7 +129,7 @@ class Feature:
         """The sequence has taken a row in the next plan."""
 
     def started(self, sequence: Sequence, num_cached: int) -> int:
-        """It begins behind ``num_cached`` tokens; returns how many more it takes from what the feature has found."""
+        """It begins behind ``num_cached`` tokens; returns how many more tokens it takes from the feature."""
         return 0
 
     # ---- a step computes -----------------------------------------------------------------------------
@@ -212,7 +212,8 @@ class Feature:
         return ()
 
     def give_up(self, now: float, most: float) -> Iterable[Request]:
-        """Give up what the executor has not answered for ``most`` seconds; returns requests as ``take`` does."""
+        """Give up questions that the executor has not answered for ``most`` seconds; returns requests as ``take``
+        does."""
         return ()
 
     def peer_lost(self, peer: str) -> None:

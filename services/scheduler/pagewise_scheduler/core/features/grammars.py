@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_ASKED = 16
-"""Grammars that the executor is asked for at a time, so that whoever becomes next does not wait for all others."""
+"""Grammars that the executor is asked for at a time, so that a request that becomes next does not wait for all
+others."""
 
 
 class CompiledGrammars(Feature):
@@ -27,9 +28,9 @@ class CompiledGrammars(Feature):
 
     cause = "grammar"
 
-    def __init__(self, scheduler: "Scheduler", num_kept: int) -> None:
+    def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
-        self.num_kept = num_kept
+        self.num_kept = scheduler.features.options.max_grammars
         self._known: OrderedDict[str, bool] = OrderedDict()  # whether it is compiled; the least recently used first
         self._characters = 0
         self._asked: dict[int, str] = {}
@@ -48,7 +49,7 @@ class CompiledGrammars(Feature):
         return known is True
 
     def messages(self, now: float) -> list[Message]:
-        """See ``Feature``: what the executor is to compile."""
+        """See ``Feature``: the grammars that the executor compiles next."""
         epoch, unsent = self.scheduler.epoch, self._unsent
         self._unsent = []
         return [CompileGrammar(epoch, number, self._asked[number]) for number in unsent]

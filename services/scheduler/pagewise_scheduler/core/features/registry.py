@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
     from pagewise_scheduler.core.scheduling.step import StepInFlight
 
-F = TypeVar("F", bound=Feature)
+_CLASSES = {
+    "adapters": "AdapterSlots",
+    "beams": "BeamGroups",
+    "drafts": "Drafting",
+    "fair_shares": "FairShares",
+    "grammars": "CompiledGrammars",
+    "prefetches": "Prefetches",
+    "segments": "Segments",
+    "write_back": "WriteBack",
+}
+"""The features by their modules in this folder, by whose names they are also attributes of ``Features``."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,15 @@ class FeatureOptions:
 
 class Features:
     """The features of one scheduler. ``in_use``: those that have been made, in this order."""
+
+    adapters: "AdapterSlots"
+    beams: "BeamGroups"
+    drafts: "Drafting"
+    fair_shares: "FairShares"
+    grammars: "CompiledGrammars"
+    prefetches: "Prefetches"
+    segments: "Segments"
+    write_back: "WriteBack"
 
     def __init__(self, scheduler: "Scheduler", options: FeatureOptions) -> None:
         self.in_use: list[Feature] = []
@@ -67,64 +86,12 @@ class Features:
         }
         return tuple(getattr(self, name) for name, uses in used.items() if uses)
 
-    @cached_property
-    def adapters(self) -> "AdapterSlots":
-        """Adapters in slots of the device."""
-        from pagewise_scheduler.core.features.adapters import AdapterSlots
-
-        return self._use(AdapterSlots(self._scheduler, self.options.adapters))
-
-    @cached_property
-    def grammars(self) -> "CompiledGrammars":
-        """Grammars that are compiled before their sequences start."""
-        from pagewise_scheduler.core.features.grammars import CompiledGrammars
-
-        return self._use(CompiledGrammars(self._scheduler, self.options.max_grammars))
-
-    @cached_property
-    def segments(self) -> "Segments":
-        """Segments of prompts whose KV is moved from elsewhere."""
-        from pagewise_scheduler.core.features.segments import Segments
-
-        return self._use(Segments(self._scheduler))
-
-    @cached_property
-    def beams(self) -> "BeamGroups":
-        """Beam searches."""
-        from pagewise_scheduler.core.features.beams import BeamGroups
-
-        return self._use(BeamGroups(self._scheduler))
-
-    @cached_property
-    def write_back(self) -> "WriteBack":
-        """Blocks of sequences that have ended go to tiers without ids."""
-        from pagewise_scheduler.core.features.write_back import WriteBack
-
-        return self._use(WriteBack(self._scheduler))
-
-    @cached_property
-    def prefetches(self) -> "Prefetches":
-        """Blocks that come from peers before the sequence that needs them."""
-        from pagewise_scheduler.core.features.prefetches import Prefetches
-
-        return self._use(Prefetches(self._scheduler))
-
-    @cached_property
-    def drafts(self) -> "Drafting":
-        """Speculative decoding."""
-        from pagewise_scheduler.core.features.drafts import Drafting
-
-        assert self.options.speculative is not None
-        return self._use(Drafting(self._scheduler, self.options.speculative))
-
-    @cached_property
-    def fair_shares(self) -> "FairShares":
-        """Shares of rows and blocks, from the first request of a second API key on."""
-        from pagewise_scheduler.core.features.fair_shares import FairShares
-
-        return self._use(FairShares(self._scheduler))
-
-    def _use(self, feature: F) -> F:
+    def __getattr__(self, name: str) -> Feature:
+        """Make a feature when it is used for the first time."""
+        if name not in _CLASSES:
+            raise AttributeError(name)
+        feature: Feature = getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])(self._scheduler)
+        setattr(self, name, feature)
         self.in_use.append(feature)
         return feature
 

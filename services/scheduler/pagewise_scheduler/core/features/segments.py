@@ -2,7 +2,7 @@
 
 An original is an ordinary prefix: the tokens of the root and of the segment, and padding to the end of a block. So it
 lies in the prefix tree, is shared, evicted, demoted, fetched and stored like any other. What a sequence lacks of it is
-computed by a request of its own, which nobody is told of, before the sequence starts; until its moves have been planned
+computed by a request of its own, which no client sees, before the sequence starts; until its moves have been planned
 the sequence holds references on the blocks. That is the same whether an original was found or computed.
 """
 
@@ -171,7 +171,7 @@ class Segments(Feature):
         return any(self._on_device(last, original) is None for original in prepared.distinct)
 
     def _drafted(self, sequence: Sequence, start: int) -> _Prepared:
-        """Made once for who asks in each step, until there is room."""
+        """Made once, and kept for the next steps until there is room."""
         draft = self._draft
         if draft is None or draft[:2] != (sequence, start):
             draft = self._draft = sequence, start, self._originals(sequence, start)
@@ -219,7 +219,7 @@ class Segments(Feature):
         return True
 
     def _go_on(self, sequence: Sequence, prepared: _Prepared) -> None:
-        """Hold what has come, and let some more be computed of what is not there, or not any more."""
+        """Hold the originals that have come, and let some more be computed of those that lack."""
         last, root = self._root(sequence, prepared)
         lacking = [one for one in prepared.distinct if not one.blocks and not self._hold(prepared, one, last, root)]
         room = _MOST_AT_ONCE - sum(one.request is not None for one in lacking)
@@ -339,7 +339,7 @@ class Segments(Feature):
         return start if self._plan.moves_enough else furthest(segments, start, sequence.num_tokens, budget)
 
     def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
-        """See ``Feature``: the next plan moves what segments have there."""
+        """See ``Feature``: the next plan moves the parts of segments there."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
             return

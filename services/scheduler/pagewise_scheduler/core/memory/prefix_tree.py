@@ -20,7 +20,7 @@ NOWHERE = -1
 """The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
 
 PRIVATE = 1
-"""The bit of ``CachedBlock.stored`` that says that the block's cache salt is of some clients only."""
+"""The bit of ``CachedBlock.flags`` that says that the block's cache salt is of some clients only."""
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -37,14 +37,26 @@ class CachedBlock:
             have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
-        it. kind: an eviction policy's class of it, 0: none. stored: bits of the tiers without ids (see ``HashedTier``),
+        it. kind: an eviction policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``),
         and ``PRIVATE``. cached_by: the request that computed it, if that is known. place: see ``losses``, 0 until it is
         asked for.
     """
 
     __slots__ = (
-        "block", "cached_by", "children", "copies", "depth", "hash", "kind", "last_used", "num_on_device",
-        "num_places", "parent", "place", "stored", "tokens",
+        "block",
+        "cached_by",
+        "children",
+        "copies",
+        "depth",
+        "flags",
+        "hash",
+        "kind",
+        "last_used",
+        "num_on_device",
+        "num_places",
+        "parent",
+        "place",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: "CachedBlock | None", tokens: bytes, no_copies: tuple[int, ...]) -> None:
@@ -55,9 +67,9 @@ class CachedBlock:
         self.copies = no_copies
         self.num_places = self.num_on_device = self.last_used = self.kind = self.place = 0
         self.depth: int = 0
-        self.stored: int = 0
+        self.flags: int = 0
         if parent is not None:
-            self.depth, self.stored = parent.depth + 1, parent.stored & PRIVATE
+            self.depth, self.flags = parent.depth + 1, parent.flags & PRIVATE
         self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
@@ -88,7 +100,7 @@ class _Root(CachedBlock):
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
         self.place = root_place(cache_salt)
-        self.stored = PRIVATE if is_private(without_rope(cache_salt)) else 0
+        self.flags = PRIVATE if is_private(without_rope(cache_salt)) else 0
 
 
 def name_of(node: CachedBlock) -> BlockName:

@@ -1,4 +1,4 @@
-"""Who starts next, and with what: the cache, or another output of its own request.
+"""Which sequence starts next, and with which cached prefix: from the cache, or of another output of its request.
 
 Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there. A
 sequence whose next block another one is computing waits for it instead of computing it twice. A sequence also waits for
@@ -146,7 +146,7 @@ class Admission:
         return all(feature.is_ready(sequence, num_cached) for feature in features)
 
     def _prepare(self, sequence: Sequence, found: list[CachedBlock], room: int) -> bool:
-        """Begin what its features lack, if there is room; returns whether they lack nothing now."""
+        """Let its features begin to prepare it, if there is room; returns whether it is ready now."""
         features, num_cached = sequence.request.features, self._num_cached(found)
         return all(not one.is_preparing(sequence) and one.prepare(sequence, num_cached, room) for one in features)
 
@@ -164,7 +164,7 @@ class Admission:
         return self._waiting.window(head, _WINDOW)
 
     def _find(self, sequence: Sequence) -> list[CachedBlock]:
-        """Cached full blocks, its newest token left out; what was found before is only looked at for changes."""
+        """Cached full blocks, its newest token left out; the blocks found before are only checked for changes."""
         tree, size = self._kv.pool.tree, self._kv.block_size
         path, most = sequence.path, (sequence.num_tokens - 1) // size
         del path[most:]

@@ -1,7 +1,7 @@
 """The sequences that compute one token in every step, and a calendar of when something happens to them.
 
-All of them advance in lockstep, so what a step needs (a block for whoever crosses a block boundary, the end of
-whoever reaches its length) is known steps ahead and filed under the step's number. A step in which nothing is due
+All of them advance in lockstep, so the needs of a step (a block for a sequence that crosses a block boundary, the end
+of one that reaches its length) are known steps ahead and filed under the step's number. A step in which nothing is due
 therefore costs nothing per sequence. Only a draft brings its sequence further, which is then filed anew.
 """
 

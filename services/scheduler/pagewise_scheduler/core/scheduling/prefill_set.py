@@ -1,58 +1,44 @@
-"""The sequences whose known tokens are not all computed yet: who starts, and how far each gets in a step."""
+"""The sequences whose known tokens are not all computed yet: which start, and how far each gets in a step."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
 from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
-from pagewise_scheduler.core.features.registry import Features
 from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import Activity, WaitCause
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue, queue_time
+from pagewise_scheduler.core.requests.waiting_queue import queue_time
 from pagewise_scheduler.core.scheduling.admission import Admission
 from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
-from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepLimits
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.tiers.recovery import Recoveries
+from pagewise_scheduler.core.scheduling.step import Chunks, StepInFlight
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _WATERMARK = 0.01
 
 
 class PrefillSet:
-    """Ordered set of sequences in prefill. ``free_rows``: the executor's free rows.
+    """Ordered set of sequences in prefill.
 
     ``admission``: chooses which sequences start. ``activity``: counts the work for which others wait.
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
 
-    def __init__(
-        self,
-        kv: KVCacheManager,
-        waiting: WaitingQueue,
-        recoveries: Recoveries,
-        limits: StepLimits,
-        plan: PlanBuilder,
-        free_rows: list[int],
-        features: Features,
-    ) -> None:
-        self.num_queries = 0
-        self.num_hits = 0
-        self._kv = kv
-        self._waiting = waiting
-        self._recoveries = recoveries
-        self._limits = limits
-        self._plan = plan
-        self._features = features
-        self.admission = Admission(kv, waiting)
-        self.activity = Activity()
+    def __init__(self, scheduler: "Scheduler") -> None:
+        self._kv, self._waiting, self._recoveries = scheduler.kv, scheduler.waiting, scheduler.recoveries
+        self._limits, self._plan, self._features = scheduler.limits, scheduler.plan, scheduler.features
+        self._free_rows, self._num_rows = scheduler.free_rows, len(scheduler.free_rows)
+        self.num_queries = self.num_hits = 0
+        self.admission, self.activity = Admission(self._kv, self._waiting), Activity()
         self._held: set[Sequence] = set()
-        self._free_rows = free_rows
-        self._num_rows = len(free_rows)
         self._members: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -174,10 +160,10 @@ class PrefillSet:
     def _started(
         self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
     ) -> list[tuple[Sequence, int]]:
-        """First chunks of waiting sequences, while all their known tokens fit beside what runs."""
+        """First chunks of waiting sequences, while all their known tokens fit beside the running ones."""
         chunks: list[tuple[Sequence, int]] = []
         if budget <= 0 or not self._waiting:
-            self.admission.held.clear()  # nobody is asked for in this step
+            self.admission.held.clear()  # no sequence is chosen in this step
             return chunks
         owed = self.blocks_owed()
         self._note_computing(in_flight)
@@ -232,7 +218,8 @@ class PrefillSet:
                 plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
-        # From here on what is to be loaded is pinned: making room on the device must not push it out of its tier.
+        # From here on the blocks to be loaded are pinned: making room on the device must not push them out of their
+        # tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
         for feature in sequence.request.features:
             feature.starts(sequence)
@@ -247,7 +234,7 @@ class PrefillSet:
 
     @property
     def _plan_is_full(self) -> bool:
-        """Whether what joins in the next plan takes so many bytes that the rest has to join later."""
+        """Whether the next plan has no room for further sequences that join."""
         return self._plan.joined_bytes >= MAX_JOINED_BYTES
 
     def _root(self, sequence: Sequence) -> BlockHash:
@@ -262,7 +249,7 @@ class PrefillSet:
         return size if recovering is None else min(size, recovering)
 
     def _watermark(self, running: int) -> int:
-        """Blocks that stay free at admission: one for every running sequence, so that nobody is preempted at once."""
+        """Blocks that stay free at admission: one for every running sequence, so that none is preempted at once."""
         return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
 
     def _note(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:

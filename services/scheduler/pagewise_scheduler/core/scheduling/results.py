@@ -1,4 +1,4 @@
-"""Whether a result answers its step, and what sequences make of the tokens that were sampled for them."""
+"""Whether a result answers its step, and how sequences take the tokens that were sampled for them."""
 
 from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as ReadOnlyList

@@ -1,4 +1,4 @@
-"""Continuous batching over one executor's KV memory: who runs in the next step, and with which blocks."""
+"""Continuous batching over one executor's KV memory: which sequences run in the next step, and with which blocks."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ class Scheduler:
 
     ``tiers``: below the device, by number, how many blocks each has, or its identity if they have no ids. ``salted``:
     see ``HashedTier``. ``costs``: the times of the executor's steps and copies when it started. ``recovery``: how KV
-    comes back from lower tiers and from peers. ``virtual_tokens``: what keys have been served, by other schedulers too.
-    ``features``: what else the executor can do. ``short_rope_len``: see ``rope_salt``.
+    comes back from lower tiers and from peers. ``virtual_tokens``: the service of each key, by other schedulers too.
+    ``features``: the abilities of the executor beside the loop. ``short_rope_len``: see ``rope_salt``.
     """
 
     def __init__(
@@ -75,12 +75,10 @@ class Scheduler:
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step = 0, 0
         self.plan, self.short_rope_len = PlanBuilder(), short_rope_len
-        self.decoding, self._free_rows = DecodeSet(block_size), list(range(max_num_seqs - 1, -1, -1))
+        self.decoding, self.free_rows = DecodeSet(block_size), list(range(max_num_seqs - 1, -1, -1))
         # A proxy: with a cycle, the memory of a lost executor would wait for the garbage collector.
         self.features = Features(proxy(self), features)
-        self.prefilling = PrefillSet(
-            self.kv, self.waiting, self.recoveries, self.limits, self.plan, self._free_rows, self.features
-        )
+        self.prefilling = PrefillSet(self)
         self.activity = self.prefilling.activity
         self.entered: dict[str, Request] = {}
         self._kept: dict[str, Request] = {}  # by features, until they may wait to run
@@ -342,7 +340,7 @@ class Scheduler:
         # A sequence that has nothing to run in the next step samples its last token in this one.
         ending = self.decoding.length_due(step + 1)
         drafts = self.plan.drafts
-        self.steps_in_flight.append(StepInFlight.planned(step, decoding, chunks, completed, ending, drafts))
+        self.steps_in_flight.append(StepInFlight(step, decoding, chunks, completed, ending, drafts))
         plan = self.plan.build(self.epoch, step, [load.copies(key) for key, load in loads.items()])
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
@@ -413,7 +411,7 @@ class Scheduler:
 
     def _leave_row(self, sequence: Sequence) -> None:
         self.plan.leave(sequence.row)
-        self._free_rows.append(sequence.row)
+        self.free_rows.append(sequence.row)
         sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
@@ -443,8 +441,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, sequence: Sequence, reason: str, by: RequestRef | None = None) -> None:
-        """Drop the blocks of a running sequence, for ``by`` if for anybody; it keeps its tokens, and waits until all of
-        these are computed again."""
+        """Drop the blocks of a running sequence, for ``by`` if for another request; it keeps its tokens, and waits
+        until all of these are computed again."""
         blocks = sequence.table.blocks
         sequence.note(Preempted(self.kv.losses.now, reason, len(blocks), self.kv.pool.num_freed(blocks), by))
         self.vacate(sequence, ends=False)

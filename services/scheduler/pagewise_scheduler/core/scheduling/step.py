@@ -1,4 +1,4 @@
-"""A step: its limits, its plan with the copies in it, and what the scheduler remembers of it while it is in flight."""
+"""A step: its limits, its plan with the copies in it, and its record while it is in flight."""
 
 from array import array
 from collections.abc import Iterable
@@ -39,67 +39,50 @@ class StepMismatchError(Exception):
     """A result does not belong to the oldest step in flight, or is not of its shape: the executor is out of step."""
 
 
-@dataclass(slots=True)
 class StepInFlight:
-    """A planned step whose result has not come back.
+    """A planned step whose result has not come back: a token for each of ``decoding``, and ``chunks``.
 
-    ``sampled`` lists the sequences that get a token, in the order of ``StepResult.tokens``: with ``drafts`` several
-    times, until it is known which of them they keep; ``completed`` the last of
-    them, whose prefill it ends; ``ending`` those whose length allows no further token; ``chunk_rows`` says whose prompt
-    a row held when the step was planned; ``computed`` up to which token each chunk computes; ``attention`` how many
-    pairs of tokens attend in its chunks; ``context`` how many tokens lie before the ends of its chunks.
+    ``completed``: the sequences whose prefill it ends. ``ending``: the sequences whose length allows no further token.
+    ``drafts``: of some of the decodes. ``sampled``: the sequences that get a token, in the order of
+    ``StepResult.tokens``, ``completed`` last; a sequence with a draft is named several times, until it is known how
+    many tokens it keeps. ``chunk_rows``: the sequences of the chunks by row. ``computed``: up to which token each chunk
+    computes. ``attention``: pairs of tokens that attend in the chunks. ``context``: tokens before the ends of the
+    chunks.
     """
 
-    step: int
-    num_seqs: int
-    num_tokens: int
-    sampled: list[Sequence]
-    completed: list[Sequence]
-    ending: list[Sequence]
-    chunk_rows: dict[int, Sequence]
-    computed: list[tuple[Sequence, int]]
-    attention: float
-    context: int
-    drafts: Drafts
+    __slots__ = (
+        "attention", "chunk_rows", "completed", "computed", "context", "drafts", "ending", "num_seqs", "num_tokens",
+        "sampled", "step",
+    )  # fmt: skip
 
-    @classmethod
-    def planned(
-        cls,
+    def __init__(
+        self,
         step: int,
         decoding: list[Sequence],
         chunks: Chunks,
         completed: list[Sequence],
         ending: list[Sequence],
         drafts: Drafts,
-    ) -> "StepInFlight":
-        """A step of these decodes and chunks, all of them on their rows. ``completed``: whose prefill it ends;
-        ``ending``: whose last token it samples; ``drafts``: of some of the decodes."""
-        num_tokens, attention, context = len(decoding) + sum(map(len, drafts.values())), 0.0, 0
+    ) -> None:
+        self.step, self.completed, self.ending, self.drafts = step, completed, ending, drafts
+        self.num_seqs = len(decoding) + len(chunks)
+        self.num_tokens, self.attention, self.context = len(decoding) + self.num_draft_tokens, 0.0, 0
         for sequence, size in chunks:
             computed = sequence.num_to_compute(size)
-            num_tokens += computed
-            attention += computed * (sequence.num_scheduled_tokens - size / 2)
-            context += sequence.num_scheduled_tokens
-        sampled = decoding
+            self.num_tokens += computed
+            self.attention += computed * (sequence.num_scheduled_tokens - size / 2)
+            self.context += sequence.num_scheduled_tokens
+        self.sampled = decoding
         if drafts:
-            sampled = [sequence for sequence in decoding if sequence not in drafts]
-            sampled += chain.from_iterable([sequence] * (len(draft) + 1) for sequence, draft in drafts.items())
-        return cls(
-            step=step,
-            num_seqs=len(decoding) + len(chunks),
-            num_tokens=num_tokens,
-            sampled=sampled + completed if completed else sampled,
-            completed=completed,
-            ending=ending,
-            chunk_rows={sequence.row: sequence for sequence, _ in chunks},
-            computed=[(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks],
-            attention=attention,
-            context=context,
-            drafts=drafts,
-        )
+            self.sampled = [sequence for sequence in decoding if sequence not in drafts]
+            self.sampled += chain.from_iterable([sequence] * (len(draft) + 1) for sequence, draft in drafts.items())
+        if completed:
+            self.sampled = self.sampled + completed
+        self.chunk_rows = {sequence.row: sequence for sequence, _ in chunks}
+        self.computed = [(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks]
 
     def took(self, seconds: float, costs: CostModel) -> None:
-        """Let ``costs`` learn how long it took; 0: nobody knows."""
+        """Let ``costs`` learn how long it took; 0: unknown."""
         if seconds and self.chunk_rows:
             costs.computed(seconds, self.num_tokens, self.attention, self.context)
         if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
@@ -164,9 +147,9 @@ class PendingCopies:
     """Collects the copies that the next plan asks for, and puts them into lists between two tiers each, in an order in
     which each copy reads what it is meant to read.
 
-    Demotions come first, because what they read on the device may be written by whatever follows; of several, those out
-    of the lower tiers, because the others write there. Then come the copies inside the device. A list names a target
-    more than once if a tier has given up again what was to come there: the last of its sources counts.
+    Demotions come first, because the copies after them may write the blocks that they read on the device; of several,
+    those out of the lower tiers, because the others write there. Then come the copies inside the device. A list names a
+    target more than once if a tier has given up again what was to come there: the last of its sources counts.
     """
 
     __slots__ = ("_inside", "_lists", "_written")
@@ -251,7 +234,7 @@ class PlanBuilder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything collected so far, apart from what has been evicted and is to be kept elsewhere."""
+        """Forget everything collected so far, apart from the copies of evicted blocks to other tiers."""
         self.copies.forget_copies_on_write()
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
@@ -315,7 +298,7 @@ class PlanBuilder:
         self._joined.append(joined)
 
     def set_computed(self, row: int, num_computed_tokens: int) -> None:
-        """The row's first tokens have their K and V now: what it did not compute has been loaded."""
+        """The row's first tokens have their K and V now: the others have been loaded."""
         self._computed.append((row, num_computed_tokens))
 
     def move(self, move: SegmentMove) -> None:
@@ -356,7 +339,7 @@ class PlanBuilder:
 
 
 def _size(joined: NewSequence) -> int:
-    """A bound on what a sequence takes in a plan, without what it shares with others."""
+    """A bound on the bytes of a sequence in a plan, without those that it shares with others."""
     # A grammar of n characters takes up to 4 n bytes as UTF-8: most take n.
     grammar = joined.sampling.grammar
     size = len(grammar) if grammar.isascii() else len(grammar.encode())
@@ -366,7 +349,7 @@ def _size(joined: NewSequence) -> int:
 class StepLimits:
     """How large a step may be: ``max_num_seqs`` sequences and ``max_num_batched_tokens`` tokens.
 
-    A failed step halves both; a run of good steps doubles them again, up to what was configured. Repeated failures
+    A failed step halves both; a run of good steps doubles them again, up to the configured size. Repeated failures
     therefore end at a step with a single sequence, which shows the request that cannot run even alone.
     """
 

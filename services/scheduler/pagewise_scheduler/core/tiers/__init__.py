@@ -1,1 +1,1 @@
-"""How a sequence gets KV back that the device has lost: what it costs, what is chosen, and how it is carried out."""
+"""How a sequence gets KV back that the device has lost: the costs, the choice of a method, and the copies."""

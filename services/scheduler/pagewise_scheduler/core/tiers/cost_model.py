@@ -50,7 +50,8 @@ class OnlineLine:
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. ``error`` follows the relative error of the predictions, 0 if they are exact."""
         predicted = self.predict(*features)
-        # One hiccup of the machine must not look like the new normal: what lasts is learned in a few observations.
+        # One hiccup of the machine must not look like the new normal: a lasting change is learned in a few
+        # observations.
         seconds = min(seconds, _MOST_SURPRISE * max(predicted, 1e-3))
         self.error += 0.1 * (abs(predicted - seconds) / max(seconds, _LEAST_SECONDS) - self.error)
         scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
@@ -123,13 +124,13 @@ class Link(OnlineLine):
             self.busy_until += seconds - predicted
 
     def waited(self, seconds: float, least: float) -> None:
-        """A load has taken so much longer than the link itself; ``least``: what is no surprise."""
+        """A load has taken so much longer than the link itself; ``least``: a wait that is no surprise."""
         most = _MOST_SURPRISE * max(self.wait, least)
         self._num_waits += 1
         self.wait += max(_WAIT_GAIN, 1 / self._num_waits) * (min(max(0.0, seconds), most) - self.wait)
 
     def passed_over(self) -> None:
-        """It is not used, so nothing is learned of it: what is believed against it fades."""
+        """It is not used, so nothing is learned of it: bad experience with it fades."""
         self.wait -= _FADE * self.wait
         for index, first in enumerate(self._first):
             self.constants[index] += _FADE * min(0.0, first - self.constants[index])
@@ -229,7 +230,7 @@ class RecoveryEstimate:
 
 
 class CostModel:
-    """Predicts, and learns from what it really took.
+    """Predicts, and learns from the measured times.
 
     ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: what copies
     between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links to peers by
@@ -303,7 +304,8 @@ class CostModel:
         self.peers.pop(peer, None)
 
     def link_below(self, tier: int) -> Link | None:
-        """The link from the next tier further down, which takes over what ``tier`` gives up; None: there is none."""
+        """The link from the next tier further down, which takes over the blocks that ``tier`` gives up; None: there is
+        none."""
         return next((costs.load for number, costs in self.tiers.items() if number > tier), None)
 
     def load_waited(self, link: Link, seconds: float) -> None:
@@ -329,7 +331,7 @@ class CostModel:
         split = max(hole * self.block_size, self.split(start, tokens, link, ahead, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
-        # The front goes half of the way in each step until what is left is small: that many steps more.
+        # The front goes half of the way in each step until the rest is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,
@@ -346,7 +348,7 @@ class CostModel:
         self.both_bias += 0.3 * (min(4.0, max(0.5, ratio)) - self.both_bias)
 
     def both_passed_over(self) -> None:
-        """Another way was chosen: what is believed against both ends fades, so that they get another try; the sooner,
+        """Another way was chosen: bad experience with both ends fades, so that they get another try; the sooner,
         the fewer tries there were."""
         fade = max(_FADE, _FADE_AT_FIRST / max(1, self._num_both))
         self.both_bias += fade * (1.0 - self.both_bias)

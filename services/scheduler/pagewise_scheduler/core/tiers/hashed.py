@@ -1,6 +1,6 @@
 """Tiers below the device whose blocks are found by their hashes: the disk cache and the store.
 
-They outlive executors, and several executors share one. A scheduler keeps no list of what lies there: others write
+They outlive executors, and several executors share one. A scheduler keeps no list of their blocks: others write
 there too, and the tier forgets by itself. When a request comes, an executor is asked how much of its prompt is there
 (``LookUp``), which is noted in the request. A block that is gone when it is loaded is computed.
 """
@@ -35,7 +35,7 @@ class HashedTier(Tier):
     follow it are not written either.
 
     A prefix is of use only from its beginning on. The tiers above evict blocks from its end, so when such a block is
-    taken over, all blocks before it are to be written too. ``CachedBlock.stored`` has two bits for each tier: the block
+    taken over, all blocks before it are to be written too. ``CachedBlock.flags`` has two bits for each tier: the block
     lies here or will when copies under way are made, and a block behind it was taken over.
 
     ``identity``: executors with the same one share it. ``salted``: whether KV of requests with a cache salt may be
@@ -83,42 +83,43 @@ class HashedTier(Tier):
 
     def holds(self, node: CachedBlock) -> bool:
         """Whether the block lies here, or will when copies under way are made. It may have been forgotten since."""
-        return bool(node.stored & self._bit)
+        return bool(node.flags & self._bit)
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """See ``Tier``."""
-        if node.num_places == 1 and not node.stored & self._bit:  # else another tier has it, or this one
+        if node.num_places == 1 and not node.flags & self._bit:  # else another tier has it, or this one
             if not self._write(node, source, copies):
                 return False
             self._counters.demoted += source == DEVICE
             assert node.parent is not None
-            if node.parent.parent is not None and not node.parent.stored & (self._bit | self._begun):
+            if node.parent.parent is not None and not node.parent.flags & (self._bit | self._begun):
                 path = self._lacking(node.parent, 0)
                 for before in path:
-                    before.stored |= self._begun
+                    before.flags |= self._begun
                 self._wait(path)
         return True
 
     def ended(self, tip: CachedBlock, num_stored: int) -> None:
         """A sequence lets go of its blocks, of which ``tip`` is the last that is full. The first ``num_stored`` were
         found here."""
-        if self._salted or not tip.stored & PRIVATE:
+        if self._salted or not tip.flags & PRIVATE:
             self._wait(self._lacking(tip, num_stored))
 
-    def forgot(self, nodes: Iterable[CachedBlock]) -> None:
-        """These blocks do not lie here any more, unless they are on their way."""
-        for node in nodes:
-            if node.stored & self._bit and hash_of(node) not in self._arriving:
-                node.stored &= ~self._bit
+    def forgot(self, nodes: list[CachedBlock]) -> None:
+        """These blocks of a prefix, and those behind them, do not lie here any more, unless they are on their way."""
+        for node in (behind := [*nodes]):  # grows while it is walked
+            if node.flags & self._bit and hash_of(node) not in self._arriving:
+                node.flags &= ~self._bit
+                behind += node.children.values()
 
     def _lacking(self, tip: CachedBlock, num_stored: int) -> list[CachedBlock]:
         """The blocks up to ``tip`` that do not lie here, the last one first."""
         path: list[CachedBlock] = []
         for node in ancestors(tip):
-            if node.stored & self._bit:
+            if node.flags & self._bit:
                 break
             if node.depth <= num_stored:
-                node.stored |= self._bit
+                node.flags |= self._bit
             else:
                 path.append(node)
         return path
@@ -142,7 +143,7 @@ class HashedTier(Tier):
             path = self._waiting[0]
             node = path.pop()
             self._num_waiting -= 1
-            if not node.stored & self._bit:  # else another sequence wrote it
+            if not node.flags & self._bit:  # else another sequence wrote it
                 lies = node.nearest_tier
                 if not DEVICE <= lies < self.number or not self._write(node, lies, copies):
                     self._counters.not_written += 1 + len(path)
@@ -153,12 +154,12 @@ class HashedTier(Tier):
 
     def _write(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """Copy a block from the tier ``source`` to here if it is wanted."""
-        if node.stored & PRIVATE and not self._salted:
+        if node.flags & PRIVATE and not self._salted:
             return False
         # What comes before a block that is here is written in any case.
-        if self.num_arriving >= _MOST_ARRIVING or not (node.stored & self._begun or self.wants(node)):
+        if self.num_arriving >= _MOST_ARRIVING or not (node.flags & self._begun or self.wants(node)):
             return False
-        node.stored |= self._bit
+        node.flags |= self._bit
         self._arriving[hash_of(node)] = node
         self.num_arriving += 1
         copies.append((source, node.block_id(source), self.number, node))
@@ -171,7 +172,7 @@ class HashedTier(Tier):
         for index, name in enumerate(names):
             node = self._arriving.pop(name.hash, None)
             if node is not None and index in bad:
-                node.stored &= ~self._bit  # another sequence that uses it tries again
+                node.flags &= ~self._bit  # another sequence that uses it tries again
         self._counters.written += len(names) - len(bad)
         self._counters.not_written += len(bad)
         if not bad:

@@ -61,7 +61,7 @@ class HostTier(Pool, Tier):
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """See ``Tier``."""
         if node.num_places == 1:  # else it lies here already, or further down
-            # A prefix comes from its end. Once that is here, refusing what comes before would make it worthless.
+            # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
             if not self._free and not self._give_up_one(copies):
@@ -69,7 +69,7 @@ class HostTier(Pool, Tier):
             block = self._free.pop()
             self.states[block] = CACHED
             self._enter(node, block)
-            self._num_cached += 1  # nobody holds it: once it lies in no tier above, it may go again
+            self._num_cached += 1  # without references: once it lies in no tier above, it may go again
             self.num_arriving += 1
             if source == DEVICE:
                 self.counters.demoted += 1
@@ -106,7 +106,7 @@ class HostTier(Pool, Tier):
     # ---- eviction ------------------------------------------------------------------------------------
 
     def forget(self, node: CachedBlock) -> None:
-        """Give up the copy of ``node``, if there is one and nobody has pinned it."""
+        """Give up the copy of ``node``, if there is one and it is not pinned."""
         block = node.copies[self.number]
         if block >= 0 and not self._references[block]:
             self._leave(node)

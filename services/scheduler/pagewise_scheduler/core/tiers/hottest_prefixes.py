@@ -1,4 +1,4 @@
-"""The prefixes of a cache that are the most likely to be of use: what an executor that leaves hands over to others."""
+"""The prefixes of a cache that are the most likely to be of use: an executor that leaves hands them over to others."""
 
 import heapq
 from dataclasses import dataclass

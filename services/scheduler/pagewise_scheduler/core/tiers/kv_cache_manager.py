@@ -1,4 +1,4 @@
-"""Gives sequences their blocks on demand, shares what is cached, and takes blocks back when it is safe."""
+"""Gives sequences their blocks on demand, shares cached blocks, and takes blocks back when it is safe."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +110,7 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the pool that is in use, 0 to 1; what is only cached does not count."""
+        """Share of the pool that is in use, 0 to 1; blocks that are only cached do not count."""
         return self.pool.num_in_use / self.pool.num_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -217,8 +217,8 @@ class KVCacheManager:
         """Begin an empty table with a prefix, as far as it is on the device.
 
         Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
-        it. Returned are the copies that the next step has to make before anything is computed: that one, and what makes
-        room for it. The caller has seen to it that a block is available.
+        it. Returned are the copies that the next step has to make before anything is computed: that one, and those
+        that make room for it. The caller has seen to it that a block is available.
         """
         assert not table.blocks
         shared = [node.block for node in prefix.blocks]
@@ -241,7 +241,7 @@ class KVCacheManager:
         """Let others find the table's full blocks among its first ``num_computed`` tokens.
 
         Those are tokens whose K and V a step that came back has computed; ``tokens_of(start, stop)`` gives them as
-        int32 bytes. Where somebody else has cached the same content meanwhile, the table takes that block instead of
+        int32 bytes. Where another sequence has cached the same content meanwhile, the table takes that block instead of
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
         """
@@ -273,7 +273,7 @@ class KVCacheManager:
         """Let ``table`` hold ``num_tokens`` tokens.
 
         Returns the blocks that were added, possibly none, and the copies that have to be made before anything is
-        written into them: what was evicted for them goes to other tiers.
+        written into them: blocks that were evicted for them go to other tiers.
 
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.
@@ -321,7 +321,7 @@ class KVCacheManager:
             self._num_retiring += len(blocks)
 
     def step_returned(self, step: int) -> None:
-        """Steps up to and including ``step`` have returned: what they touched may be reused."""
+        """Steps up to and including ``step`` have returned: the blocks that they touched may be reused."""
         retiring = self._retiring
         while retiring and retiring[0][0] <= step:
             blocks = retiring.popleft()[1]

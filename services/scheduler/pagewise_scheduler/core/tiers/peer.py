@@ -7,7 +7,7 @@ pinned while they are being read, a peer's in the peer's own tiers, so that they
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import DEVICE, RemoteTier
 
@@ -16,9 +16,11 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, b
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import Place, Source
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 
 class PeerTiers(Source):
@@ -93,23 +95,6 @@ class PeerTiers(Source):
         return num_bad > 0
 
 
-class PeerScheduler(Protocol):
-    """The scheduler of an executor whose blocks others may read."""
-
-    kv: KVCacheManager
-    epoch: int
-
-    @property
-    def last_step(self) -> int:
-        """The step that was planned last."""
-        ...
-
-    @property
-    def has_unsent_demotions(self) -> bool:
-        """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Peer:
     """An executor whose blocks others may fetch.
@@ -121,7 +106,7 @@ class Peer:
 
     endpoint: str
     block_format: Hashable
-    scheduler: PeerScheduler
+    scheduler: "Scheduler"
     wake: Callable[[], None]
     key: str = ""
 

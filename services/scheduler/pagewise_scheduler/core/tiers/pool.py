@@ -1,4 +1,4 @@
-"""Blocks with ids: what the device and the tiers below it have in common whose content is known exactly.
+"""Blocks with ids: the common part of the device and of the tiers below it whose content is known exactly.
 
 Each block is free, cached or in use. To *reserve* a block is to take one; if none is free, another one is *evicted*
 first. The content of an evicted block stays where another tier has it as well, or it goes to a tier below that takes it
@@ -32,7 +32,7 @@ class OutOfBlocksError(Exception):
 class Pool:
     """The blocks of one tier: plain ids, 0 <= id < ``num_blocks``. Each is in one state: free, cached, or in use.
 
-    *Cached* means that its content is known, so that it is a node of the prefix tree, and that nobody holds a
+    *Cached* means that its content is known, so that it is a node of the prefix tree, and that it has no
     reference.
 
     ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
@@ -210,7 +210,7 @@ class Pool:
                 self.states[block] = CACHED
                 self.offer(node)
 
-    # ---- what is known -------------------------------------------------------------------------------
+    # ---- known content -------------------------------------------------------------------------------
 
     def expect(self, restorable: dict[BlockHash, int]) -> None:
         """The executor has offered these blocks of the tier, which is empty so far, by their hashes."""

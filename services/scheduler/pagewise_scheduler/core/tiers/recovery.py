@@ -2,7 +2,7 @@
 
 A sequence that begins with blocks in a lower tier, or at a peer, recovers them by one mechanism: computing from the
 front and loading from the back, until the two meet. Loading alone and computing alone are its ends. Which tiers the
-blocks come from makes no difference but for what it costs.
+blocks come from makes no difference but for the costs.
 """
 
 from collections import deque
@@ -229,7 +229,7 @@ class Recoveries:
         return None if recovery is None else self._front(recovery)
 
     def request_loads(self, step: int, requested: Loads) -> None:
-        """Add to ``requested`` what ``step`` brings to the device from the back of each recovery."""
+        """Add to ``requested`` the blocks that ``step`` brings to the device from the back of each recovery."""
         lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one after the other, in order of admission: shared among all, all of them would end last.
         for recovery in self._active.values():
@@ -294,8 +294,8 @@ class Recoveries:
         return max(0, min(behind, recovery.back, piece if is_far else behind))
 
     def _split(self, recovery: Recovery, gap: int) -> int:
-        """Of ``gap`` tokens between the two pointers, how many to compute: behind what steps in flight compute and the
-        link brings."""
+        """Of ``gap`` tokens between the two pointers, how many to compute: behind the tokens that steps in flight
+        compute and the link brings."""
         sequence, link = recovery.sequence, recovery.link
         start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         computing = self.costs.compute_seconds(done, start - done)

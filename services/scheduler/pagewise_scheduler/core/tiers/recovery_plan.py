@@ -113,10 +113,10 @@ class Recovery:
         places: where its blocks are held, if any of them are loaded.
         back: places from here on are loaded or asked for. loading: blocks asked for that have not arrived.
         device_tokens: tokens found on the device. resumed: it had run before. first_start: nothing of its request
-            had run before, so that what is found was computed for others.
+            had run before, so that others have computed the blocks that are found.
         began, ended: when it was admitted, and when everything that the tiers have was there, loaded or
             computed; NaN until then, for good if it was preempted or aborted before.
-        loaded: tokens that came, by the name of the tier. link_seconds: what links took for the transfers.
+        loaded: tokens that came, by the name of the tier. link_seconds: the times of the transfers.
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
         active: it has blocks to load or to compute before they are loaded. spoiled: a block came with wrong content, or
             not at all, so that the sequence has to start over.
@@ -206,7 +206,7 @@ class Recovery:
 
 
 class RecoveryPolicy:
-    """Goes by the costs, unless ``mode`` says what is to be done."""
+    """Goes by the costs, unless ``mode`` names a method."""
 
     __slots__ = ("_costs", "mode")
 
@@ -238,8 +238,8 @@ class RecoveryPolicy:
     def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
         """Whether copying the prefix that ends with ``node`` to ``tier`` is worth it, block by block on average.
 
-        The copies save, if the prefix is used again, what recovering from both ends saves over computing alone. They
-        cost their time on the link, by how busy the link is: an idle one costs nothing.
+        The copies save, if the prefix is used again, the time that recovering from both ends saves over computing
+        alone. They cost their time on the link, by how busy the link is: an idle one costs nothing.
         """
         if self.mode != "auto":
             return self.mode != "recompute"

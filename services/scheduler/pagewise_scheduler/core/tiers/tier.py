@@ -5,7 +5,7 @@ on the device, which has a class of its own (``BlockPool``) and neither of the t
 below the other; a block that one tier evicts may go to a further one.
 
 - ``HostTier``, for host memory, is *exact*: the prefix tree says which blocks lie there, and pinned blocks stay.
-- ``HashedTier``, for the disk cache and the store: an executor is asked what lies there, and the tier may forget any
+- ``HashedTier``, for the disk cache and the store: an executor is asked for its blocks, and the tier may forget any
   block. Several executors may share it.
 - ``PeerTiers``, for the tiers of another executor, are exact, and only read: they are a ``Source`` and no ``Tier``.
 
@@ -30,7 +30,7 @@ block. The target block is a node of the prefix tree where the target tier has n
 under pressure makes one for every block."""
 
 Copies = Sequence[BlockCopy]
-"""Copies in an order in which each of them reads what it is meant to read."""
+"""Copies in an order in which each of them reads the right content."""
 
 
 class Place(NamedTuple):
@@ -49,8 +49,8 @@ class Place(NamedTuple):
 class Source:
     """A tier from which blocks come to the device. The kinds of tiers override its methods.
 
-    ``link``: what copies from there cost. ``peer``: the block endpoint of the executor that has the tier, which is in
-    its ``epoch``; empty: the tier is one of this executor. ``is_far``: copies may fail or take long, so they can be
+    ``link``: the costs of copies from there. ``peer``: the block endpoint of the executor that has the tier, which is
+    in its ``epoch``; empty: the tier is one of this executor. ``is_far``: copies may fail or take long, so they can be
     cancelled, and few blocks are asked for at a time.
     """
 

@@ -14,9 +14,9 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Place
 
 _LATE = 4.0
-"""A list of copies is late once it takes so many times what was predicted: only one that is lost is late by much."""
+"""A list of copies is late once it takes so many times the predicted seconds: only one that is lost is late by much."""
 _MOST_RECENT = 64
-"""Lists of copies that are remembered for those who watch."""
+"""Lists of copies that are remembered for consoles."""
 _FAR_GRACE = 5.0
 """Further seconds for copies with a far tier or a peer: there may be a connection to be made first."""
 
@@ -143,7 +143,7 @@ class Transfers:
         return Cancelled(key.step, "", tier) if self._kv.lower_tier(tier).is_far else None
 
     def ask(self, step: int, requested: Loads, receiver: Receiver, places: list[Place], blocks: list[int]) -> None:
-        """Let the plan of ``step`` bring what is held at ``places`` of one tier to these blocks of the device."""
+        """Let the plan of ``step`` bring the blocks held at ``places`` of one tier to these blocks of the device."""
         source, count = places[0].source, len(places)
         key = TransferKey(step, places[0].tier, DEVICE, source.peer)
         load = requested.setdefault(key, Load(source.link, source.epoch))
