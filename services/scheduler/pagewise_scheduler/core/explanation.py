@@ -312,7 +312,6 @@ def _recoveries(history: Iterable[object], timeline: Timeline, since_1970: float
 
 
 def _recovered(event: Recovery, broken_off: list[float], since_1970: float) -> RecoveredPrefix:
-    estimate = event.estimate
     again = not event.first_start and any(time <= event.began for time in broken_off)
     return RecoveredPrefix(
         time=event.began + since_1970,
@@ -322,9 +321,7 @@ def _recovered(event: Recovery, broken_off: list[float], since_1970: float) -> R
         peer=event.plan.peer,
         device_tokens=event.device_tokens,
         loaded_tokens=event.loaded_tokens,
-        predicted={}
-        if estimate is None
-        else {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both},
+        predicted={} if event.estimate is None else event.estimate.by_method,
         seconds=_after(event.began, event.ended),
         found_tokens=event.plan.num_blocks * event.sequence.table.block_size,
         sources=event.plan.sources,

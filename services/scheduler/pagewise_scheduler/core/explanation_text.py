@@ -66,20 +66,12 @@ def _who(who: Who | None) -> str:
     return "another request" if who is None else f"request {who.request_id}"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def _tokens(number: int) -> str:
-    return f"{number:,} token" + ("" if number == 1 else "s")
-
-
-def _steps(number: int) -> str:
-    return f"{number:,} step" + ("" if number == 1 else "s")
-
-
-def _blocks(number: int) -> str:
-    return f"{number:,} block" + ("" if number == 1 else "s")
-
-
-def _were(number: int) -> str:
-    return "was" if number == 1 else "were"
+    return _count(number, "token")
 
 
 def _of_others(shares: list[Share]) -> str:
@@ -91,18 +83,14 @@ def _overview(told: Explanation) -> Iterator[str]:
     if told.queue_seconds is None:
         yield f"{when} and has not started: it has waited {duration(told.total_seconds)}."
         return
-    parts = [f"{duration(told.queue_seconds)} before it ran"]
+    parts, so_far = [f"{duration(told.queue_seconds)} before it ran"], "" if told.state == "ended" else " so far"
     first = told.first_token_seconds
     if first is not None:
         parts.append(f"{duration(first - told.queue_seconds)} until its first token")
         parts.append(f"{duration(told.total_seconds - first)} for its output of {_tokens(told.output_tokens)}")
     else:
         parts.append(f"{duration(told.total_seconds - told.queue_seconds)} without a token so far")
-    yield f"{when} and took {duration(told.total_seconds)}{_so_far(told)}: {', '.join(parts)}."
-
-
-def _so_far(told: Explanation) -> str:
-    return "" if told.state == "ended" else " so far"
+    yield f"{when} and took {duration(told.total_seconds)}{so_far}: {', '.join(parts)}."
 
 
 def _waiting(told: Explanation) -> Iterator[str]:
@@ -189,7 +177,7 @@ def _lost(lost: LostPrefix) -> str:
     at = f" at {lost.executor_id}" if lost.executor_id else ""
     run = f"{_tokens(lost.tokens)} of its prompt, from token {lost.position:,} on,"
     text = (
-        f"{run} {_were(lost.tokens)} cached by {_who(lost.cached_by)}{cached} "
+        f"{run} {'was' if lost.tokens == 1 else 'were'} cached by {_who(lost.cached_by)}{cached} "
         if lost.cached_by is not None
         else f"{run} had been cached "
     )
@@ -254,7 +242,7 @@ def _preemption(event: Preemption) -> str:
     what = "started over" if event.reason in (BLOCKS_SPOILED, LENDER_GONE) else f"was preempted for {_who(event.by)}"
     return (
         f"At {clock_time(event.time)} it {what} ({event.reason}): it let go of "
-        f"{_blocks(event.blocks)}, of which {event.freed:,} became free, and {again}."
+        f"{_count(event.blocks, 'block')}, of which {event.freed:,} became free, and {again}."
     )
 
 
@@ -282,6 +270,6 @@ def _reset(event: Interruption) -> str:
 def _decode(told: Explanation) -> Iterator[str]:
     if (phase := told.decode) is not None and phase.others_tokens:
         yield (
-            f"While its output was decoded, {_steps(phase.steps)} ran, in which {_tokens(phase.others_tokens)} of the "
-            "prompts of others were computed too: steps that do so take longer."
+            f"While its output was decoded, {_count(phase.steps, 'step')} ran, in which "
+            f"{_tokens(phase.others_tokens)} of the prompts of others were computed too: steps that do so take longer."
         )

@@ -31,8 +31,6 @@ from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 class _Room:
     """How much a report may still list: so many sequences, blocks and events each."""
 
-    __slots__ = ("blocks", "cut", "events", "sequences")
-
     def __init__(self, limit: int) -> None:
         self.sequences = self.blocks = self.events = limit
         self.cut = False
@@ -199,8 +197,7 @@ def _event(event: object, now: float) -> EventReport:
         sources=event.plan.sources,
     )
     if event.estimate is not None:
-        estimate = event.estimate
-        report.predicted_seconds = {"load": estimate.load, "recompute": estimate.recompute, "both": estimate.both}
+        report.predicted_seconds = event.estimate.by_method
         report.actual_seconds = None if isnan(event.ended) else round(event.ended - event.began, 6)
     return report
 

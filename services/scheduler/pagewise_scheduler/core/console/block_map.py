@@ -74,8 +74,6 @@ class MarkedBlocks:
 class StateCells:
     """The cells of one map, kept between updates: only those are counted again whose blocks have changed."""
 
-    __slots__ = ("_cells", "_first", "_size", "_states")
-
     def __init__(self) -> None:
         self._first = self._size = 0
         self._states = b""

@@ -73,22 +73,17 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """LRU: by the tick of the last release."""
+    """LRU: by the tick of the last release, of which ``now`` is the last of all."""
 
     learns = False
 
     def __init__(self) -> None:
-        self._tick = 0
-
-    @property
-    def now(self) -> int:
-        """The tick of the last release."""
-        return self._tick
+        self.now = 0
 
     def tick(self) -> int:
         """One more than before."""
-        self._tick += 1
-        return self._tick
+        self.now += 1
+        return self.now
 
     def group(self, block: CachedBlock) -> int:
         """All are in one."""
@@ -179,8 +174,6 @@ class EvictionQueue:
     blocks enters the queue only when the one behind it has gone, so meanwhile the others of its group stay as they are.
     ``price``: what the block that was taken last was worth, or the first one of its group a moment before.
     """
-
-    __slots__ = ("_groups", "_policy", "_rank_of", "_size", "_tie", "_until_look", "_valued", "_worth", "price")
 
     def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy

@@ -61,8 +61,6 @@ class LostBlocks:
     Two dictionaries, of which the older one is dropped as a whole: that takes no time per block.
     """
 
-    __slots__ = ("_generation", "_new", "_old")
-
     def __init__(self, most: int = MOST_LOST) -> None:
         self._generation = most // 2
         self._new: dict[int, LostRun] = {}
@@ -87,8 +85,6 @@ class LossLog:
 
     ``taker``, ``num_takers``: who takes blocks right now, for which others may be evicted.
     """
-
-    __slots__ = ("_run", "executor_id", "lost", "now", "num_takers", "taker")
 
     def __init__(self) -> None:
         self.lost = LostBlocks()

@@ -161,8 +161,6 @@ class PrefixTree:
     that lies in none below the device. ``losses``: of what leaves its last tier.
     """
 
-    __slots__ = ("_key_bytes", "_roots", "losses", "model_fingerprint", "no_copies", "num_blocks")
-
     def __init__(
         self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1, losses: LossLog | None = None
     ) -> None:

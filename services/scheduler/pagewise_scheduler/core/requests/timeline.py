@@ -53,8 +53,6 @@ class Activity:
     It is told once for each step that is planned, whatever its size.
     """
 
-    __slots__ = ("_ahead", "_cause", "_chunks", "_since", "_waited", "prefill_tokens", "steps")
-
     def __init__(self) -> None:
         self.steps = self.prefill_tokens = 0
         self._waited = dict.fromkeys(SHARED_CAUSES, 0.0)

@@ -26,8 +26,6 @@ class Account:
 class VirtualTokens:
     """The accounts of all keys. The schedulers of one fleet share them: a key is not served twice for coming twice."""
 
-    __slots__ = ("_accounts", "_last_to_leave", "_waiting")
-
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[Account, None] = {}

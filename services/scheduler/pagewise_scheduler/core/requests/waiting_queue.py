@@ -41,11 +41,6 @@ class WaitingQueue:
     sequence has come or gone.
     """
 
-    __slots__ = (
-        "_entries", "_first_ones", "_lines", "_num_pending", "_num_uncounted", "_numbers", "_pending",
-        "_virtual_tokens", "num_changes", "num_prompt_tokens",
-    )  # fmt: skip
-
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
         self.num_prompt_tokens = self.num_changes = 0
         self._virtual_tokens = virtual_tokens or VirtualTokens()
@@ -104,12 +99,7 @@ class WaitingQueue:
 
     def peek(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
-        lines = self._next_lines()
-        if len(lines) > 1:
-            return min(lines.items(), key=_turn)[1][0][-1]
-        for line in lines.values():
-            return line[0][-1]
-        return None
+        return next(iter(self.heads(1)), None)
 
     def heads(self, number: int) -> list[Sequence]:
         """The first sequence of each key that may be next: at most ``number``, in order."""

@@ -103,8 +103,6 @@ class PrefixQuery:
 class PendingPrefixes:
     """A sorted list of prompts for each cache salt: the longest common prefix of one more is with its neighbours."""
 
-    __slots__ = ("_prompts",)
-
     def __init__(self) -> None:
         self._prompts: dict[str | None, list[bytes]] = {}
 
@@ -248,8 +246,6 @@ class Placement:
 
 class _Lately:
     """A sum in which what is older weighs less, by 1/e in ``_LATELY`` seconds."""
-
-    __slots__ = ("_at", "_sum")
 
     def __init__(self) -> None:
         self._sum = self._at = 0.0

@@ -16,8 +16,6 @@ _Calendar = defaultdict[int, dict[Sequence, None]]
 class DecodeSet:
     """Ordered set of decoding sequences; the executor keeps the same order (see ``StepPlan``)."""
 
-    __slots__ = ("_accounts", "_block_calendar", "_block_size", "_length_calendar", "_members", "_order")
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._members: dict[Sequence, None] = {}

@@ -50,11 +50,6 @@ class StepInFlight:
     chunks.
     """
 
-    __slots__ = (
-        "attention", "chunk_rows", "completed", "computed", "context", "drafts", "ending", "num_seqs", "num_tokens",
-        "sampled", "step",
-    )  # fmt: skip
-
     def __init__(
         self,
         step: int,
@@ -152,8 +147,6 @@ class PendingCopies:
     target more than once if a tier has given up again what was to come there: the last of its sources counts.
     """
 
-    __slots__ = ("_inside", "_lists", "_written")
-
     def __init__(self) -> None:
         self._inside: list[int] = []
         self._lists: list[_Lists] = []
@@ -223,11 +216,6 @@ class PlanBuilder:
     ``copies``: between blocks of this executor. ``joined_bytes``: the bytes that the sequences that join take in the
     plan, with their constraints. ``drafts``: the drafts of sequences that decode.
     """
-
-    __slots__ = (
-        "_chunks", "_computed", "_constraints", "_joined", "_left", "_moves", "_tables", "copies", "drafts",
-        "joined_bytes",
-    )  # fmt: skip
 
     def __init__(self) -> None:
         self.copies = PendingCopies()
@@ -352,11 +340,6 @@ class StepLimits:
     A failed step halves both; a run of good steps doubles them again, up to the configured size. Repeated failures
     therefore end at a step with a single sequence, which shows the request that cannot run even alone.
     """
-
-    __slots__ = (
-        "_good_steps", "configured_num_batched_tokens", "configured_num_seqs", "max_num_batched_tokens",
-        "max_num_seqs",
-    )  # fmt: skip
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         if max_num_seqs < 1 or max_num_batched_tokens < 1:

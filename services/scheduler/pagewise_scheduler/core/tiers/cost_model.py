@@ -33,8 +33,6 @@ class OnlineLine:
     1, so that the prior weighs the same in all of them.
     """
 
-    __slots__ = ("_covariance", "_scales", "constants", "error")
-
     def __init__(self, constants: tuple[float, ...], scales: tuple[float, ...]) -> None:
         self.constants = list(constants)
         self.error = 0.0
@@ -89,8 +87,6 @@ class Link(OnlineLine):
     ``wait``: seconds that a load takes beside the link's own, lately: behind a step in progress, and until the next one
     begins. ``rests``: choices for which it is left alone because it has failed.
     """
-
-    __slots__ = ("_first", "_num_waits", "busy_until", "num_loading", "rests", "wait")
 
     def __init__(self, setup: float, block: float) -> None:
         super().__init__((setup, block), (1.0, 32.0))
@@ -178,12 +174,10 @@ class TierCosts:
     load: Link
     store: OnlineLine
 
-    @classmethod
-    def beginning_with(cls, costs: CopyCosts) -> "TierCosts":
-        """Lines with these constants, until something has been copied."""
-        return cls(
-            Link(costs.load_setup, costs.load_block), OnlineLine((costs.store_setup, costs.store_block), (1.0, 32.0))
-        )
+
+def _begin_with(of: CopyCosts) -> TierCosts:
+    """Lines with these constants, until something has been copied."""
+    return TierCosts(Link(of.load_setup, of.load_block), OnlineLine((of.store_setup, of.store_block), (1.0, 32.0)))
 
 
 Eviction = EvictionName | EvictionPolicy | UseHistory
@@ -228,6 +222,11 @@ class RecoveryEstimate:
     after: float = 0.0
     split: int = 0
 
+    @property
+    def by_method(self) -> dict[str, float]:
+        """The seconds of each method by its name."""
+        return {"load": self.load, "recompute": self.recompute, "both": self.both}
+
 
 class CostModel:
     """Predicts, and learns from the measured times.
@@ -240,18 +239,13 @@ class CostModel:
     both lately.
     """
 
-    __slots__ = (
-        "_chunk", "_first_fetch", "_num_both", "block_size", "both_bias", "decoding", "peers", "prefill", "small_step",
-        "tiers", "token",
-    )  # fmt: skip
-
     def __init__(self, costs: Costs, block_size: int, chunk: int, tiers: Iterable[int] = ()) -> None:
         self.block_size = block_size
         self._chunk = chunk
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))
         self._first_fetch = costs.fetch_setup, costs.fetch_block
-        self.tiers = {number: TierCosts.beginning_with(costs.of_tier(number)) for number in sorted(tiers)}
+        self.tiers = {number: _begin_with(costs.of_tier(number)) for number in sorted(tiers)}
         self.peers: dict[str, Link] = {}
         self.both_bias, self._num_both = 1.0, 0
         self.decoding, self.token = 1.0, costs.step

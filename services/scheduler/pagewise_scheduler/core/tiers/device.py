@@ -24,8 +24,6 @@ class BlockPool(Pool):
     many each of these blocks has.
     """
 
-    __slots__ = ("lent", "num_lent")
-
     def __init__(
         self,
         num_blocks: int,
@@ -59,13 +57,13 @@ class BlockPool(Pool):
                 else:
                     node.last_used = tick
                     states[block] = CACHED
-                    self._num_cached += 1
+                    self.num_cached += 1
                     if not node.num_on_device:
                         self._evictable.push(node, NEAREST)
                     if node.num_places > 1:
                         for tier in self.lower:  # where it was offered with an older tick
                             tier.offer(node)
-        self._evictable.shrink(self._num_cached)
+        self._evictable.shrink(self.num_cached)
 
     def restore(self, node: CachedBlock) -> None:
         """See ``Pool``. Only behind blocks that lie on the device."""

@@ -42,11 +42,6 @@ class HashedTier(Tier):
     here.
     """
 
-    __slots__ = (
-        "_arriving", "_begun", "_bit", "_counters", "_num_waiting", "_salted", "_waiting", "below", "costs", "demotion",
-        "identity", "max_arriving", "num_arriving", "number", "policy",
-    )  # fmt: skip
-
     is_far = True
 
     def __init__(

@@ -26,10 +26,6 @@ class HostTier(Pool, Tier):
     blocks that the tier above evicts then go further down, or are lost.
     """
 
-    __slots__ = (
-        "_after", "_before", "_no_copies", "_num_children", "costs", "demotion", "max_arriving", "num_arriving",
-    )  # fmt: skip
-
     def __init__(
         self,
         number: int,
@@ -69,7 +65,7 @@ class HostTier(Pool, Tier):
             block = self._free.pop()
             self.states[block] = CACHED
             self._enter(node, block)
-            self._num_cached += 1  # without references: once it lies in no tier above, it may go again
+            self.num_cached += 1  # without references: once it lies in no tier above, it may go again
             self.num_arriving += 1
             if source == DEVICE:
                 self.counters.demoted += 1

@@ -50,13 +50,9 @@ class KVCacheManager:
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
     device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
     freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step has returned,
-    so no other sequence can write into it before. ``losses``: a log of cached content that was lost.
+    so no other sequence can write into it before; ``num_retiring``: such references. ``losses``: a log of cached
+    content that was lost.
     """
-
-    __slots__ = (
-        "_demotion", "_lower", "_num_retiring", "_retiring", "_salted", "block_size", "capacity_tokens", "hashed",
-        "losses", "pool", "tiers",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -79,7 +75,7 @@ class KVCacheManager:
         self.losses = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
-        self._num_retiring = 0
+        self.num_retiring = 0
 
     def _build_tiers(
         self, num_blocks: int, policy: EvictionPolicy, counters: MemoryCounters, model_fingerprint: str
@@ -102,11 +98,6 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
         return self.pool.num_available
-
-    @property
-    def num_retiring(self) -> int:
-        """Block references that will be dropped once the steps in flight have returned."""
-        return self._num_retiring
 
     @property
     def usage(self) -> float:
@@ -318,14 +309,14 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
         else:
             self._retiring.append((in_flight_step, blocks))
-            self._num_retiring += len(blocks)
+            self.num_retiring += len(blocks)
 
     def step_returned(self, step: int) -> None:
         """Steps up to and including ``step`` have returned: the blocks that they touched may be reused."""
         retiring = self._retiring
         while retiring and retiring[0][0] <= step:
             blocks = retiring.popleft()[1]
-            self._num_retiring -= len(blocks)
+            self.num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
 
     def close(self, reason: LossReason = "executor lost") -> None:

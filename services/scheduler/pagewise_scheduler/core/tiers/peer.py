@@ -29,8 +29,6 @@ class PeerTiers(Source):
     ``counters``: of the executor that gets them.
     """
 
-    __slots__ = ("_counters", "_device", "_lent", "_num_held", "_peer", "_tiers", "epoch", "link", "peer")
-
     name, is_far = "peer", True
 
     def __init__(self, peer: "Peer", link: Link, counters: MemoryCounters) -> None:

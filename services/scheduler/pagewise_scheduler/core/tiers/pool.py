@@ -37,15 +37,11 @@ class Pool:
 
     ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
     have ids too.
+    ``num_cached``: blocks without references whose content may be used again.
     ``states``: the state of each block, a byte, for the console. ``restorable``: cached blocks that the executor has
     offered by hash in its Hello, and that no prompt has asked for yet; they are evicted first. Reserving and releasing
     n blocks costs O(n), and O(log blocks) for each one that has to be evicted.
     """
-
-    __slots__ = (
-        "_caches", "_evictable", "_free", "_nodes", "_num_cached", "_references", "below", "counters", "lower",
-        "num_blocks", "number", "policy", "restorable", "states", "tree",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -70,7 +66,7 @@ class Pool:
         self._nodes: list[CachedBlock | None] = [None] * num_blocks
         # A stack: the block freed last is used next, while the caches may still hold it.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._num_cached = 0
+        self.num_cached = 0
         self._evictable = EvictionQueue(policy, self._rank)
 
     @property
@@ -84,19 +80,14 @@ class Pool:
         return self.num_blocks - len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        """Blocks without references whose content may be used again."""
-        return self._num_cached
-
-    @property
     def num_available(self) -> int:
         """Blocks that ``reserve`` can hand out: free ones, and cached ones, which are evicted for it."""
-        return len(self._free) + self._num_cached
+        return len(self._free) + self.num_cached
 
     @property
     def num_in_use(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free) - self._num_cached
+        return self.num_blocks - len(self._free) - self.num_cached
 
     def next_evicted(self) -> CachedBlock | None:
         """The cached block that gives way first, if there is one."""
@@ -185,7 +176,7 @@ class Pool:
         self._nodes[block] = None
         self._free.append(block)
         self.states[block] = FREE
-        self._num_cached -= 1
+        self.num_cached -= 1
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, all of them in use or cached."""
@@ -193,7 +184,7 @@ class Pool:
         for block in blocks:
             if references[block] == 0:
                 assert self._nodes[block] is not None, f"block {block} is free and cannot be pinned"
-                self._num_cached -= 1
+                self.num_cached -= 1
                 self.states[block] = IN_USE
             references[block] += 1
 
@@ -206,7 +197,7 @@ class Pool:
             if left == 0:
                 node = self._nodes[block]
                 assert node is not None
-                self._num_cached += 1
+                self.num_cached += 1
                 self.states[block] = CACHED
                 self.offer(node)
 
@@ -217,7 +208,7 @@ class Pool:
         taken = set(restorable.values())
         self._free = [block for block in self._free if block not in taken]
         self.restorable = restorable
-        self._num_cached = len(restorable)
+        self.num_cached = len(restorable)
         for block in taken:
             self.states[block] = CACHED
 

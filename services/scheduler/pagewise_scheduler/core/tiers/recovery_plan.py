@@ -93,9 +93,7 @@ class RecoveryPlan:
         """What it is predicted to take."""
         if self.estimate is None or self.method == "device":
             return 0.0
-        return {"load": self.estimate.load, "recompute": self.estimate.recompute, "both": self.estimate.both}[
-            self.method
-        ]
+        return self.estimate.by_method[self.method]
 
     @property
     def seconds_with_step(self) -> float:
@@ -207,8 +205,6 @@ class Recovery:
 
 class RecoveryPolicy:
     """Goes by the costs, unless ``mode`` names a method."""
-
-    __slots__ = ("_costs", "mode")
 
     def __init__(self, costs: CostModel, mode: RecoveryMode = "auto") -> None:
         self.mode: RecoveryMode = mode

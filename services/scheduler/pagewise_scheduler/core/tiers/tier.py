@@ -54,8 +54,6 @@ class Source:
     cancelled, and few blocks are asked for at a time.
     """
 
-    __slots__ = ()
-
     name: str
     link: Link
     peer: str = ""
@@ -86,8 +84,6 @@ class Tier(Source):
     is used again. ``num_arriving``: blocks whose copy to it was asked for and has not been confirmed; with
     ``max_arriving`` of them no more prefixes are begun.
     """
-
-    __slots__ = ()
 
     number: int
     below: "Tier | None"
