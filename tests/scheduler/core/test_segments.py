@@ -8,7 +8,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
-from pagewise_scheduler.core.tiers.hottest_prefixes import hottest_prefixes
+from pagewise_scheduler.core.tiers.device import hottest_prefixes
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import HOST, pack_int32s
 from pagewise_shared.segments import make_segments, mark_segments

@@ -16,7 +16,7 @@ from pagewise_scheduler.actors.engine import Engine, Life
 from pagewise_scheduler.actors.fleet import Fleet
 from pagewise_scheduler.actors.router import Router, could_serve
 from pagewise_scheduler.core.requests.request import SequenceStatus
-from pagewise_scheduler.core.tiers.hottest_prefixes import HotPrefix, hottest_prefixes
+from pagewise_scheduler.core.tiers.device import HotPrefix, hottest_prefixes
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

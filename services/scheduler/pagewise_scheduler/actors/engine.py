@@ -26,9 +26,8 @@ from pagewise_scheduler.actors.sessions import HEARTBEAT_MS, Loss
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
 from pagewise_scheduler.core.requests.timeline import Reset
-from pagewise_scheduler.core.scheduling.results import failed
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput
+from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
 from pagewise_scheduler.metrics import Metrics
 
 log = logging.getLogger(__name__)

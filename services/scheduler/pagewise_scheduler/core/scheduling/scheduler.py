@@ -20,8 +20,16 @@ from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
 from pagewise_scheduler.core.scheduling.preemption import choose_victim
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
-from pagewise_scheduler.core.scheduling.results import check_result, take_logprobs, take_tokens
-from pagewise_scheduler.core.scheduling.step import Chunks, PlanBuilder, StepInFlight, StepLimits, StepOutput
+from pagewise_scheduler.core.scheduling.step import (
+    Chunks,
+    PlanBuilder,
+    StepInFlight,
+    StepLimits,
+    StepOutput,
+    check_result,
+    take_logprobs,
+    take_tokens,
+)
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries

@@ -3,15 +3,17 @@
 Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tree instead of hashes.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.losses import RequestRef
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 from pagewise_scheduler.core.tiers.tier import Tier
 
@@ -137,3 +139,23 @@ class BlockPool(Pool):
         node.num_places += 1
         node.parent.num_on_device += 1
         self._nodes[block] = node
+
+
+@dataclass(slots=True, frozen=True)
+class HotPrefix:
+    """A prefix of ``num_blocks`` full blocks: its ``tokens`` (int32 bytes), and whose cache it is in."""
+
+    cache_salt: str | None
+    tokens: bytes
+    num_blocks: int
+
+
+def hottest_prefixes(pool: BlockPool, limit: int) -> list[HotPrefix]:
+    """The prefixes that eviction would give up last, at most ``limit``, the most valuable first."""
+    hottest = heapq.nlargest(limit, pool.tree.leaves(), key=lambda leaf: pool.policy.value(leaf[1]))
+    return [_prefix(cache_salt, leaf) for cache_salt, leaf in hottest]
+
+
+def _prefix(cache_salt: str | None, leaf: CachedBlock) -> HotPrefix:
+    pieces = [node.tokens for node in ancestors(leaf)]
+    return HotPrefix(cache_salt, b"".join(reversed(pieces)), len(pieces))
