@@ -42,7 +42,7 @@ LONGER_FILES: dict[str, str] = {
     f"{_CORE}/routing/executor_view.py": "an executor as routing sees it",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     f"{_CORE}/scheduling/step.py": "a step: its limits, its plan with the copies in it, and its result",
-    f"{_CORE}/tiers/recovery.py": "a recovery from the choice of its tiers to its end",
+    f"{_CORE}/tiers/recovery.py": "how sequences get their KV back, and which is the cheapest to get back",
     "shared/pagewise_shared/config/options.py": "the options of every command",
 }
 """Files that may be longer, each with the reason."""

@@ -2,10 +2,8 @@
 
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.core.requests.waiting_queue import AGEING_SECONDS, WaitingQueue
-from pagewise_scheduler.core.scheduling.preemption import choose_victim
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
-from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_shared.protocol import StepPlan
 
 from tests.scheduler.core.builders import create_request, create_scheduler
@@ -97,7 +95,7 @@ def running(scheduler: Scheduler, *requests: Request) -> list[Sequence]:
 
 
 def victim_of(scheduler: Scheduler) -> Request:
-    return choose_victim(scheduler.running, scheduler.kv.pool, scheduler.costs).request
+    return scheduler.recoveries.choose_victim(scheduler.running).request
 
 
 def test_the_lowest_priority_gives_way_and_the_first_in_line_never_does() -> None:
@@ -122,9 +120,8 @@ def test_the_victim_is_the_cheapest_to_recover_per_block_that_becomes_free() -> 
     running(scheduler, oldest, large, small)
     assert victim_of(scheduler) is large
     # Attention that grows with the square makes the long one the expensive one.
-    pool: BlockPool = scheduler.kv.pool
-    steep = CostModel(Costs(step=0.0, token=0.0, attention=1.0), 4, 64)
-    assert choose_victim(scheduler.running, pool, steep).request is small
+    scheduler.recoveries.costs = CostModel(Costs(step=0.0, token=0.0, attention=1.0), 4, 64)
+    assert victim_of(scheduler) is small
 
 
 def test_blocks_that_others_share_are_no_gain() -> None:

@@ -15,10 +15,9 @@ from pagewise_scheduler.core.memory.eviction import PREEMPTED
 from pagewise_scheduler.core.memory.losses import RequestRef
 from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
-from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
+from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
-from pagewise_scheduler.core.scheduling.preemption import choose_victim
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import (
     Chunks,
@@ -322,11 +321,7 @@ class Scheduler:
     def _victim(self) -> Sequence:
         """The running sequence to preempt: a feature's choice, or the one that costs the least."""
         running = self.running
-        return self.features.victim(running) or self.choose_victim(running)
-
-    def choose_victim(self, running: list[Sequence], account: Account | None = None) -> Sequence:
-        """See ``preemption.choose_victim``."""
-        return choose_victim(running, self.kv.pool, self.costs, account)
+        return self.features.victim(running) or self.recoveries.choose_victim(running)
 
     def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: Loads) -> StepPlan:
         """Book the step and build its plan."""

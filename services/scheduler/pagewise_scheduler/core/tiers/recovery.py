@@ -5,19 +5,21 @@ front and loading from the back, until the two meet. Loading alone and computing
 blocks come from makes no difference but for the costs.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ReadOnlyList
 from functools import partial
 from itertools import groupby
-from math import isnan
+from math import inf, isnan
 from operator import attrgetter
 from typing import NamedTuple
 
-from pagewise_shared.protocol import Copied, unpack_int32s
+from pagewise_shared.protocol import DEVICE, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.virtual_tokens import Account
 from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel, Link, together
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -27,6 +29,8 @@ from pagewise_scheduler.core.tiers.tier import Place
 from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
 
 _REPORTS_KEPT = 4096
+_VICTIMS = 16
+"""How many sequences are weighed when one is to be preempted."""
 _PIECE_BLOCKS = 256
 _FETCHED_BLOCKS = 128
 _SMALL_PIECE = 8
@@ -193,6 +197,30 @@ class Recoveries:
         if own is None or other is None or own is other:
             return False
         return own.block_format == other.block_format and self.costs.link(peer).rests == 0
+
+    def choose_victim(self, running: list[Sequence], account: Account | None = None) -> Sequence:
+        """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
+
+        Only the latest arrivals are weighed, and never the first in line: one sequence always gets on. A block that
+        others share does not become free. ``account``: the key whose sequences are preferred, if it has candidates.
+        """
+        lowest = max(sequence.request.params.priority for sequence in running)
+        first = min(running, key=_arrival_order)
+        others = [one for one in running if one.request.params.priority == lowest and one is not first]
+        if account is not None:
+            others = [one for one in others if one.request.account is account] or others
+        latest = heapq.nlargest(_VICTIMS, others, key=_arrival_order)
+        return min(latest, key=self._seconds_per_block, default=first)
+
+    def _seconds_per_block(self, sequence: Sequence) -> float:
+        costs, blocks = self.costs, sequence.table.blocks
+        freed = self._kv.pool.num_freed(blocks)
+        if not freed:
+            return inf
+        start, link = (len(blocks) - freed) * costs.block_size, costs.link_below(DEVICE)
+        if link is None:
+            return costs.compute_seconds(start, freed * costs.block_size) / freed
+        return min(costs.estimate(start, freed, link).by_method.values()) / freed
 
     # ---- running -------------------------------------------------------------------------------------
 
@@ -395,6 +423,10 @@ class Recoveries:
         for sequence in [*self._active, *self._recomputing]:
             self.abandon(sequence)
         self.transfers.clear()
+
+
+def _arrival_order(sequence: Sequence) -> tuple[int, float, int]:
+    return (*sequence.request.order, sequence.index)
 
 
 def _hold_none(start: int, stop: int) -> list[Place]:
