@@ -157,7 +157,7 @@ class FairShares(Feature):
         ``over``: rows or blocks by which keys exceed their shares.
         """
         accounts = {sequence.request.account for sequence in candidates}
-        most = max(accounts.intersection(over), key=over.__getitem__, default=None)
+        most = max(filter(accounts.__contains__, over), key=over.__getitem__, default=None)
         if most is None or over[most] <= 0:
             return None
         return self.scheduler.recoveries.choose_victim([one for one in candidates if one.request.account is most])
