@@ -28,11 +28,12 @@ from pagewise_shared.config import (
     ServeConfig,
     UpConfig,
     options_of,
+    vllm,
 )
 from pagewise_shared.config.groups import GROUPS
 from prometheus_client import CollectorRegistry
 
-from docs import vllm_tables, wire_tables
+from docs import wire_tables
 
 _DOCS = Path(__file__).parent
 _WRITTEN = ("options", "metrics", "vllm-flags", "wire-protocol")
@@ -340,6 +341,21 @@ def limits_table() -> str:
     return _table(("limit", "of", "default", "option"), rows)
 
 
+def vllm_table() -> str:
+    """The options of ``vllm serve`` that are accepted under another name, or without an effect."""
+    options = options_of(ServeConfig)
+    same = {option.flag for option in options.values()}
+    rows = []
+    for name, (option_name, _) in vllm.ALIASES.items():
+        if name not in same:
+            option = options[option_name]
+            rows.append(_row(f"`{name}`", f"`{option.variable if option.secret else option.flag}`"))
+    rows += [_row(f"`{name}`", "always on") for name in sorted(vllm.ALWAYS)]
+    for name, accepted in vllm.ONLY.items():
+        rows.append(_row(f"`{name}`", "only " + ", ".join(f"`{each}`" for each in accepted)))
+    return _table(("vLLM's option", "here"), rows)
+
+
 def wire_table(name: str) -> str:
     """Each message of a direction, or each part of messages, with a table of its fields."""
     parts = []
@@ -362,11 +378,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "options": options_table,
     "metrics": metrics_table,
     "limits": limits_table,
-    "vllm_same": lambda: _table(("option", "here"), [_row(*row) for row in vllm_tables.same_names()]),
-    "vllm_accepted": lambda: _table(("vLLM's option", "here", ""), [_row(*row) for row in vllm_tables.accepted()]),
-    "vllm_refused": lambda: _table(
-        ("vLLM's options", "instead, or why not"), [_row(*row) for row in vllm_tables.refused()]
-    ),
+    "vllm": vllm_table,
 }
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -14,12 +15,14 @@ from benchmarks.serving.workloads import Work
 
 @dataclass
 class Timing:
-    """Seconds from the start of one request, and how many tokens it got."""
+    """Seconds from the start of one request, how many tokens it got, and how many its prompt has and had cached."""
 
     first_token: float
     end: float
     gaps: list[float]
     tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 async def one_request(
@@ -38,7 +41,7 @@ async def one_request(
     }
     began = time.perf_counter()
     arrivals: list[float] = []
-    tokens = 0
+    usage: dict[str, Any] = {}
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
@@ -46,10 +49,17 @@ async def one_request(
                 event = json.loads(line[6:])
                 if event["choices"]:
                     arrivals.append(time.perf_counter())
-                if event.get("usage"):
-                    tokens = event["usage"]["completion_tokens"]
+                usage = event.get("usage") or usage
     gaps = [b - a for a, b in itertools.pairwise(arrivals)]
-    return Timing(arrivals[0] - began, time.perf_counter() - began, gaps, tokens)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Timing(
+        arrivals[0] - began,
+        time.perf_counter() - began,
+        gaps,
+        usage.get("completion_tokens", 0),
+        usage.get("prompt_tokens", 0),
+        cached,
+    )
 
 
 async def drive(url: str, works: list[Work], rate: float | None, seed: int, model: str | None = None) -> list[Timing]:

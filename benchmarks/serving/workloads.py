@@ -33,22 +33,22 @@ def workload(name: str, count: int, seed: int = 0, beside: str = "nothing") -> l
     """``count`` requests of one of ``WORKLOADS``. All prompts of another seed, or beside something else, are others, so
     no cache finds them. Lengths depend on the seed alone."""
     lengths, texts = random.Random(f"{name} {seed}"), random.Random(f"{name} {seed} {beside}")
-    shared = _tokens(texts, _SHARED)
+    shared = random_tokens(texts, _SHARED)
     works = []
     for _ in range(count):
         match name:
             case "unequal":
-                works.append(Work(_tokens(texts, int(2 ** lengths.uniform(4, 9))), lengths.randint(16, 256)))
+                works.append(Work(random_tokens(texts, int(2 ** lengths.uniform(4, 9))), lengths.randint(16, 256)))
             case "equal":
-                works.append(Work(_tokens(texts, 128), 128))
+                works.append(Work(random_tokens(texts, 128), 128))
             case "short":
-                works.append(Work(_tokens(texts, 64), 128))
+                works.append(Work(random_tokens(texts, 64), 128))
             case "long":
-                works.append(Work(_tokens(texts, 512), 128))
+                works.append(Work(random_tokens(texts, 512), 128))
             case "outputs":
-                works.append(Work(_tokens(texts, 64), lengths.randint(16, 256)))
+                works.append(Work(random_tokens(texts, 64), lengths.randint(16, 256)))
             case "prefix":
-                works.append(Work(shared + _tokens(texts, 32), 64))
+                works.append(Work(shared + random_tokens(texts, 32), 64))
             case _:
                 raise ValueError(f"there is no workload {name!r}")
     return works
@@ -61,7 +61,8 @@ def earlier(name: str, works: list[Work]) -> list[Work]:
     return [Work(works[0].prompt[:_SHARED] + [9] * 32, 1)] if name == "prefix" else []
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Token ids of the demo tokenizer that have text."""
     return [rng.randrange(10, 4000) for _ in range(count)]
 
 

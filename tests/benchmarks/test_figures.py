@@ -2,17 +2,13 @@
 
 import importlib
 import json
-import random
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from pagewise.bench.metrics import Outcome
-from pagewise.bench.plot import plot
 
 from tests.figures import overlapping, saved_figures
 
@@ -52,31 +48,6 @@ def test_no_text_of_a_figure_covers_another(name: str, tmp_path: Path) -> None:
         draw(*(kept[part] for part in parts), str(tmp_path / "figure.svg"))
     (figure,) = figures
     assert overlapping(figure) == []
-
-
-@pytest.mark.parametrize("servers", [["pagewise"], ["pagewise", "transformers serve", "transformers", "vllm"]])
-def test_no_text_of_a_benchmark_of_servers_covers_another(servers: list[str], tmp_path: Path) -> None:
-    random.seed(0)
-    outcomes = {
-        server: [[Outcome(0.0, float(number), 20, number + 3.0, events=times(number)) for number in range(50)]]
-        for server in servers
-    }
-    settings = {
-        "request_rate": 4.5, "max_concurrency": 16, "num_prompts": 1000, "duration": 60.0,
-        "dataset_name": "prefix_repetition",
-    }  # fmt: skip
-    result = {"settings": settings, "servers": [{"model": "Qwen/Qwen2.5-0.5B-Instruct"} for _ in servers]}
-    goodput = Namespace(goodput=[("ttft", 300.0), ("tpot", 120.0), ("e2el", 2500.0)])
-    with saved_figures() as figures:
-        plot(result, outcomes, goodput, tmp_path / "figure.svg")
-    (figure,) = figures
-    assert overlapping(figure) == []
-
-
-def times(sent: float) -> list[float]:
-    """When the events of a request came."""
-    first = sent + random.uniform(0.05, 1.0)
-    return [first + 0.1 * number for number in range(20)]
 
 
 def test_texts_over_each_other_and_over_the_edge_are_found() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.segment_report.main import main
+from pagewise_gateway.segment_report import main
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 EDGE = 15
@@ -64,10 +64,9 @@ def test_token_ids_need_no_model(tmp_path: Path) -> None:
         {"prompt": [*prefix, *two, *ids(5, 30), *one], "max_tokens": 3},
         {"prompt": [prefix + two + ids(6, 10) + one, one], "model": "any"},
     )
-    done = run_process(trace, "--json", tmp_path / "out.json")
+    done = run_process(trace)
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
-    assert json.loads((tmp_path / "out.json").read_text()) == told
     assert (told["trace"], told["requests"], told["prompts"]) == ("trace.jsonl", 3, 4)
     tokens = told["tokens"]
     assert tokens["all"] == 584 + 594 + 574 + 300
@@ -153,12 +152,12 @@ def test_requests_that_a_gateway_would_refuse_are_left_out_and_told(tmp_path: Pa
 @pytest.mark.parametrize(
     ("trace", "reason"),
     [
-        ("mooncake_conversation_trace.jsonl.gz", "Mooncake trace: it holds hashes of blocks"),
-        ("cc_agentic_max64k_min10req.rle.jsonl.gz", "agents' sessions: it holds hashes of blocks"),
-        ("sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz", "ShareGPT trace: it holds how long prompts are"),
+        ("mooncake_conversation_trace.jsonl.gz", 'line 1 has neither "prompt" nor "messages"'),
+        ("cc_agentic_max64k_min10req.rle.jsonl.gz", 'line 1 has neither "prompt" nor "messages"'),
+        ("sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz", "line 1 is not JSON"),
     ],
 )
-def test_traces_without_an_answer_are_refused_by_name(trace: str, reason: str) -> None:
+def test_traces_without_texts_are_refused(trace: str, reason: str) -> None:
     assert reason in refusal(TRACES / trace)
 
 
@@ -170,7 +169,6 @@ def test_traces_without_an_answer_are_refused_by_name(trace: str, reason: str) -
         (b"[1, 2]\n{nonsense\n", "line 2 is not JSON"),
         (b'{"question": 1}\n', 'neither "prompt" nor "messages"'),
         (b'"text"\n', "line 1 is no request"),
-        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "Azure trace"),
         (b"\xff\xfe\x00", "line 1 is not JSON"),
     ],
 )
@@ -186,6 +184,5 @@ def test_files_and_models_that_are_not_there(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     trace = written(tmp_path / "trace.jsonl", [1, 2])
     assert "no such model" in refusal(trace, "--model", "/nowhere/model")
-    assert "there is no directory" in refusal(trace, "--json", tmp_path / "no" / "out.json")
     (tmp_path / "broken.gz").write_bytes(gzip.compress(b"[1, 2]\n" * 1000)[:-9])
     assert "EOFError" in refusal(tmp_path / "broken.gz")

@@ -94,12 +94,8 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--tensor-parallel", "0"], {}, "--tensor-parallel: Expected `int` >= 1"),
         (["--tensor-parallel", "2", "--kv-mapping", "mmu"], {}, "cannot be used with --kv-mapping mmu"),
         (["--simulate"], {"PAGEWISE_TENSOR_PARALLEL": "4"}, "--tensor-parallel 4 cannot be used with --simulate"),
-        (
-            ["--pipeline-parallel-size", "2"],
-            {},
-            "--pipeline-parallel-size 2, an option of vLLM, is not there: layers are not divided among devices",
-        ),
-        (["--enable-expert-parallel"], {}, "use --tensor-parallel N, which divides each expert"),
+        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size: only 1 can be given (got '2')"),
+        (["--enable-expert-parallel"], {}, "there is no option --enable-expert-parallel"),
     ],
 )
 def test_errors_name_their_source(

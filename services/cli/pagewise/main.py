@@ -14,7 +14,6 @@ from pagewise_shared.version import package_version
 
 from pagewise.chat import chat
 from pagewise.cluster import commands as cluster
-from pagewise.completion import completion
 from pagewise.doctor.command import doctor
 from pagewise.errors import CommandError
 from pagewise.explain import explain
@@ -43,7 +42,6 @@ commands:
   size MODEL        say what a model takes of a GPU's memory, and how many tokens fit beside it
   replay TRACE      run a request trace through the scheduler under a virtual clock
   segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
-  bench             put a load on an OpenAI-compatible server, or on several in turns, and measure it
   completion SHELL  print a script that lets bash, zsh or fish complete these commands and their options
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
@@ -51,6 +49,10 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the process's exit code."""
+    if "_ARGCOMPLETE" in os.environ:
+        from pagewise.completion import complete
+
+        complete(COMMANDS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next(iter(arguments), "")
     if name in ("", "-h", "--help"):
@@ -105,14 +107,8 @@ def _gateways(arguments: Sequence[str]) -> int:
     return asyncio.run(gateways(config))
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    from pagewise.bench.command import bench  # which other commands need not load
-
-    return bench(arguments)
-
-
 def _top(arguments: Sequence[str]) -> int:
-    from pagewise.top.command import top  # as above
+    from pagewise.top.command import top  # which other commands need not load
 
     return top(arguments)
 
@@ -125,7 +121,9 @@ def _run(module: str, arguments: Sequence[str]) -> int:
 
 
 def _completion(arguments: Sequence[str]) -> int:
-    return completion(arguments, COMMANDS)
+    from pagewise.completion import completion  # as above
+
+    return completion(arguments)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -142,8 +140,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "keys": keys,
     "replay": partial(_run, "pagewise_scheduler.replay.main"),
-    "segments": partial(_run, "pagewise_gateway.segment_report.main"),
-    "bench": _bench,
+    "segments": partial(_run, "pagewise_gateway.segment_report"),
     "top": _top,
     "wipe": partial(_run, "pagewise_executor.tiers.wipe"),
     "size": partial(_run, "pagewise_executor.sizing"),

@@ -53,6 +53,10 @@ ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "ope
 SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
 
 
+MAX_BODY_BYTES, MAX_BODY_MEMORY = 4 * 2**20, 64 * 2**20
+"""The defaults of ``--max-body-bytes`` and ``--max-body-memory``."""
+
+
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """Options of ``pagewise-scheduler``. It loads no model: ``model`` and ``served_model_name`` label its metrics."""
 
@@ -223,7 +227,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
             "N",
             "A list of token ids takes up to seven bytes for each: 600,000 of them fit.",
         ),
-    ] = 4 * 1024 * 1024
+    ] = MAX_BODY_BYTES
     max_body_memory: Annotated[
         Positive,
         _help(
@@ -231,7 +235,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
             "N",
             "Each API key may use a quarter of them (at least `--max-body-bytes`). Beyond that the answer is 429.",
         ),
-    ] = 64 * 1024 * 1024
+    ] = MAX_BODY_MEMORY
     max_answer_memory: Annotated[
         Positive,
         _help(

@@ -14,15 +14,21 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 import msgspec
 from msgspec import Meta, Struct
 
+from pagewise_shared.config import vllm
 from pagewise_shared.config.adapter_options import check_adapters
 from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.groups import GROUPS
 from pagewise_shared.config.observability_options import check_tracing
-from pagewise_shared.config.options import ExecutorConfig, GatewayConfig, SchedulerConfig
+from pagewise_shared.config.options import (
+    MAX_BODY_BYTES,
+    MAX_BODY_MEMORY,
+    ExecutorConfig,
+    GatewayConfig,
+    SchedulerConfig,
+)
 from pagewise_shared.config.parallel_options import check_parallel
 from pagewise_shared.config.size_options import check_pool_options, check_step_options
-from pagewise_shared.config.speculative import parse_speculative
-from pagewise_shared.config.vllm import parsing as vllm
+from pagewise_shared.config.speculative import check_speculative
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
@@ -82,15 +88,9 @@ def parse_config(
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{prog} {package_version()}", help="print the version")
-    found = options_of(config_type)
-    grouped = [(title, name) for title, names in GROUPS.items() for name in names if name in found]
-    groups = {title: parser.add_argument_group(title) for title, _ in grouped}
-    titles = {name: title for title, name in grouped}
-    # In the order of the groups. An option without a group (the model) comes first.
-    for name in [*(name for name in found if name not in titles and not found[name].secret), *titles]:
-        _add_argument((groups[titles[name]] if name in titles else parser).add_argument, found[name])
+    add_options(parser, config_type)
     known = flags_of(config_type)
-    vllm.add_flags(parser, known, found.keys())
+    vllm.add_flags(parser, known, options_of(config_type).keys())
     arguments, others = parser.parse_known_args(argv)
     if others:
         parser.error(vllm.unknown(others, known))
@@ -103,6 +103,19 @@ def parse_config(
         parser.error(str(error))
 
 
+def add_options(parser: argparse.ArgumentParser, config_type: type[Struct]) -> None:
+    """Add the options of a configuration in the order of their groups; the model, which has no group, comes first."""
+    found = options_of(config_type)
+    for option in found.values():
+        if not option.secret and not any(option.name in names for names in GROUPS.values()):
+            _add_argument(parser.add_argument, option)
+    for title, names in GROUPS.items():
+        if options := [found[name] for name in names if name in found]:
+            group = parser.add_argument_group(title)
+            for option in options:
+                _add_argument(group.add_argument, option)
+
+
 def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: Mapping[str, str]) -> ConfigT:
     """Build a configuration from option values by field name, environment variables, and defaults.
 
@@ -113,29 +126,43 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
     for option in options_of(config_type).values():
         if option.name in given:
             values[option.name] = _convert(given[option.name], option.hint, option.flag)
-        elif environ.get(option.variable) and option.secret:
-            values[option.name] = environ[option.variable]
-        elif environ.get(option.variable):
-            text = environ[option.variable]
+        elif text := environ.get(option.variable):
             value = text.split() if _is_list(option.hint) else text
-            values[option.name] = _convert(value, option.hint, option.variable)
-    check_pool_options(values)
-    check_step_options(values)
+            values[option.name] = value if option.secret else _convert(value, option.hint, option.variable)
+    for check in _CHECKS:
+        check(values)
+    check_adapters(values, loads=config_type is not SchedulerConfig)
+    return _compose(config_type, values)
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
     for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
         if values.get(name) is not None:
             parse_size(values[name])
-    check_adapters(values, loads=config_type is not SchedulerConfig)
-    check_parallel(values)
-    check_tracing(values)
-    if values.get("speculative_config") is not None:
-        parse_speculative(values["speculative_config"])
-    if values.get("role", "both") != "both" and values.get("lend_blocks") is False:
-        raise ConfigError(f"--role {values['role']} needs --lend-blocks: requests move, and their blocks are fetched")
-    config = _compose(config_type, values)
-    for part in (config, getattr(config, "gateway", None)):
-        if isinstance(part, GatewayConfig) and part.max_body_bytes > part.max_body_memory:
-            raise ConfigError("--max-body-bytes is more than --max-body-memory: no body of that size could be read")
-    return config
+
+
+def _check_role(values: Mapping[str, Any]) -> None:
+    role = values.get("role", "both")
+    if role != "both" and values.get("lend_blocks") is False:
+        raise ConfigError(f"--role {role} needs --lend-blocks: requests move, and their blocks are fetched")
+
+
+def _check_bodies(values: Mapping[str, Any]) -> None:
+    if values.get("max_body_bytes", MAX_BODY_BYTES) > values.get("max_body_memory", MAX_BODY_MEMORY):
+        raise ConfigError("--max-body-bytes is more than --max-body-memory: no body of that size could be read")
+
+
+_CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
+    check_pool_options,
+    check_step_options,
+    _check_sizes,
+    check_parallel,
+    check_tracing,
+    check_speculative,
+    _check_role,
+    _check_bodies,
+)
+"""Checks of option values together; each raises a ``ConfigError`` that names an option."""
 
 
 def options_of(config_type: type[Struct]) -> dict[str, Option]:
@@ -162,11 +189,6 @@ def flags_of(config_type: type[Struct]) -> list[str]:
         if _base(option.hint) is bool:
             names.append(f"--no-{option.flag[2:]}")
     return names
-
-
-def words_of(option: Option) -> tuple[str, ...]:
-    """Return the words of which an option takes one; none if it takes something else."""
-    return tuple(map(str, _words(option.hint)))
 
 
 def to_argv(config: Struct) -> list[str]:

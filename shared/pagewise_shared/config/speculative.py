@@ -1,6 +1,7 @@
 """The option of speculative decoding, by vLLM's names; ``docs/speculation.md`` tells when it pays."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -66,3 +67,13 @@ def parse_speculative(text: str) -> SpeculativeConfig:
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(f"{name}: prompt_lookup_min is greater than prompt_lookup_max, {config.prompt_lookup_max}")
     return config
+
+
+def check_speculative(values: Mapping[str, Any]) -> None:
+    """Check the option, if it was given.
+
+    Raises:
+        ConfigError: it is unusable.
+    """
+    if values.get("speculative_config") is not None:
+        parse_speculative(values["speculative_config"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
-from pagewise_shared.config.vllm.parsing import options_from
+from pagewise_shared.config.vllm import options_from
 from pagewise_shared.end_tokens import untyped_special_tokens
 from pagewise_shared.model_files import resolve_model
 

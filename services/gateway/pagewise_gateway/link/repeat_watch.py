@@ -7,7 +7,7 @@ from collections.abc import Generator
 from time import monotonic
 
 from pagewise_gateway.metrics import Metrics
-from pagewise_gateway.repeats.finder import RepeatFinder, Repeats
+from pagewise_gateway.repeats import RepeatFinder, Repeats
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 import random
 from array import array
 
-from pagewise_gateway.repeats.finder import RepeatFinder
-from pagewise_gateway.segment_report.counts import Segment, SegmentCounts
+from pagewise_gateway.repeats import RepeatFinder
+from pagewise_gateway.segment_report import Segment, SegmentCounts
 
 SLOTS = 1 << 18
 EDGE = 15

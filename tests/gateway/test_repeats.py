@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.repeats import finder as finder_module
-from pagewise_gateway.repeats.finder import RepeatFinder, Repeats
-from pagewise_gateway.repeats.seen_keys import SeenKeys
-from pagewise_gateway.repeats.windows import (
+from pagewise_gateway import repeats as repeats_module
+from pagewise_gateway.repeats import (
     SURELY_FOUND,
     WINDOW,
+    RepeatFinder,
+    Repeats,
+    SeenKeys,
     mixed,
     powers_of,
     sampled,
@@ -127,7 +128,7 @@ def test_pieces_change_nothing(seed: int, length: int, piece: int) -> None:
     def results(size: int) -> list[Repeats]:
         rng = random.Random(seed)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(finder_module, "PIECE", size)
+            patch.setattr(repeats_module, "PIECE", size)
             finder = RepeatFinder(SLOTS)
             one, two = text(rng, length), text(rng, 100)
             prompts = [joined(one, two), joined(one, text(rng, 3), two), joined(text(rng, 7), one)]

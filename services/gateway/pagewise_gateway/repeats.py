@@ -1,20 +1,134 @@
-"""Says of each prompt how much of it earlier prompts contain: as a prefix, and elsewhere."""
+"""Says of each prompt how much of it earlier prompts contain: as a prefix, and elsewhere.
+
+All windows of 16 tokens are hashed, and a sample of them is remembered that does not depend on where a text stands. The
+hash is Rabin and Karp's polynomial modulo 2^64. Four doublings compute it at every offset: a window of 2k tokens is two
+windows of k. The sample is that of winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of each ``WINDOW`` windows
+that follow one another, the one with the smallest hash. So windows in the sample are at most ``WINDOW`` tokens apart,
+which leaves no gaps between them, and two prompts that contain the same ``SURELY_FOUND`` tokens share one in any case.
+About 2 of ``WINDOW`` + 1 windows are in it.
+"""
 
 import secrets
 from array import array
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pagewise_gateway.repeats.seen_keys import SeenKeys
-from pagewise_gateway.repeats.windows import WINDOW, Hashes, Positions, mixed, powers_of, sampled, window_hashes
+Hashes = NDArray[np.uint64]
+Positions = NDArray[np.intp]
+
+WINDOW = 16
+"""Tokens of a window."""
+SURELY_FOUND = 2 * WINDOW - 1
+"""A text of so many tokens has ``WINDOW`` windows, one of which is in the sample."""
 
 PIECE = 8192
 """Tokens that are hashed at once: it takes about half a millisecond, and the arrays stay in the processor's caches."""
 
+_DOUBLINGS = 4
 _MODULUS = 1 << 64
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_HALF, _SHIFT = np.uint64(32), np.uint64(29)
+
+_WAYS = 4
+_SPREAD, _TWO_BITS = np.uint64(0xD6E8FEB86659FD93), np.uint64(62)
+
+_NONE = np.empty(0, np.intp)
+
+assert 1 << _DOUBLINGS == WINDOW
+
+
+def powers_of(base: int) -> tuple[np.uint64, ...]:
+    """Return what ``window_hashes`` multiplies by. ``base``: an odd number below 2^64."""
+    return tuple(np.uint64(pow(base, 1 << doubling, 1 << 64)) for doubling in range(_DOUBLINGS))
+
+
+def window_hashes(tokens: "NDArray[np.int32]", powers: tuple[np.uint64, ...]) -> Hashes:
+    """Return the polynomial hash of each window. ``tokens``: ``WINDOW`` at least; n tokens have n - 15 windows."""
+    hashes = tokens.astype(np.uint64)
+    for doubling, power in enumerate(powers):
+        step = 1 << doubling
+        left = hashes[:-step] * power
+        left += hashes[step:]
+        hashes = left
+    return hashes
+
+
+def mixed(hashes: Hashes, domain: np.uint64) -> Hashes:
+    """Return hashes whose bits all depend on all bits of the given ones and of ``domain``."""
+    keys = hashes + domain
+    keys ^= keys >> _HALF
+    keys *= _MULTIPLIER
+    keys ^= keys >> _SHIFT
+    return keys
+
+
+def sampled(keys: Hashes) -> Positions:
+    """Return the positions of the windows in the sample. ``keys``: of all windows of a text, in order."""
+    if len(keys) < WINDOW:
+        return _NONE
+    order = (keys >> _HALF).astype(np.uint32)
+    # A window is in the sample if it is the smallest of one of the groups that it belongs to.
+    smallest = np.zeros(len(keys) + WINDOW - 1, np.uint32)
+    smallest[WINDOW - 1 : len(keys)] = _of_groups(np.minimum, order)
+    return np.flatnonzero(_of_groups(np.maximum, smallest) == order)
+
+
+def _of_groups(extreme: Callable[[Any, Any], Any], values: "NDArray[np.uint32]") -> "NDArray[np.uint32]":
+    """Return the extreme of each ``WINDOW`` values that follow one another."""
+    for doubling in range(_DOUBLINGS):
+        step = 1 << doubling
+        values = extreme(values[:-step], values[step:])
+    return values
+
+
+class SeenKeys:
+    """A set that forgets: a table of buckets of four keys each, as in a set-associative cache.
+
+    A key that comes into a full bucket takes the place of one of the four. So a table of n slots forgets a key after
+    about n others that are new.
+
+    Fields:
+        num_slots: keys that it has room for. num_bytes: what it takes, however many there are.
+        forgotten: keys that others have replaced.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """``num_slots``: a power of two, at least 4."""
+        assert num_slots >= _WAYS
+        assert num_slots.bit_count() == 1
+        self.num_slots = num_slots
+        self.forgotten = 0
+        self._buckets = np.zeros((num_slots // _WAYS, _WAYS), np.uint64)  # 0: an empty slot
+        self._slots = self._buckets.reshape(-1)
+        self.num_bytes = self._buckets.nbytes
+        self._mask = np.uint64(num_slots // _WAYS - 1)
+
+    def find(self, keys: Hashes) -> Positions:
+        """Return the slot of each key, -1 where it is not known."""
+        bucket = (keys & self._mask).astype(np.intp)
+        equal = self._buckets[bucket] == keys[:, None]
+        return np.where(equal.any(axis=1), bucket * _WAYS + equal.argmax(axis=1), -1)
+
+    def add(self, keys: Hashes) -> Positions:
+        """Take in keys that are not known. Returns the slot of each."""
+        bucket = (keys & self._mask).astype(np.intp)
+        empty = self._buckets[bucket] == 0
+        free = empty.any(axis=1)
+        way = empty.argmax(axis=1)
+        if (replaced := len(keys) - int(np.count_nonzero(free))) > 0:
+            self.forgotten += replaced
+            # The sample prefers small hashes, so the highest bits are spread first.
+            way = np.where(free, way, ((keys * _SPREAD) >> _TWO_BITS).astype(np.intp))
+        slots: Positions = bucket * _WAYS + way
+        self._slots[slots] = keys
+        lost = np.flatnonzero(self._slots[slots] != keys)  # two of them have chosen the same slot
+        if len(lost):
+            slots[lost] = self.add(keys[lost])
+        return slots
 
 
 class Repeats(NamedTuple):

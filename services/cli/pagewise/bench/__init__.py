@@ -1,1 +1,0 @@
-"""``pagewise bench``: a load generator for OpenAI-compatible servers."""
