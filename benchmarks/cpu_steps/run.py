@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewise_shared.cpu_threads import wait_variables
-from pagewise_shared.progress import followed
+from tqdm import tqdm
 
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.workloads import build_model
@@ -149,7 +149,7 @@ def compare(kinds: list[str], cases: list[str], rounds: int, threads: int) -> li
             for kind in kinds:
                 contenders[kind] = Contender(kind, folder, threads)
             turns = list(product(range(rounds), cases, contenders.items()))
-            for _, case, (kind, contender) in followed(turns, len(turns), "measuring", "runs"):
+            for _, case, (kind, contender) in tqdm(turns, desc="measuring", unit=" runs", disable=None):
                 runs[case, kind].append(contender.run(case))
         finally:
             for contender in contenders.values():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
-from pagewise_shared.progress import followed
+from tqdm import tqdm
 
 from benchmarks.record import record_file, write_record
 from benchmarks.serving.workloads import build_model
@@ -219,7 +219,7 @@ def compare(model: str, path: str, settings: list[Setting], args: argparse.Names
             contenders[setting.name] = Contender(setting, path, args.first)
         machine.ours += [contender.pid for contender in contenders.values()]
         turns = list(product(range(args.rounds), ("nothing", "a busy process")))
-        for number, beside in followed(turns, len(turns), f"measuring {model}", "turns"):
+        for number, beside in tqdm(turns, desc=f"measuring {model}", unit=" turns", disable=None):
             other = busy_process(args.first) if beside != "nothing" else None
             machine.ours += [other.pid] if other else []
             for name, contender in contenders.items():

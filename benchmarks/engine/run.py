@@ -38,10 +38,10 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.replay.traces import read_trace
 from pagewise_shared.config import Device, ExecutorConfig
 from pagewise_shared.protocol import RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams
-from pagewise_shared.traces import read_trace
 
 from benchmarks.ceilings import copy_bandwidth
 from benchmarks.record import record_file, write_record

@@ -21,8 +21,8 @@ from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import replay_cache_only
-from pagewise_shared.progress import followed
-from pagewise_shared.traces import TraceRequest, read_trace
+from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from tqdm import tqdm
 
 from benchmarks.record import record_file, write_record
 
@@ -92,7 +92,7 @@ def main() -> None:
     cases += [Case(name, tokens, "untold") for name, tokens in sizes if name == "agentic"]
     cases += [Case(name, 0, "lru") for name in args.traces]
     with ProcessPoolExecutor(args.jobs) as pool:
-        replays = followed(pool.map(replayed, cases), len(cases), "replaying", "traces")
+        replays = tqdm(pool.map(replayed, cases), total=len(cases), desc="replaying", unit=" traces", disable=None)
         results = dict(zip(cases, replays, strict=True))
     rows: list[dict[str, Any]] = []
     print(

@@ -9,7 +9,7 @@ from typing import Any
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_shared.traces import TraceRequest, read_trace
+from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 
 TRACES = {
     "synthetic": "mooncake_synthetic_trace.jsonl.gz",

@@ -16,8 +16,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.replay.costs import modelled
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_shared.progress import followed
-from pagewise_shared.traces import TraceRequest, read_trace
+from pagewise_scheduler.replay.traces import TraceRequest, read_trace
+from tqdm import tqdm
 
 from benchmarks.orca.reserving import Reservation, ReservingKVManager, reserved_slots, scheduler_over
 from benchmarks.record import record_file, write_record
@@ -122,7 +122,9 @@ def main() -> None:
     start = trace[0].arrival
     for number, request in enumerate(trace):
         request.arrival = (request.arrival - start) * len(trace) / len(everyone) if number else 0.0
-    rows = [simulate(trace, kind, 16) for kind in followed(NAMES, len(NAMES), "replaying", "managers of memory")]
+    rows = [
+        simulate(trace, kind, 16) for kind in tqdm(NAMES, desc="replaying", unit=" managers of memory", disable=None)
+    ]
     print(
         f"{'':>14}{'tokens':>9}{'reserved':>10}{'internal':>10}{'external':>10}{'running':>9}{'req/s':>8}{'tok/s':>9}"
     )

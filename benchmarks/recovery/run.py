@@ -26,9 +26,9 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.progress import followed
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams
+from tqdm import tqdm
 
 from benchmarks.record import record_file, write_record
 
@@ -154,7 +154,7 @@ def measure(bench: Bench, tokens: int, repeats: int, about: str) -> dict[str, An
     bench.first_token(prompt, "cold")
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     chosen, loaded, predicted = [], [], []
-    for repeat in followed(range(repeats + 1), repeats + 1, about, "rounds"):
+    for repeat in tqdm(range(repeats + 1), desc=about, unit=" rounds", disable=None):
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode

@@ -21,8 +21,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import Simulation
+from pagewise_scheduler.replay.traces import read_trace
 from pagewise_shared.protocol import Role
-from pagewise_shared.traces import read_trace
 
 from benchmarks.record import record_file, write_record
 

@@ -22,7 +22,7 @@ from collections import defaultdict
 from itertools import product
 from pathlib import Path
 
-from pagewise_shared.progress import followed
+from tqdm import tqdm
 
 from benchmarks.busy import busy_processes
 from benchmarks.record import record_file, write_record
@@ -42,7 +42,7 @@ def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]
             contenders[name] = contender(name, model_path, args.device, args.dtype, args.url_model)
             stack.callback(contenders[name].close)
         turns = list(product(args.workloads, args.beside, range(args.rounds)))
-        for workload_name, beside, number in followed(turns, len(turns), "measuring", "rounds"):
+        for workload_name, beside, number in tqdm(turns, desc="measuring", unit=" rounds", disable=None):
             works = workload(workload_name, args.requests, args.seed + number, beside)
             for name, one in contenders.items():
                 if before := earlier(workload_name, works):

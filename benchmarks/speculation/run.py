@@ -24,7 +24,7 @@ import aiohttp
 import psutil
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.model_files import resolve_model
-from pagewise_shared.progress import followed
+from tqdm import tqdm
 
 from benchmarks.processes import Cluster, Process
 from benchmarks.record import record_file, write_record
@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, model: str) -> Iterator[dict[str, Any]]:
     with services(args, model, texts) as both:
         for service in both.values():  # what it compiles or allocates at first
             asyncio.run(ask(service, bodies[cases[0]], 1))
-        for case in followed(cases, len(cases), f"measuring {model}", "cases"):
+        for case in tqdm(cases, desc=f"measuring {model}", unit=" cases", disable=None):
             kind, concurrent, number = case
             answers = {}
             for mode in ("off", "on") if number % 2 else ("on", "off"):

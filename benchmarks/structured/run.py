@@ -39,10 +39,10 @@ from pagewise_executor.structured.tokenizer import load_tokenizer
 from pagewise_executor.uploads import Uploads
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.model_files import resolve_model
-from pagewise_shared.progress import followed
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 from tokenizers import decoders, models, pre_tokenizers
+from tqdm import tqdm
 
 from benchmarks.record import record_file, write_record
 
@@ -227,7 +227,7 @@ def main() -> None:
     )  # fmt: skip
     serve(runner, rows, steps, 1.0)
     taken: dict[float, list[tuple[float, float]]] = {share: [] for share in SHARES}
-    for number in followed(range(rounds), rounds, "measuring throughput", "rounds"):
+    for number in tqdm(range(rounds), desc="measuring throughput", unit=" rounds", disable=None):
         for share in SHARES[:: 1 if number % 2 else -1]:
             taken[share].append(serve(runner, rows, steps, share))
     median = {

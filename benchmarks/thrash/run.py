@@ -14,8 +14,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
+from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 from pagewise_shared.protocol import HOST
-from pagewise_shared.traces import TraceRequest, read_trace
 
 from benchmarks.record import record_file, write_record
 

@@ -352,19 +352,23 @@ def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -
 
 def _targets(settings: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
     """Return the modules that a configuration names; none if it does so by a regular expression."""
-    wanted, excluded = settings.get("target_modules"), settings.get("exclude_modules") or []
+    wanted, excluded = _names(settings.get("target_modules")), _names(settings.get("exclude_modules") or [])
     layers = settings.get("layers_to_transform")
     numbers = [layers] if isinstance(layers, int) else layers
-    if not isinstance(wanted, list) or not isinstance(excluded, list) or not isinstance(numbers, list | None):
+    if wanted is None or excluded is None or not isinstance(numbers, list | None):
         return set()
-    names, others = ({name for name in each if isinstance(name, str)} for each in (wanted, excluded))
-    return {
-        module
-        for module in modules
-        if (ends := _ends(module)) & names
-        and not ends & others
-        and (numbers is None or next((int(part) for part in module.split(".") if part.isdigit()), None) in numbers)
-    }
+    found = {module for module in modules if (ends := _ends(module)) & wanted and not ends & excluded}
+    return found if numbers is None else {module for module in found if _layer_number(module) in numbers}
+
+
+def _names(listed: Any) -> set[str] | None:
+    """Return the names in a list; None if it is no list."""
+    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else None
+
+
+def _layer_number(module: str) -> int | None:
+    """Return the number in the name of a module; None if it is in no layer."""
+    return next((int(part) for part in module.split(".") if part.isdigit()), None)
 
 
 def _ends(module: str) -> set[str]:

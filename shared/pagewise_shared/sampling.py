@@ -56,15 +56,22 @@ class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True)
 
         ``largest``: finds the largest of packed uint32 values, 0 of none; those who have numpy find it much faster.
         """
+        return self._flaw_of_sizes() or self._flaw_of_values(vocab_size, largest)
+
+    def _flaw_of_sizes(self) -> str | None:
+        """The same of how large the parts are, which bounds the work of looking at their values."""
         if len(self.allowed) > MAX_ALLOWED_BYTES or (self.allowed and not self.allowed[-1]):
             return f"a bitmap of allowed tokens of {len(self.allowed)} bytes, or one that ends with none"
-        last_allowed = 8 * (len(self.allowed) - 1) + self.allowed[-1].bit_length() - 1 if self.allowed else 0
         if len(self.biased) != len(self.biases) or len(self.biased) > _INT32_BYTES * MAX_LOGIT_BIASES:
             return f"{len(self.biases)} bytes of biases for {len(self.biased)} bytes of tokens"
         if sum(map(len, self.bad_words)) > _INT32_BYTES * MAX_BAD_TOKENS or not all(self.bad_words):
             return f"bad words of more than {MAX_BAD_TOKENS} tokens together, or of none"
         if any(len(packed) % _INT32_BYTES for packed in (self.biased, *self.bad_words)):
             return "tokens that are not a whole number of int32 values"
+        return None
+
+    def _flaw_of_values(self, vocab_size: int, largest: Callable[[bytes], int]) -> str | None:
+        last_allowed = 8 * (len(self.allowed) - 1) + self.allowed[-1].bit_length() - 1 if self.allowed else 0
         highest = largest(self.biased + b"".join(self.bad_words))
         if highest > _MAX_INT32:  # the sign bit of an int32
             return "a constraint on a token below 0"

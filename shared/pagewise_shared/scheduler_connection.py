@@ -11,7 +11,7 @@ from time import monotonic
 import zmq
 import zmq.asyncio
 
-from pagewise_shared.connections import Broken, Connections
+from pagewise_shared.connections import Broken, Connections, HandshakeFailure
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog
@@ -126,25 +126,8 @@ async def watch_connection(
                 renewed = monotonic()
                 on_broken()
             continue
-        if keys is None:
-            if failure.no_common_mechanism or (failure.hung_up and await asks_for_key(endpoint)):
-                raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
-            if not failure.hung_up:
-                complaints.warning("no handshake with the scheduler at %s: it does not speak ZMTP", endpoint)
-        elif failure.refused:
-            complaints.warning(
-                "the scheduler at %s does not accept the key %r of this process (%s), trying again every %g s",
-                endpoint,
-                keys.name,
-                keys.public.decode(),
-                _RETRY_SECONDS,
-            )
-        else:
-            complaints.warning(
-                "no handshake with the scheduler at %s: it went away, speaks plain text, or its key is not %s",
-                endpoint,
-                keys.scheduler.decode(),
-            )
+        if complaint := await _complaint(failure, endpoint, keys):
+            complaints.warning("%s", complaint)
         if failure.hung_up:
             # ZeroMQ tries again by itself, but under the same identity, and for the scheduler the handshake may have
             # succeeded: its last message was lost.
@@ -158,6 +141,23 @@ async def watch_connection(
                 socket.disconnect(endpoint)
             socket.connect(address.endpoint)
             renewed = monotonic()
+
+
+async def _complaint(failure: HandshakeFailure, endpoint: str, keys: Keys | None) -> str:
+    """Return why a handshake may have failed; "" if trying again is all that there is to do.
+
+    Raises:
+        ConfigError: the scheduler asks for a key and there is none.
+    """
+    if keys is not None and failure.refused:
+        key = f"the key {keys.name!r} of this process ({keys.public.decode()})"
+        return f"the scheduler at {endpoint} does not accept {key}, trying again every {_RETRY_SECONDS:g} s"
+    if keys is not None:
+        reasons = f"it went away, speaks plain text, or its key is not {keys.scheduler.decode()}"
+        return f"no handshake with the scheduler at {endpoint}: {reasons}"
+    if failure.no_common_mechanism or (failure.hung_up and await asks_for_key(endpoint)):
+        raise ConfigError(f"the scheduler at {endpoint} asks for a key and there is none: give --keys")
+    return "" if failure.hung_up else f"no handshake with the scheduler at {endpoint}: it does not speak ZMTP"
 
 
 async def follow_scheduler(

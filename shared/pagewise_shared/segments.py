@@ -114,26 +114,20 @@ def original_tokens(tokens: "array[int]", segment: Segment, block_size: int, fir
 def find_segments(tokens: "array[int]") -> tuple[Segment, ...]:
     """Return the segments that are marked in the beginning of a prompt, which may end in the middle of one."""
     found: list[Segment] = []
-    root, start, moved = -1, -1, -1
-
-    def end(stop: int) -> None:
-        if moved >= 0:
-            found.append(Segment(start, moved, stop, root))
-
-    for index, token in enumerate(tokens):
+    whole = [*tokens, 0]  # the last one ends a segment that the tokens end with
+    first = next((index for index, token in enumerate(whole) if token & _BEHIND_ROOT), len(tokens))
+    # The first mark is that of the end of the root, or that of the first segment.
+    root = 0 if whole[first] & _BEHIND_ROOT == _FIRST_WITHOUT_ROOT else first
+    start = moved = -1
+    for index, token in enumerate(whole[first:], first):
         mark = token & _BEHIND_ROOT
         if moved >= 0 and (mark or not token & MOVED):
-            end(index)
+            found.append(Segment(start, moved, index, root))
             moved = -1
-        if mark == _BEHIND_ROOT and root < 0 and not token & MOVED and start < 0:
-            root = index
-        elif mark:
-            start, moved = index, -1
-            if root < 0:
-                root = index if mark == _FIRST else 0
+        if mark in (_FIRST, _FIRST_WITHOUT_ROOT):
+            start = index
         if token & MOVED and moved < 0:
             moved = index
-    end(len(tokens))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_shared.traces import TraceRequest
+from pagewise_scheduler.replay.traces import TraceRequest
 
 from benchmarks.orca.reserving import BuddyAllocator, ReservingKVManager, reserved_slots, scheduler_over
 

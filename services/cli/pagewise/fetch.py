@@ -16,7 +16,6 @@ from pagewise_shared.config import ServeConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.model_files import fetch_model, local_model
-from pagewise_shared.progress import draws_bars
 from pagewise_shared.service_process import CANNOT_START, die_with_parent
 
 from pagewise.supervisor import StartError
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.revision,
             tokenizer_only=options.tokenizer_only,
             remote_code=options.remote_code,
-            bars=options.log_format == "text" and draws_bars(sys.stderr),
+            bars=options.log_format == "text" and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb",
         )
     except ModelError as error:
         print(error)

@@ -55,12 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete(COMMANDS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next(iter(arguments), "")
-    if name in ("", "-h", "--help"):
-        print(USAGE)
-        return 0 if name else 2
-    if name == "--version":
-        print(f"pagewise {package_version()}")
-        return 0
+    if name in ("", "-h", "--help", "--version"):
+        print(f"pagewise {package_version()}" if name == "--version" else USAGE)
+        return 2 * (not name)
     command = COMMANDS.get(name)
     if command is None:
         print(f"pagewise: no command {name!r}\n\n{USAGE}", file=sys.stderr)

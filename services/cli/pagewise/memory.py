@@ -153,10 +153,16 @@ def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
 
 def _event(event: dict[str, Any]) -> str:
     ago = f"{event['seconds_ago']:9.3f} s ago  {event['kind']:<10}"
-    if event["kind"] in ("preempted", "started over"):
-        by = f"for request {event['by']}, " if event.get("by") else ""
-        return f"{ago} {by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
-    text = f"{ago}{event['method']}: {event['device_tokens']} tokens on the device"
+    return ago + (f" {_loss(event)}" if event["kind"] in ("preempted", "started over") else _recovery(event))
+
+
+def _loss(event: dict[str, Any]) -> str:
+    by = f"for request {event['by']}, " if event.get("by") else ""
+    return f"{by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
+
+
+def _recovery(event: dict[str, Any]) -> str:
+    text = f"{event['method']}: {event['device_tokens']} tokens on the device"
     if event["source"] != POOL_TIERS[0]:
         peer = event.get("peer") or "another executor"
         places = [peer if source == "peer" else f"the {source}" for source in event.get("sources") or [event["source"]]]

@@ -129,17 +129,29 @@ def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
         return [{}] * count
     # Groups that follow each other: neighbours are often connected by faster links.
     groups = [gpus[first : first + ranks] for first in range(0, len(gpus) - ranks + 1, ranks)]
-    together = -(-count // len(groups)) * executor.gpu_memory_utilization
-    if together > 1 and executor.kv_memory is None and executor.num_blocks is None:
-        each = f" of {ranks} ranks each" if ranks > 1 else ""
-        said = (
-            f"{count} executors{each} share {len(gpus)} GPUs, and each may take {executor.gpu_memory_utilization:g} of "
-            "one: give each less with --gpu-memory-utilization, or set the size of its KV pool with --kv-memory"
-        )
-        if executor.device == "cuda":
-            raise StartError(said)
-        log.warning("%s", said)  # with --device auto they may still run on the CPU
+    _check_shares(config, -(-count // len(groups)), len(gpus))
     return [{_VISIBLE: ",".join(groups[number % len(groups)])} for number in range(count)]
+
+
+def _check_shares(config: ServeConfig, on_each: int, num_gpus: int) -> None:
+    """Check that executors have room beside each other, of which at most ``on_each`` share a GPU.
+
+    Raises:
+        StartError: they have not. With ``--device auto`` that is a warning: they may still run on the CPU.
+    """
+    executor = config.executor
+    sized = executor.kv_memory is not None or executor.num_blocks is not None
+    if sized or on_each * executor.gpu_memory_utilization <= 1:
+        return
+    each = f" of {executor.tensor_parallel} ranks each" if executor.tensor_parallel > 1 else ""
+    text = (
+        f"{config.executors} executors{each} share {num_gpus} GPUs, and each may take "
+        f"{executor.gpu_memory_utilization:g} of one: give each less with --gpu-memory-utilization, or set the size of "
+        "its KV pool with --kv-memory"
+    )
+    if executor.device == "cuda":
+        raise StartError(text)
+    log.warning("%s", text)
 
 
 async def wait_until_ready(config: ServeConfig) -> float:

@@ -120,15 +120,8 @@ class Supervisor:
                 return
             failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
             early_ends = 0 if service.ready else early_ends + 1
-            if code == CANNOT_START:
-                problem = f"cannot start: {service.reason or 'its last log lines say why'}"
-            else:
-                problem = (
-                    f"ended {failures} times in a row right after its start, the last time with exit code "
-                    f"{code}{_meaning(code)}"
-                )
-            given_up = code == CANNOT_START or failures > _MOST_EARLY_ENDS
-            if given_up and (self._exit_on_failure or not self._served):
+            problem = _problem(service, code, failures)
+            if self._gives_up(code, failures):
                 raise StartError(f"{service.name} {problem}")
             failing = code == CANNOT_START or early_ends >= _PROBLEM_ENDS
             self._note(service, problem if failing else "", restarts=1)
@@ -138,6 +131,11 @@ class Supervisor:
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def _gives_up(self, code: int, failures: int) -> bool:
+        """Return whether all services stop because one has ended so often in a row, the last time with ``code``."""
+        hopeless = code == CANNOT_START or failures > _MOST_EARLY_ENDS
+        return hopeless and (self._exit_on_failure or not self._served)
 
     def _note(self, service: Service, problem: str = "", restarts: int = 0) -> None:
         """Write that a service is ready, or was started again, and why it does not become ready."""
@@ -155,6 +153,13 @@ class Supervisor:
                 write_status(self._status, self._statuses)
             except OSError as error:
                 log.warning("the status of the services cannot be written: %s", error)
+
+
+def _problem(service: Service, code: int, failures: int) -> str:
+    """Return why a service does not run that has ended ``failures`` times in a row, the last time with ``code``."""
+    if code == CANNOT_START:
+        return f"cannot start: {service.reason or 'its last log lines say why'}"
+    return f"ended {failures} times in a row right after its start, the last time with exit code {code}{_meaning(code)}"
 
 
 def _meaning(code: int) -> str:

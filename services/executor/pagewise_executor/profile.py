@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ModelError
-from pagewise_shared.progress import Progress
+from pagewise_shared.progress import logged_progress
 from pagewise_shared.protocol import (
     DEVICE,
     Copied,
@@ -254,7 +254,7 @@ def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], w
 
 
 def _repeat(measurements: Sequence[_Fastest], what: str) -> None:
-    progress = Progress(f"measuring {what}", _REPEATS * len(measurements), "runs", tell=log.info, bars=False)
+    progress = logged_progress(log, f"measuring {what}", _REPEATS * len(measurements), "runs")
     for _ in range(_REPEATS):
         for each in measurements:
             each.run()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from pagewise_shared.progress import Progress
+from pagewise_shared.progress import logged_progress
 
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.profile import dummy_prefill
@@ -36,7 +36,7 @@ def warm_up(
 
     began = time.perf_counter()
     sizes = (*CHUNKS, least_tokens) if least_tokens > CHUNKS[-1] else CHUNKS
-    progress = Progress("compiling kernels", 1 + len(sizes), "sizes of steps", tell=log.info, bars=False)
+    progress = logged_progress(log, "compiling kernels", 1 + len(sizes), "sizes of steps")
     with torch.inference_mode():
         launch_sampling(runner.info.vocab_size, dtype, pool.device)
     progress.update()

@@ -234,7 +234,7 @@ def report_on(path: Path, tokenizer: Tokenizer | None, options: argparse.Namespa
         "tokens": {"all": tokens} | parts,
         "shares": {name: round(number / max(1, tokens), 4) for name, number in parts.items()},
         "segments": [_described(one, prompts[one.prompt], tokenizer) for one in counts.segments(options.top)],
-        **({"refused": {"requests": len(refused), "first": first_refused}} if refused else {}),
+        "refused": {"requests": len(refused), "first": first_refused},
         "forgotten": finder.seen.forgotten,
         "examined_in_seconds": round(time.perf_counter() - began, 1),
     }

@@ -7,8 +7,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.simulation import Simulation
+from pagewise_scheduler.replay.traces import TraceRequest, read_trace
 from pagewise_shared.protocol import HOST
-from pagewise_shared.traces import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[3] / "benchmarks" / "traces" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv.gz"
 

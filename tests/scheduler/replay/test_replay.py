@@ -12,8 +12,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.main import main
 from pagewise_scheduler.replay.simulation import Simulation
+from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 from pagewise_shared.protocol import HOST
-from pagewise_shared.traces import TraceError, TraceRequest, read_trace
 
 TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
 
@@ -109,7 +109,6 @@ def test_bad_sizes_are_refused(tmp_path: Path, argument: str, capsys: pytest.Cap
     [
         (["--eviction", "belady"], "--cache-only"),
         (["--json", "/nowhere/at/all.json"], "there is no directory"),
-        (["--plot", "figure.foo"], ".png"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_the_replay(
@@ -138,14 +137,12 @@ def test_the_cache_alone_hits_what_the_trace_repeats(tmp_path: Path, capsys: pyt
 
 def test_a_day_goes_by_in_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [(i * 3_600_000, 600, 50, [i, i + 1000]) for i in range(24)]
-    figure = tmp_path / "figure.svg"
-    result = replayed(capsys, mooncake(tmp_path / "t.jsonl", rows), "--plot", figure, "--json", tmp_path / "out.json")
+    result = replayed(capsys, mooncake(tmp_path / "t.jsonl", rows), "--json", tmp_path / "out.json")
     assert 82_800 < result["virtual_seconds"] < 82_900
     assert result["requests"]["finished"] == 24
     assert result["good_requests"] == 1.0
     assert 0 < result["seconds"]["first_token"]["p50"] < 1
     assert json.loads((tmp_path / "out.json").read_text()) == result
-    assert "<svg" in figure.read_text()
 
 
 def test_host_memory_turns_misses_into_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
 from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import Simulation
-from pagewise_shared.traces import TraceRequest
+from pagewise_scheduler.replay.traces import TraceRequest
 
 from benchmarks.routing.run import BAR_BUSIEST, BAR_HIT_RATE, Case, simulate
 

@@ -141,20 +141,27 @@ def _plan(config: UpConfig) -> Plan:
     device, simulated = config.executor.device, config.executor.simulate
     gpus = not simulated and (device == "cuda" or (device == "auto" and any("GPU" in node for node in nodes)))
     need = {"CPU": config.executor_cpus} | ({"GPU": 1} if gpus else {})
-    ranks = config.executor.tensor_parallel
-    room = sum(min(int(node.get(what, 0) // count) for what, count in need.items()) for node in nodes)
-    if room < ranks:
-        each = " and ".join(f"{count} {what}" for what, count in need.items())
-        raise PlanError(
-            f"no node of the cluster has {each}, which an executor needs"
-            if ranks == 1
-            else f"--tensor-parallel {ranks}: the cluster has room for {room} ranks, which take {each} each"
-        )
+    _check_room(nodes, need, config.executor.tensor_parallel)
     keys, served = kept(config.name, _RESTART_SECONDS)
     plan = make_plan(config, gpus=gpus, keys=keys)
     if served is not None:
         check_served(config.name, served, Served.by(config.executor))
     return plan
+
+
+def _check_room(nodes: list[dict[str, float]], need: dict[str, int], ranks: int) -> None:
+    """Check that the nodes have room for an executor, each of whose ranks takes what it needs of one node.
+
+    Raises:
+        PlanError: they have not.
+    """
+    room = sum(min(int(node.get(resource, 0) // count) for resource, count in need.items()) for node in nodes)
+    if room >= ranks:
+        return
+    each = " and ".join(f"{count} {resource}" for resource, count in need.items())
+    if ranks == 1:
+        raise PlanError(f"no node of the cluster has {each}, which an executor needs")
+    raise PlanError(f"--tensor-parallel {ranks}: the cluster has room for {room} ranks, which take {each} each")
 
 
 def _replace_controller(plan: Plan) -> None:
@@ -211,29 +218,51 @@ def _wait_ready(config: UpConfig) -> int:
         told = count
         for line in lines:
             print(line, file=sys.stderr, flush=True)
-        # Those with the options of before may be of another version, and are replaced.
-        said = {
-            name: one
-            for name, (one, _) in report["processes"].items()
-            if one is not None and one.digest == report["digests"][name.rsplit("-", 1)[0]]
-        }
-        for one in said.values():
-            if one.version != package_version():
-                raise PlanError(f"node {one.address} has Pagewise {one.version}, and this is {package_version()}")
-        problems = [name for name, one in said.items() if one.problem]
-        if problems := [*problems, *(f"the next {kind}" for kind in report["failing"])]:
+        current = _current(report)
+        _check_versions(current)
+        if problems := [
+            *(name for name, one in current.items() if one.problem),
+            *map("the next {}".format, report["failing"]),
+        ]:
             print(
                 f"pagewise up: {', '.join(problems)} cannot start, as said above. It is tried again; "
                 "`pagewise logs` says more, `pagewise down` ends everything.",
                 file=sys.stderr,
             )
             return 1
-        urls = [one.listening[0] for one in said.values() if one.listening and one.listening[0].startswith("http")]
+        urls = _urls(current)
         if _all_ready(report) and any(answers(f"{url}/health") for url in urls):
             name = config.gateway.served_model_name or config.gateway.model
-            print(f"\nServing {name} at {' and '.join(sorted(urls))}", flush=True)
+            print(f"\nServing {name} at {' and '.join(urls)}", flush=True)
             return 0
         time.sleep(0.5)
+
+
+def _current(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the descriptions of processes with the options that are wanted. Others are replaced."""
+    return {
+        name: one
+        for name, (one, _) in report["processes"].items()
+        if one is not None and one.digest == report["digests"][name.rsplit("-", 1)[0]]
+    }
+
+
+def _urls(descriptions: dict[str, Any]) -> list[str]:
+    """Return the URLs of gateways."""
+    return sorted(
+        one.listening[0] for name, one in descriptions.items() if name.startswith("gateway") and one.listening
+    )
+
+
+def _check_versions(descriptions: dict[str, Any]) -> None:
+    """Check that processes are of this version.
+
+    Raises:
+        PlanError: one is of another.
+    """
+    for one in descriptions.values():
+        if one.version != package_version():
+            raise PlanError(f"node {one.address} has Pagewise {one.version}, and this is {package_version()}")
 
 
 def _all_ready(report: dict[str, Any]) -> bool:
@@ -305,21 +334,24 @@ def _end(deployment: str) -> int:
         if CONTROLLER in there:
             ray.kill(there.pop(CONTROLLER))
         for kind in _STOP_ORDER:
-            some = []
-            for name in sorted(name for name in there if name.startswith(kind)):
-                print(f"{name} is to go", file=sys.stderr, flush=True)
-                some.append(there[name])
-            if not some:
-                continue
-            # Those that Ray has not placed do not answer, and have nothing to end.
-            asked = {actor.describe.remote(): actor for actor in some}
-            placed, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2.0)
-            if ends := [asked[ref].stop.remote(False) for ref in placed]:
-                ray.wait(ends, num_returns=len(ends), timeout=None)  # each has its own bound
-            for actor in some:
-                ray.kill(actor)
+            _end_processes({name: actor for name, actor in sorted(there.items()) if name.startswith(kind)})
         time.sleep(0.2)
     remove_groups(deployment)
     if not found:
         print(f"pagewise down: nothing of the name {deployment} runs in the cluster", file=sys.stderr)
     return 0
+
+
+def _end_processes(some: dict[str, Any]) -> None:
+    """End processes, whose actors are given by name, at the same time."""
+    import ray
+
+    for name in some:
+        print(f"{name} is to go", file=sys.stderr, flush=True)
+    # Actors that Ray has not placed do not answer, and have nothing to end.
+    asked = {actor.describe.remote(): actor for actor in some.values()}
+    placed, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2.0) if asked else ([], [])
+    if ends := [asked[ref].stop.remote(False) for ref in placed]:
+        ray.wait(ends, num_returns=len(ends), timeout=None)  # each has its own bound
+    for actor in some.values():
+        ray.kill(actor)

@@ -133,16 +133,12 @@ class Controller:
 
     def _look(self) -> None:
         """Find the process actors that exist, ask each of them, and forget those that have died."""
-        now = time.monotonic()
         for name in self._names() - self._seen.keys():
-            try:
-                actor = ray.get_actor(name)
-            except ValueError:  # gone since it was listed
-                continue
-            if actor not in self._dead:
-                self._seen[name] = _Seen(actor, now)
-                # The controller before may have died between making it and starting it. Twice does no harm.
-                actor.start.remote()
+            with contextlib.suppress(ValueError):  # gone since it was listed
+                if (actor := ray.get_actor(name)) not in self._dead:
+                    self._seen[name] = _Seen(actor, time.monotonic())
+                    # The controller before may have died between making it and starting it. Twice does no harm.
+                    actor.start.remote()
         for seen in self._seen.values():
             if seen.asked is None:
                 seen.asked = seen.actor.describe.remote()
@@ -159,15 +155,22 @@ class Controller:
             except ray.exceptions.RayError as error:
                 self._mourn(name, seen, error)
                 continue
-            if seen.described is None:
-                self._pauses.answered(_kind_of(name))
-                if not described.digest:
-                    self._log(f"{name} is of a version that is not understood here, and counts as to be replaced")
-            seen.described = described
-            self._complain(name, seen)
-            if seen.described.state == "stopped":
-                self._log(f"{name} has ended")
-                self._forget(name)
+            self._note(name, seen, described)
+
+    def _note(self, name: str, seen: _Seen, described: Description) -> None:
+        """Take the answer of a process actor, and forget it if its process has ended."""
+        if seen.described is None:
+            self._pauses.answered(_kind_of(name))
+            if not described.digest:
+                self._log(f"{name} is of a version that is not understood here, and counts as to be replaced")
+        seen.described = described
+        if described.problem != seen.complained:
+            seen.complained = described.problem
+            if seen.complained:
+                self._log(f"{name} cannot start: {seen.complained}")
+        if described.state == "stopped":
+            self._log(f"{name} has ended")
+            self._forget(name)
 
     def _mourn(self, name: str, seen: _Seen, error: Exception) -> None:
         """Forget one that has died. What dies before it has said a word is started again after a pause."""
@@ -176,13 +179,6 @@ class Controller:
             said += f"; the next one may start in {self._pauses.died(_kind_of(name), time.monotonic()):g} s"
         self._log(said)
         self._forget(name)
-
-    def _complain(self, name: str, seen: _Seen) -> None:
-        assert seen.described is not None
-        if seen.described.problem != seen.complained:
-            seen.complained = seen.described.problem
-            if seen.complained:
-                self._log(f"{name} cannot start: {seen.complained}")
 
     def _forget(self, name: str) -> None:
         seen = self._seen.pop(name)

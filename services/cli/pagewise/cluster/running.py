@@ -34,20 +34,16 @@ def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | 
     Raises:
         PlanError: something runs, and does not answer.
     """
-    import ray
-
     deadline = time.monotonic() + patience
     while there := actors():
-        asked = [actor.kept.remote() for actor in ([there[CONTROLLER]] if CONTROLLER in there else there.values())]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS)
-        said = []
-        for ref in answered:
-            with suppress(ray.exceptions.RayError):  # it has gone, or is being started again
-                said.append(ray.get(ref))
-        keys = {path: content for one in said for path, content in one["keys"].items()}
-        served = next((one["served"] for one in said if one["served"] is not None), None)
-        known = served is not None or not any(one.startswith((CONTROLLER, "executor")) for one in there)
-        if said and known and not (keys and missing_pair(keys)):
+        keys: dict[str, bytes] = {}
+        served = None
+        for one in (answers := _kept_by(there)):
+            keys |= one["keys"]
+            served = served or one["served"]
+        # Gateways and the scheduler do not know what is served.
+        known = served is not None or not _among(there, CONTROLLER, "executor")
+        if answers and known and not (keys and missing_pair(keys)):
             return keys, convert(served, Served | None)
         if time.monotonic() > deadline:
             raise PlanError(
@@ -56,6 +52,25 @@ def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | 
             )
         time.sleep(0.5)
     return None, None
+
+
+def _among(there: dict[str, Any], *kinds: str) -> bool:
+    """Return whether actors of these kinds are there."""
+    return any(name.startswith(kinds) for name in there)
+
+
+def _kept_by(there: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the answer of the controller, or those of the processes that answer if there is no controller."""
+    import ray
+
+    asked = [there[CONTROLLER]] if CONTROLLER in there else there.values()
+    refs = [actor.kept.remote() for actor in asked]
+    answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_SECONDS)
+    found = []
+    for ref in answered:
+        with suppress(ray.exceptions.RayError):  # it has gone, or is being started again
+            found.append(ray.get(ref))
+    return found
 
 
 def check_served(name: str, old: Served, new: Served) -> None:

@@ -107,16 +107,18 @@ def kernel_findings(printed: str, ended: str) -> Iterator[Finding]:
     """
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     checked = [line for line in lines if "flaw" in line]
+    passed: dict[str, list[float]] = {}
     for line in checked:
-        if line["flaw"]:
+        seconds = passed.setdefault(line["device"], [])
+        if not line["flaw"]:
+            seconds.append(line["seconds"])
+        else:
             yield Finding("kernels", f"{line['device']}: {line['kernel']}: {line['flaw']}", "problem", _KERNEL_ADVICE)
     if ended:
         running = f"{lines[-1]['device']}: {lines[-1]['kernel']}: " if lines and "flaw" not in lines[-1] else ""
         yield Finding("kernels", f"{running}{ended}", "problem", _KERNEL_ADVICE)
-    for device in dict.fromkeys(line["device"] for line in checked):
-        own = [line for line in checked if line["device"] == device and not line["flaw"]]
-        seconds = sum(line["seconds"] for line in own)
-        yield Finding("kernels", f"{device}: {len(own)} compute what PyTorch does, checked in {seconds:.1f} s")
+    for device, seconds in passed.items():
+        yield Finding("kernels", f"{device}: {len(seconds)} compute what PyTorch does, checked in {sum(seconds):.1f} s")
 
 
 def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:

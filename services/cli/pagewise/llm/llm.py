@@ -120,7 +120,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message or None,
         }
-        common = {name: value for name, value in rendering.items() if value is not None}
+        common = _given(**rendering)
         bodies = [common | {"messages": list(conversation)} for conversation in conversations]
         rendered = self._post_all("/v1/chat/completions/render", bodies)
         fields = [{"prompt": one["prompt_token_ids"], "_text": one["prompt"]} for one in rendered]
@@ -149,10 +149,12 @@ class LLM:
             # The server would refuse it again and again, also if nothing else waits.
             raise LLMError(f"n={most}: at most max_waiting={self._max_waiting} sequences may wait")
         texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
-        common = {"return_token_ids": True} | ({"model": model} if model is not None else {})  # nosec B105 # no password
-        bodies = [one.body() | prompt | common for prompt, one in zip(prompts, params, strict=True)]
-        for body, value in zip(bodies, _each(priority, int, len(bodies), "priority"), strict=True) if priority else ():
-            body["priority"] = value
+        common = _given(return_token_ids=True, model=model)
+        priorities = _each(priority or None, type(None), len(prompts), "priority")
+        bodies = [
+            one.body() | prompt | common | _given(priority=value)
+            for prompt, one, value in zip(prompts, params, priorities, strict=True)
+        ]
         answers = self._post_all("/v1/completions", bodies, "prompts" if use_tqdm else None)
         return [
             request_output(text if isinstance(text, str) else None, answer, one.logprobs, self._decode)
@@ -247,6 +249,11 @@ def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts")
     return values
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields of a request that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _nothing() -> None:

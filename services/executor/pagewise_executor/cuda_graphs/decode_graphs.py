@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.sampling import sample
-from pagewise_shared.progress import Progress
+from pagewise_shared.progress import logged_progress
 
 from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.attention.backend import ForwardContext
@@ -101,7 +101,7 @@ class DecodeGraphs(GraphedSteps):
         self.clear(self._padding)
         sizes = [size for size in self.sizes if size & (size - 1) == 0 or size == self.sizes[-1]]
         steps = list(product(sizes, self.variants()))
-        progress = Progress("compiling the kernels of decodes", len(steps), "sizes", tell=log.info, bars=False)
+        progress = logged_progress(log, "compiling the kernels of decodes", len(steps), "sizes")
         for size, uses in steps:
             self.use_adapters(size, uses=uses)
             self.compute(size)

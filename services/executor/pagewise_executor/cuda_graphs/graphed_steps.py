@@ -21,7 +21,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from pagewise_shared.progress import Progress
+from pagewise_shared.progress import logged_progress
 
 from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.collectives import Ranks
@@ -103,7 +103,7 @@ class GraphedSteps(ABC):
         Raises:
             NoGraphsError: a capture fails, here or on another rank. RuntimeError: a step fails.
         """
-        progress = Progress(f"{self.name}: capturing", self.num_graphs, "CUDA graphs", tell=log.info, bars=False)
+        progress = logged_progress(log, f"{self.name}: capturing", self.num_graphs, "CUDA graphs")
         for size, uses in product(reversed(self.sizes), self.variants()):
             self.clear(size)
             self.use_adapters(size, uses=uses)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.progress import Progress
+from pagewise_shared.progress import logged_progress
 from pagewise_shared.service_process import return_freed_memory
 from torch import nn
 
@@ -55,7 +55,7 @@ def prepare(
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
     fused = packed = 0
     parts = list(_parts(model))
-    progress = Progress(f"loading {config.model}", len(parts), "parts", tell=log.info, bars=False)
+    progress = logged_progress(log, f"loading {config.model}", len(parts), "parts")
     for part in parts:
         if read is not None:
             read(part)

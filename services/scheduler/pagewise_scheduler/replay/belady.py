@@ -5,9 +5,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
-from pagewise_shared.traces import TraceRequest
-
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.replay.traces import TraceRequest
 
 _NEVER = 1 << 60
 

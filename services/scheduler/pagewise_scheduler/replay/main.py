@@ -5,23 +5,24 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.progress import Progress
 from pagewise_shared.protocol import HOST
-from pagewise_shared.traces import TraceError, TraceRequest, read_trace
+from tqdm import tqdm
 
 from pagewise_scheduler.core.memory.use_history import UseHistory
 from pagewise_scheduler.core.routing.policies import ROUTING_NAMES, make_routing
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.replay.belady import Belady
 from pagewise_scheduler.replay.costs import llama_3_8b
-from pagewise_scheduler.replay.report import plot, summarise
+from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import Simulation, replay_cache_only
+from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 
 _SETTINGS = (
     "kv_tokens",
@@ -44,13 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the process's exit code."""
     options = _parser().parse_args(argv)
     try:
-        _check_outputs(options)
+        _check(options)
         trace = read_trace(options.trace, limit=options.limit, rate=options.rate, seed=options.seed)
         if not trace:
             raise TraceError(f"{options.trace}: it holds no requests")
-        if options.cache_only:
-            trace.sort(key=lambda request: request.recorded)
-        result, draw = replay(trace, options)
+        result = replay(trace, options)
     except (TraceError, ConfigError) as error:
         print(f"pagewise replay: {error}", file=sys.stderr)
         return 2
@@ -58,84 +57,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(text + "\n")
     print(text)
-    if options.plot:
-        try:
-            draw(options.plot)
-        except ImportError:
-            print("pagewise replay: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-            return 2
     return 0
 
 
-def replay(trace: list[TraceRequest], options: argparse.Namespace) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """Replay ``trace``; returns what it came to, and how to draw it.
+def _check(options: argparse.Namespace) -> None:
+    """Check the options together, so that nothing is replayed in vain.
 
     Raises:
-        ConfigError: the pool is too small for a block, Belady's policy is asked for where order is not known, or
-            several executors without a clock.
+        ConfigError: Belady's policy is asked for where order is not known, or several executors without a clock, or
+            the result could not be written.
     """
     if options.eviction == "belady" and not options.cache_only:
         raise ConfigError("--eviction belady has to know the order in which requests run: add --cache-only")
     if options.cache_only and options.executors > 1:
         raise ConfigError("--cache-only replays one cache: --executors needs the clock")
-    began = time.perf_counter()
-    size = options.block_size
-    largest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace)
-    everything = sum(request.num_prompt_tokens + request.num_output_tokens + 2 * size for request in trace)
-    tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
-    if tokens < size:
-        raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {size}")
-    costs = llama_3_8b(size, options.link * 1e9, (options.peer_link or 1.0) * 1e9).times_as_fast(options.device_speed)
-    belady = Belady(trace) if options.eviction == "belady" else None
-    eviction = UseHistory() if options.eviction == "cost" else belady or options.eviction
-    budget = max(largest, 8192) if options.cache_only else options.max_num_batched_tokens
-    schedulers = [
-        Scheduler(
-            num_blocks=tokens // size,
-            block_size=size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=budget,
-            tiers={HOST: parse_tokens(options.host_tokens) // size},
-            costs=costs.prefill,
-            recovery=options.recovery,
-            eviction=eviction,
-        )
-        for _ in range(options.executors)
-    ]
+    if options.json is not None and not options.json.parent.is_dir():
+        raise ConfigError(f"{options.json}: there is no directory {options.json.parent}")
 
-    progress = Progress("replay", len(trace), "requests")
+
+def replay(trace: list[TraceRequest], options: argparse.Namespace) -> dict[str, Any]:
+    """Replay ``trace``, and return the report.
+
+    Raises:
+        ConfigError: the pool is too small for a block.
+    """
+    began = time.perf_counter()
+    if options.cache_only:
+        trace.sort(key=lambda request: request.recorded)
+    belady = Belady(trace) if options.eviction == "belady" else None
+    costs = llama_3_8b(options.block_size, options.link * 1e9, (options.peer_link or 1.0) * 1e9)
+    costs = costs.times_as_fast(options.device_speed)
+    schedulers = _schedulers(trace, options, costs.prefill, belady)
+    progress = tqdm(total=len(trace), desc="replay", unit=" requests", leave=False, disable=None)
 
     def tick(index: int) -> None:
         progress.update()
         if belady is not None:
             belady.now = index
 
-    if options.cache_only:
-        outcome = replay_cache_only(schedulers[0], trace, tick)
-    else:
-        for request in trace:
-            if request.after < 0:
-                request.arrival /= options.speed
-        routing, peers = make_routing(options.routing), options.peer_link > 0
-        outcome = Simulation(schedulers, costs, routing=routing, peers=peers, tick=tick).run(trace)
+    with progress:
+        if options.cache_only:
+            outcome = replay_cache_only(schedulers[0], trace, tick)
+        else:
+            for request in trace:
+                if request.after < 0:
+                    request.arrival /= options.speed
+            routing, peers = make_routing(options.routing), options.peer_link > 0
+            outcome = Simulation(schedulers, costs, routing=routing, peers=peers, tick=tick).run(trace)
     summary = summarise(
         outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
-    if options.cache_only:  # where nothing takes any time, times mean nothing
+    if options.cache_only:  # nothing takes any time there, so times mean nothing
         for name in ("virtual_seconds", "device_busy", "good_requests", "seconds", "routing"):
             del summary[name]
     settings = {name: getattr(options, name) for name in _SETTINGS}
-    result = {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
-    return result, lambda path: plot(outcome, summary, path)
+    return {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Raises ConfigError if a result could not be written: better now than after the replay."""
-    for path in (options.json, options.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no directory {path.parent}")
-    if options.plot is not None and options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {options.plot}: figures are .png, .svg or .pdf")
+def _schedulers(
+    trace: list[TraceRequest], options: argparse.Namespace, costs: Costs, belady: Belady | None
+) -> list[Scheduler]:
+    """Return the scheduler of each executor, with a pool and a policy as the options say."""
+    lengths = [request.num_prompt_tokens + request.num_output_tokens for request in trace]
+    everything = sum(lengths) + 2 * options.block_size * len(trace)
+    tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
+    if tokens < options.block_size:
+        raise ConfigError(f"--kv-tokens {options.kv_tokens} is less than a block of {options.block_size}")
+    eviction = UseHistory() if options.eviction == "cost" else belady or options.eviction
+    return [
+        Scheduler(
+            num_blocks=tokens // options.block_size,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=max(*lengths, 8192) if options.cache_only else options.max_num_batched_tokens,
+            tiers={HOST: parse_tokens(options.host_tokens) // options.block_size},
+            costs=costs,
+            recovery=options.recovery,
+            eviction=eviction,
+        )
+        for _ in range(options.executors)
+    ]
 
 
 def _count(text: str) -> int:
@@ -222,7 +223,6 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--slo-first-token", type=float, default=10.0, metavar="S", help="for goodput (default: 10)")
     out.add_argument("--slo-per-token", type=float, default=0.2, metavar="S", help="for goodput (default: 0.2)")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there too")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw memory, queue and latency (needs matplotlib)")
     return parser
 
 

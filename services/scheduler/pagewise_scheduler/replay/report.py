@@ -1,9 +1,8 @@
-"""What a replay comes to: one JSON document, and a figure."""
+"""The report of a replay: one JSON document."""
 
 from collections import Counter
 from collections.abc import Sequence
 from math import isnan
-from pathlib import Path
 from typing import Any
 
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -21,91 +20,51 @@ def summarise(
     ``slo_first_token``, ``slo_per_token``: seconds that a request may take to count as good.
     """
     served = [one for one in outcome.served if not isnan(one.finished)]
-    prompt_tokens = sum(one.trace.num_prompt_tokens for one in served)
-    host = sum(one.request.cached_tokens["host"] for one in served)
-    peer = sum(one.request.cached_tokens["peer"] for one in served)
-    device = sum(one.request.num_cached_tokens for one in served) - host - peer
-    output_tokens = sum(one.trace.num_output_tokens for one in served)
-    good = [one for one in served if _is_good(one, slo_first_token, slo_per_token)]
-    seconds = max(outcome.seconds, 1e-9)
+    num_good = sum(_is_good(one, slo_first_token, slo_per_token) for one in served)
     counters = [scheduler.kv.pool.counters.by_name() for scheduler in schedulers]
+    output_tokens = sum(one.trace.num_output_tokens for one in served)
     return {
         "requests": {"finished": len(served), "never_fit": outcome.refused},
-        "tokens": {
-            "prompt": prompt_tokens,
-            "output": output_tokens,
-            "cached_device": device,
-            "cached_host": host,
-            "cached_peer": peer,
-        },
-        "hit_rate": {
-            "device": _ratio(device, prompt_tokens),
-            "host": _ratio(host, prompt_tokens),
-            "peer": _ratio(peer, prompt_tokens),
-            "all": _ratio(device + host + peer, prompt_tokens),
-            "of_trace_blocks": _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served)),
-        },
+        **_cached(served, output_tokens),
         "blocks": {name: sum(one[name] for one in counters) for name in counters[0]},
         "preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),
         "recoveries": _recoveries(outcome.recoveries),
         "waste": _waste(outcome),
         "virtual_seconds": round(outcome.seconds, 1),
-        "device_busy": _ratio(sum(one.busy for one in outcome.executors), seconds * len(schedulers)),
+        "device_busy": _ratio(sum(one.busy for one in outcome.executors), max(outcome.seconds, 1e-9) * len(schedulers)),
         "steps": outcome.steps,
         "routing": _routing(outcome, served),
-        "throughput_tokens_per_second": round(output_tokens / seconds, 1) if outcome.seconds else None,
-        "goodput_requests_per_second": round(len(good) / seconds, 3) if outcome.seconds else None,
-        "good_requests": _ratio(len(good), len(served)),
-        "seconds": {
-            "first_token": _percentiles([one.first_token - one.arrival for one in served]),
-            "per_output_token": _percentiles([_per_token(one) for one in served if one.trace.num_output_tokens > 1]),
-            "end_to_end": _percentiles([one.finished - one.arrival for one in served]),
-            "queue": _percentiles([one.request.scheduled_time - one.arrival for one in served]),
+        "throughput_tokens_per_second": _rate(output_tokens, outcome.seconds, 1),
+        "goodput_requests_per_second": _rate(num_good, outcome.seconds, 3),
+        "good_requests": _ratio(num_good, len(served)),
+        "seconds": _latencies(served),
+    }
+
+
+def _cached(served: Sequence[Served], output_tokens: int) -> dict[str, Any]:
+    """Return how many tokens there were, and how many of the prompts' were cached where."""
+    prompt = sum(one.trace.num_prompt_tokens for one in served)
+    everywhere = sum(one.request.num_cached_tokens for one in served)
+    host, peer = (sum(one.request.cached_tokens[tier] for one in served) for tier in ("host", "peer"))
+    cached = {"device": everywhere - host - peer, "host": host, "peer": peer}
+    of_blocks = _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served))
+    return {
+        "tokens": {"prompt": prompt, "output": output_tokens, **{f"cached_{tier}": n for tier, n in cached.items()}},
+        "hit_rate": {
+            **{tier: _ratio(tokens, prompt) for tier, tokens in cached.items()},
+            "all": _ratio(everywhere, prompt),
+            "of_trace_blocks": of_blocks,
         },
     }
 
 
-def plot(outcome: Outcome, summary: dict[str, Any], path: Path) -> None:
-    """Memory and queue over time, and the latencies' distribution.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(3, 1, figsize=(8, 8))
-    times = [sample.time for sample in outcome.samples]
-    memory, queue, latency = axes
-    memory.stackplot(
-        times,
-        [sample.in_use for sample in outcome.samples],
-        [sample.cached for sample in outcome.samples],
-        labels=["in use", "cached"],
-    )
-    memory.set(xlabel="seconds", ylabel="device blocks")
-    memory.legend(frameon=False)
-    queue.plot(times, [sample.running for sample in outcome.samples], label="running")
-    queue.plot(times, [sample.waiting for sample in outcome.samples], label="waiting")
-    queue.set(xlabel="seconds", ylabel="sequences")
-    queue.legend(frameon=False)
-    served = [one for one in outcome.served if not isnan(one.finished)]
-    for name, values in (
-        ("first token", [one.first_token - one.arrival for one in served]),
-        ("end to end", [one.finished - one.arrival for one in served]),
-    ):
-        ordered = sorted(values)
-        latency.plot(ordered, [(number + 1) / len(ordered) for number in range(len(ordered))], label=name)
-    latency.set(xlabel="seconds", ylabel="share of requests", xscale="log")
-    latency.legend(frameon=False)
-    figure.suptitle(
-        f"{summary['requests']['finished']} requests, {summary['hit_rate']['all']:.1%} of prompt tokens cached"
-    )
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+def _latencies(served: Sequence[Served]) -> dict[str, Any]:
+    return {
+        "first_token": _percentiles([one.first_token - one.arrival for one in served]),
+        "per_output_token": _percentiles([_per_token(one) for one in served if one.trace.num_output_tokens > 1]),
+        "end_to_end": _percentiles([one.finished - one.arrival for one in served]),
+        "queue": _percentiles([one.request.scheduled_time - one.arrival for one in served]),
+    }
 
 
 def _recoveries(recoveries: Sequence[Recovery]) -> dict[str, Any]:
@@ -180,6 +139,10 @@ def _percentiles(values: list[float]) -> dict[str, float]:
         name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
     } | {"mean": round(sum(ordered) / len(ordered), 4)}
+
+
+def _rate(number: int, seconds: float, digits: int) -> float | None:
+    return round(number / seconds, digits) if seconds else None
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -13,7 +13,6 @@ from math import isnan
 
 from pagewise_shared.protocol import DEVICE, Copied, RequestParams, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
-from pagewise_shared.traces import TraceRequest
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
@@ -31,6 +30,7 @@ from pagewise_scheduler.replay.simulated_executor import (
     between_tiers,
     confirmation,
 )
+from pagewise_scheduler.replay.traces import TraceRequest
 
 _SAMPLING = SamplingParams(temperature=0.0)
 _SAMPLE_EVERY = 0.25
@@ -163,18 +163,22 @@ class Simulation:
             else:
                 self._at(request.arrival, None, index)
         while self._events:
-            self.now, _, executor, what = heapq.heappop(self._events)
-            if isinstance(what, int):
-                executor = self._arrive(what, trace[what])
-                if executor is None:
-                    self._follow(followers, trace, what)
-                    continue
-            assert executor is not None
-            if isinstance(what, StepResult):
-                for index in self._take_result(executor, what):
-                    self._follow(followers, trace, index)
-            elif isinstance(what, Copied):
-                executor.scheduler.copied(what)
+            self.now, _, executor, event = heapq.heappop(self._events)
+            ended: list[int] = []
+            match event:
+                case int():
+                    executor = self._arrive(event, trace[event])
+                    ended = [event] if executor is None else []
+                case StepResult():
+                    assert executor is not None
+                    ended = self._take_result(executor, event)
+                case Copied():
+                    assert executor is not None
+                    executor.scheduler.copied(event)
+            for index in ended:
+                self._follow(followers, trace, index)
+            if executor is None:
+                continue
             if executor.plan(self.now) and self.now >= self._next_sample:
                 self._sample()
             self._outcome.recoveries += executor.scheduler.recoveries.reports
