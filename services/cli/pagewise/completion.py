@@ -6,7 +6,8 @@ Options are those of the commands that declare them; other commands complete fil
 import argparse
 from collections.abc import Iterable, Sequence
 
-import argcomplete
+from argcomplete import autocomplete
+from argcomplete.shell_integration import shellcode
 from msgspec import Struct
 from pagewise_shared.config import GatewaysConfig, ServeConfig, UpConfig
 from pagewise_shared.config.reading import add_options
@@ -22,7 +23,7 @@ def completion(arguments: Sequence[str]) -> int:
         "the same with zsh in ~/.zshrc after compinit, or pagewise completion fish | source in config.fish.",
     )
     parser.add_argument("shell", choices=("bash", "fish", "zsh"))
-    print(argcomplete.shellcode(["pagewise"], shell=parser.parse_args(arguments).shell))
+    print(shellcode(["pagewise"], shell=parser.parse_args(arguments).shell))
     return 0
 
 
@@ -36,4 +37,4 @@ def complete(commands: Iterable[str]) -> None:
         if config is not None:
             command.add_argument("--version", action="version")
             add_options(command, config)
-    argcomplete.autocomplete(parser)
+    autocomplete(parser)
