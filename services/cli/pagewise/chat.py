@@ -74,21 +74,26 @@ def _answer(url: str, asked: dict[str, Any], terminal: bool) -> str:
                     if (content or reasoning) and first == began:
                         first = time.monotonic()
                     text += content or ""
-                    _print(reasoning or "", dim=terminal)
-                    _print(content or "")
+                    _print(reasoning, dim=terminal)
+                    _print(content)
     except KeyboardInterrupt:
         pass
     print()
     if usage:
-        seconds, tokens = time.monotonic() - first, usage["completion_tokens"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        rate = f", {(tokens - 1) / seconds:.1f} per second" if tokens > 1 else ""
-        print(
-            f"[{cached:,} of {usage['prompt_tokens']:,} prompt tokens were cached, the first token came after "
-            f"{1e3 * (first - began):.0f} ms; {tokens:,} tokens{rate}]",
-            file=sys.stderr,
-        )
+        _print_usage(usage, first - began, time.monotonic() - first)
     return text
+
+
+def _print_usage(usage: dict[str, Any], first_token: float, others: float) -> None:
+    """Print how many tokens an answer took, and the seconds until its first token and for the others."""
+    tokens = usage["completion_tokens"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    rate = f", {(tokens - 1) / others:.1f} per second" if tokens > 1 else ""
+    print(
+        f"[{cached:,} of {usage['prompt_tokens']:,} prompt tokens were cached, the first token came after "
+        f"{1e3 * first_token:.0f} ms; {tokens:,} tokens{rate}]",
+        file=sys.stderr,
+    )
 
 
 def _chunks(stream: Iterator[tuple[str, str]]) -> Iterator[dict[str, Any]]:
@@ -106,8 +111,8 @@ def _chunks(stream: Iterator[tuple[str, str]]) -> Iterator[dict[str, Any]]:
         yield chunk
 
 
-def _print(text: str, *, dim: bool = False) -> None:
+def _print(text: str | None, *, dim: bool = False) -> None:
     """Print a piece of a model's text, of which no character controls the terminal."""
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    shown = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text or "")
     if shown:
         print(f"\x1b[2m{shown}\x1b[0m" if dim else shown, end="", flush=True)

@@ -65,9 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in (_serve, _gateways, cluster.up):  # these log
         for warning in misspelt_variables(os.environ):
             print(f"pagewise {name}: {warning}", file=sys.stderr)
+    return _exit_code(name, command, arguments[1:])
+
+
+def _exit_code(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run a command; errors that users can mend, pipes that end and Ctrl-C become exit codes."""
     try:
         try:
-            return command(arguments[1:])
+            return command(arguments)
         finally:
             sys.stdout.flush()
     except CommandError as error:
