@@ -113,7 +113,6 @@ class Fleet(Sessions[Engine]):
         self.directory = PrefixDirectory()
         self._heartbeat_counters = {
             "refused": metrics.connections_refused("unknown_key_blocks"),
-            "closed": metrics.connections_closed("blocks"),
             "storage_errors": metrics.storage_errors,
             "grammar_waits": metrics.grammar_waits,
         }
