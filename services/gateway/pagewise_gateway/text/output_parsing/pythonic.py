@@ -24,8 +24,8 @@ _NEXT = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
 _MAY_BE_NEXT = re.compile(r"[\s,;]*(?:[A-Za-z_][\w.-]*)?")
 _MOST_DEPTH = 200
 """Brackets inside of each other; Python has the same limit."""
-_MOST_TOKENS = 20_000
-"""Strings, brackets and commas of one value that Python parses, which takes the event loop 0.1 s."""
+_MOST_TOKENS = 65_536
+"""Tokens of arguments that Python parses, which takes the event loop 0.1 s. More have to be JSON."""
 _TOKEN = re.compile(r"""[()\[\]{},]|"(?:"")?|'(?:'')?|\#[^\n]*|[^()\[\]{},"'#]+""")
 _OPEN_QUOTES = ("'", "''", '"', '""')
 """Ends of a text that may be, or begin, the quotes of a string."""
