@@ -1,5 +1,6 @@
 """Chooses what computes the attention of prefill chunks: what ``--attention`` names, or the fastest."""
 
+import functools
 import importlib.util
 import logging
 import statistics
@@ -68,36 +69,44 @@ def choose_prefill_library(
     Raises:
         ModelError: a library is asked for by name, and cannot compute the model; the text says why.
     """
-    named = config.attention in LIBRARIES
     if config.attention == "triton" or _flaw_of_options(config, device):
         return None, False
+    if config.attention not in LIBRARIES:
+        return _choose_installed(shapes, kv_dtype, config.block_size, device)
+    library, flaw = _prepared(config.attention, device, shapes, kv_dtype, config.block_size)
+    if flaw:
+        raise ModelError(f"--attention {config.attention}: {flaw}")
+    log.info("attention of prompts: %s", config.attention)
+    return library, False
+
+
+def _choose_installed(
+    shapes: Sequence[AttentionShape], kv_dtype: torch.dtype, block_size: int, device: torch.device
+) -> tuple[TriedLibrary | None, bool]:
+    """Return the fastest of the libraries that are installed: see ``choose_prefill_library``."""
     unfit: list[str] = []
     found: dict[TriedLibrary, str] = {}
-    for name in [config.attention] if named else LIBRARIES:
-        module, make = LIBRARIES[name]
-        if not named and importlib.util.find_spec(module) is None:
-            continue  # nobody has asked for what is not installed
-        library, flaw = _prepared(make, device, shapes, kv_dtype, config.block_size)
-        if named and flaw:
-            raise ModelError(f"--attention {name}: {flaw}")
+    for name, (module, _) in LIBRARIES.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        library, flaw = _prepared(name, device, shapes, kv_dtype, block_size)
         if library is not None:
             found[library] = flaw
         elif name == _OURS:
             log.info("attention of prompts: not gluon: %s", flaw)
         else:
             unfit.append(f"{name}: {flaw}")
-    if not found:
-        if unfit:
-            log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
-        return None, bool(unfit)
-    library = next(iter(found)) if named else _fastest(list(found), shapes, config.block_size, device)
+    if unfit and not found:
+        log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
+        return None, True
+    library = _fastest(list(found), shapes, block_size, device) if found else None
     if library is None:
         return None, False
     if flaw := found[library]:
         log.warning("attention of prompts: %s, and Triton's where it cannot: %s", library.name, flaw)
-    else:
-        log.info("attention of prompts: %s", library.name)
-    return library, bool(flaw) and library.name != _OURS
+        return library, library.name != _OURS
+    log.info("attention of prompts: %s", library.name)
+    return library, False
 
 
 def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
@@ -109,7 +118,7 @@ def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
 
 
 def _prepared(
-    make: Callable[[torch.device], PrefillLibrary],
+    name: str,
     device: torch.device,
     shapes: Sequence[AttentionShape],
     kv_dtype: torch.dtype,
@@ -119,7 +128,7 @@ def _prepared(
     if kv_dtype != shapes[0].dtype:
         return None, f"KV is {kv_dtype}, and the model {shapes[0].dtype}"
     try:
-        library = TriedLibrary(make(device), block_size, device)
+        library = TriedLibrary(LIBRARIES[name][1](device), block_size, device)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     flaws = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
@@ -134,15 +143,16 @@ def _fastest(
     Layers that a library cannot compute take the time of the Triton kernel. What cannot be measured is not taken.
     """
     kinds = Counter(shapes)
-    own: dict[AttentionShape, float] = {}
     times: dict[TriedLibrary | None, float] = {}
+
+    @functools.cache
+    def measured(library: TriedLibrary | None, shape: AttentionShape) -> float:
+        return chunk_milliseconds(library, shape, block_size, device)
+
     try:
-        own = {shape: chunk_milliseconds(None, shape, block_size, device) for shape in kinds}
-        times[None] = sum(count * own[shape] for shape, count in kinds.items())
-        for library in libraries:
+        for library in (None, *libraries):
             times[library] = sum(
-                count
-                * (chunk_milliseconds(library, shape, block_size, device) if library.computes(shape) else own[shape])
+                count * measured(library if library is not None and library.computes(shape) else None, shape)
                 for shape, count in kinds.items()
             )
     except Exception as error:  # whatever torch, a library or the device raise

@@ -63,13 +63,6 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
     """Return the kernels that a loaded model uses."""
     shapes = loaded.layers
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
-    linears: dict[tuple[object, ...], QuantisedLinear] = {}
-    for module in loaded.model.modules():
-        if isinstance(module, QuantisedLinear) and type(module) is not QuantisedLinear:
-            kind = type(module), module.values.dtype, module.inputs, module.block[0], module.bias is None
-            known = linears.setdefault(kind, module)
-            if module.values.numel() < known.values.numel():  # PyTorch makes a float32 copy of it
-                linears[kind] = module
     return KernelUse(
         loaded.device, loaded.dtype, kv_dtype, config.block_size,
         min(loaded.vocab_size, _FEW_ENTRIES) if interpreted() else loaded.vocab_size,
@@ -78,12 +71,22 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         hidden_size=len(layers[0].norm_before_mlp.weight) if layers else 0,
         gate_up=next((layer.gate_up for layer in layers if layer.mlp is None), None),
         has_head_norm=bool(layers) and layers[0].head_norm is not None,
-        linears=tuple(linears.values()),
+        linears=_linears(loaded.model),
         mixture=next(_mixtures(layers), None),
         rotation=loaded.rotations[0] if loaded.rotations else None,
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
     )  # fmt: skip
+
+
+def _linears(model: nn.Module) -> tuple[QuantisedLinear, ...]:
+    """Return the smallest quantised layer of each kind: PyTorch makes a float32 copy of it."""
+    found: dict[tuple[object, ...], QuantisedLinear] = {}
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear) and type(module) is not QuantisedLinear:
+            kind = type(module), module.values.dtype, module.inputs, module.block[0], module.bias is None
+            found[kind] = min(found.get(kind, module), module, key=lambda each: each.values.numel())
+    return tuple(found.values())
 
 
 def _mixtures(layers: list[FusedDecoderLayer]) -> Iterator[tuple[GroupedRouter, GroupedExperts]]:
