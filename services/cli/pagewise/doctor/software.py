@@ -39,7 +39,7 @@ def check_packages(constraints: Path | None = None) -> Iterator[Finding]:
     """Compare what is installed with the versions that Pagewise was tested with."""
     tested = read_constraints(constraints)
     missing, others, same = [], [], 0
-    for name in dict.fromkeys(("msgspec", "prometheus_client", "pyzmq", "uvloop", *GATEWAY, *EXECUTOR)):
+    for name in dict.fromkeys(("argcomplete", "msgspec", "prometheus_client", "pyzmq", "tqdm", "uvloop", *GATEWAY, *EXECUTOR)):
         try:
             found = version(name)
         except PackageNotFoundError:

@@ -31,7 +31,7 @@ class Client:
         self._thread.start()
         self._session: aiohttp.ClientSession = self._run(self._open())
 
-    def post_all(self, path: str, bodies: Sequence[dict[str, Any]], done: Callable[[], None]) -> list[Any]:
+    def post_all(self, path: str, bodies: Sequence[dict[str, Any]], done: Callable[[], object]) -> list[Any]:
         """Return the answers to these bodies, in their order. ``done``: called after each of them, on another thread.
 
         If one is refused, the others are aborted.
@@ -67,7 +67,7 @@ class Client:
             self._url, headers=self._headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
 
-    async def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], done: Callable[[], None]) -> list[Any]:
+    async def _post_all(self, path: str, bodies: Sequence[dict[str, Any]], done: Callable[[], object]) -> list[Any]:
         answers: list[Any] = [None] * len(bodies)
         waiting = iter(enumerate(bodies))
 

@@ -1,18 +1,18 @@
 """``LLM``: starts the services on this machine, generates with them, and ends them."""
 
-import contextlib
 import difflib
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
 from pagewise_shared.config.vllm import options_from
 from pagewise_shared.end_tokens import untyped_special_tokens
 from pagewise_shared.model_files import resolve_model
+from tqdm.auto import tqdm
 
 from pagewise.llm.client import Client
 from pagewise.llm.outputs import LLMError, RequestOutput, request_output
@@ -155,18 +155,20 @@ class LLM:
             one.body() | prompt | common | _given(priority=value)
             for prompt, one, value in zip(prompts, params, priorities, strict=True)
         ]
-        answers = self._post_all("/v1/completions", bodies, "prompts" if use_tqdm else None)
+        answers = self._post_all("/v1/completions", bodies, shown=use_tqdm)
         return [
             request_output(text if isinstance(text, str) else None, answer, one.logprobs, self._decode)
             for text, answer, one in zip(texts, answers, params, strict=True)
         ]
 
-    def _post_all(self, path: str, bodies: list[dict[str, Any]], shown: str | None = None) -> list[Any]:
+    def _post_all(self, path: str, bodies: list[dict[str, Any]], *, shown: bool = False) -> list[Any]:
+        """Post requests, and return the answers. ``shown``: by a bar, on a terminal or in a notebook."""
         if not self._finalizer.alive:
             raise LLMError("this LLM is closed")
+        hidden = not shown or not ("ipykernel" in sys.modules or sys.stderr.isatty())
         try:
-            with _progress(len(bodies), shown) as bar:
-                return self._client.post_all(path, bodies, bar.update if bar is not None else _nothing)
+            with tqdm(total=len(bodies), unit="prompt", dynamic_ncols=True, disable=hidden) as bar:
+                return self._client.post_all(path, bodies, bar.update)
         except OSError as error:
             code = self._server.exit_code
             ended = "" if code is None else f": they have ended with exit code {code}"
@@ -254,23 +256,3 @@ def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
 def _given(**fields: Any) -> dict[str, Any]:
     """The fields of a request that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _nothing() -> None:
-    """For whoever wants no progress bar."""
-
-
-@contextlib.contextmanager
-def _progress(count: int, shown: str | None) -> Iterator[Any]:
-    """A progress bar, if a person sees it: on a terminal or in a notebook, and if tqdm is installed."""
-    notebook = "ipykernel" in sys.modules
-    if shown is None or not (notebook or sys.stderr.isatty()):
-        yield None
-        return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        yield None
-        return
-    with tqdm(total=count, unit="prompt", dynamic_ncols=True) as bar:
-        yield bar
