@@ -23,7 +23,7 @@ def completion(arguments: Sequence[str]) -> int:
         "the same with zsh in ~/.zshrc after compinit, or pagewise completion fish | source in config.fish.",
     )
     parser.add_argument("shell", choices=("bash", "fish", "zsh"))
-    print(shellcode(["pagewise"], shell=parser.parse_args(arguments).shell))
+    print(shellcode(["pagewise"], True, parser.parse_args(arguments).shell))
     return 0
 
 
