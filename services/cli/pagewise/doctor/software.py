@@ -21,6 +21,7 @@ _SECONDS = 120
 _KERNEL_SECONDS = 300
 """For the kernels of all GPUs: where none is in Triton's cache, the first GPU compiles for half a minute."""
 _KERNEL_ADVICE = "try the tested versions of torch and triton; --kernels torch serves without kernels, more slowly"
+_EVERYWHERE = ("argcomplete", "msgspec", "prometheus_client", "pyzmq", "tqdm", "uvloop")
 _SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "LD_PRELOAD")
 _NAMED_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
 """Only whether they are set: tokens, folders of people, and hosts."""
@@ -39,7 +40,7 @@ def check_packages(constraints: Path | None = None) -> Iterator[Finding]:
     """Compare what is installed with the versions that Pagewise was tested with."""
     tested = read_constraints(constraints)
     missing, others, same = [], [], 0
-    for name in dict.fromkeys(("argcomplete", "msgspec", "prometheus_client", "pyzmq", "tqdm", "uvloop", *GATEWAY, *EXECUTOR)):
+    for name in dict.fromkeys((*_EVERYWHERE, *GATEWAY, *EXECUTOR)):
         try:
             found = version(name)
         except PackageNotFoundError:
