@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic as clock
@@ -66,17 +67,11 @@ class Coordinator:
         """
         self.metrics = metrics
         self._wire = Wire(keys, metrics)
+        bind = partial(RouterSocket, metrics=metrics, wire=self._wire, max_unread_bytes=config.max_unread_bytes)
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
         try:
-            executors = RouterSocket(
-                "executor",
-                config.listen,
-                decode_from_executor,
-                metrics,
-                self._wire,
-                timeout=config.executor_timeout,
-            )
+            executors = bind("executor", config.listen, decode_from_executor, timeout=config.executor_timeout)
             self.fleet = Fleet(executors, keys, metrics, config, self._epochs.__next__)
             self.router = self.fleet.router = Router(
                 metrics,
@@ -88,14 +83,7 @@ class Coordinator:
             )
             self.registry = AdapterRegistry(lambda: self.router.engines, adapter_rights(config))
             self.fleet.on_joined = self.registry.engine_joined
-            gateways = RouterSocket(
-                "gateway",
-                config.listen_gateways,
-                decode_from_gateway,
-                metrics,
-                self._wire,
-                timeout=config.gateway_timeout,
-            )
+            gateways = bind("gateway", config.listen_gateways, decode_from_gateway, timeout=config.gateway_timeout)
             self.gateways = Gateways(
                 gateways,
                 keys,
