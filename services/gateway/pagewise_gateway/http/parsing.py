@@ -125,6 +125,8 @@ LINGER_SECONDS = 3.0
 PART_SECONDS = 10.0
 """How long a client may send nothing of its body. aiohttp does not tell a request that its chunks are malformed, so it
 waits for so long, too."""
+_TINY_BODY_BYTES = 4096
+"""Bodies of up to this size are parsed at once: to wait for a turn would take as long."""
 _SMALL_BODY_BYTES = 65_536
 """Bodies of up to this size are parsed and checked without a pause; their memory is taken when they are announced."""
 _PATH = re.compile(r" - at (?:`key` in )?`(?:key in )?\$\.?(.*)`$")
@@ -295,7 +297,10 @@ async def _read_request(request: web.Request, request_type: type[RequestT]) -> t
     """
     service, client, intake = request.app[Service.KEY], request[CLIENT], await count_request(request)
     body = await _read(request, intake)
-    parsed = await service.turns.call(client.name, lambda: parse_request(body, request_type))
+    if len(body) <= _TINY_BODY_BYTES:
+        parsed = parse_request(body, request_type)
+    else:
+        parsed = await service.turns.call(client.name, lambda: parse_request(body, request_type))
     if len(body) > _SMALL_BODY_BYTES:
         await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
     await _settle_adapter(service, parsed)
