@@ -67,7 +67,7 @@ class Coordinator:
         """
         self.metrics = metrics
         self._wire = Wire(keys, metrics)
-        bind = partial(RouterSocket, metrics=metrics, wire=self._wire, max_unread_bytes=config.max_unread_bytes)
+        bind = partial(RouterSocket, metrics=metrics, wire=self._wire)
         # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
         self._epochs = count(time.time_ns() // 1_000_000)
         try:
