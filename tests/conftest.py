@@ -4,6 +4,7 @@ With a GPU the kernels run there, so tests that take the ``device`` count as ``g
 interpreter, marked ``interpreted``, are skipped.
 """
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -60,6 +61,12 @@ def interleave(items: list[pytest.Item]) -> None:
         places[path] = (seen[kinds[path]] + 0.5) / totals[kinds[path]]
         seen[kinds[path]] += 1
     items.sort(key=lambda item: (places[item.path], str(item.path)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported, a million objects, out of the garbage collector, which many tests run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

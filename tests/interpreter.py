@@ -1,6 +1,8 @@
 """Triton's interpreter in the processes of tests: faster, and with products of matrices whose rows are independent."""
 
 import dataclasses
+import functools
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ def patch_language_once() -> None:
     patch: Callable[[Callable[..., object]], object] = interpreter._patch_lang
     patched: set[frozenset[str]] = set()
 
+    @functools.cache
     def patch_once(function: types.FunctionType) -> _Patched:
         names = {id(tl): "language", id(tl.core): "core"}
         seen = frozenset(names[id(value)] for value in function.__globals__.values() if id(value) in names)
@@ -31,6 +34,37 @@ def patch_language_once() -> None:
         return _Patched()
 
     interpreter._patch_lang = patch_once
+
+
+def keep_types() -> None:
+    """Make the types of blocks once per shape. The interpreter makes and checks two of them in each operation."""
+    make_block, numpy_type = tl.block_type.__init__, interpreter._get_np_dtype
+    blocks: dict[tuple[str, tuple[int, ...]], dict[str, object]] = {}
+    numpy_types: dict[str, np.dtype[np.generic]] = {}
+
+    def block_init(self: tl.block_type, element_ty: tl.dtype, shape: list[int]) -> None:
+        key = (element_ty.name, tuple(getattr(size, "value", size) for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    @functools.cache
+    def sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+        return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+    def tensor_init(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes(tuple(type.shape) if type.is_block() else ())
+
+    def numpy_type_once(dtype: tl.dtype) -> np.dtype[np.generic]:
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = block_init, tensor_init
+    interpreter._get_np_dtype = numpy_type_once
 
 
 def sum_products_in_order() -> None:

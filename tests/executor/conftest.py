@@ -7,8 +7,9 @@ import torch
 from pagewise_executor.kernel_checks import run
 
 if not torch.cuda.is_available():
-    from tests.interpreter import integers_unchecked, patch_language_once, sum_products_in_order
+    from tests.interpreter import integers_unchecked, keep_types, patch_language_once, sum_products_in_order
 
+    keep_types()
     patch_language_once()
     sum_products_in_order()
 

@@ -11,7 +11,7 @@ from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.weight_files import checked_headers
 from pagewise_executor.models.weight_memory import weight_bytes
-from pagewise_executor.sizing import sizing
+from pagewise_executor.sizing import main, sizing
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
@@ -106,16 +106,16 @@ def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
         sizing(ExecutorConfig(tensor_parallel=3), path, 24 * GIB)
 
 
-def test_the_command_reads_no_weights(tmp_path: Path) -> None:
-    def run(*options: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "pagewise.main", "size", str(tmp_path), "--gpu-memory", *options]
+def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(memory: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "pagewise.main", "size", str(tmp_path), "--gpu-memory", memory]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     directory(tmp_path, SHAPES["8B"])
-    told = run("24GiB")
-    assert told.returncode == 0
-    assert "each token of KV takes 128KiB" in told.stdout
-    small = run("12GiB", "--json")
-    assert (small.returncode, json.loads(small.stdout)["pool_tokens"]) == (1, 0)
+    fits = run("24GiB")
+    assert fits.returncode == 0
+    assert "each token of KV takes 128KiB" in fits.stdout
     wrong = run("much")
     assert (wrong.returncode, "Traceback" in wrong.stderr, "is not a size" in wrong.stderr) == (1, False, True)
+    assert main([str(tmp_path), "--gpu-memory", "12GiB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["pool_tokens"] == 0

@@ -10,8 +10,9 @@ from pagewise_kernels.cpu.build import Variant
 from tests.cpu_kernels import need_cpu_kernels, variants
 
 if not torch.cuda.is_available():
-    from tests.interpreter import patch_language_once, sum_products_in_order
+    from tests.interpreter import keep_types, patch_language_once, sum_products_in_order
 
+    keep_types()
     patch_language_once()
     sum_products_in_order()
 
