@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def interleave(items: list[pytest.Item]) -> None:
-    """Spread the files of either kind evenly: while one worker waits for processes, another one computes.
+    """Spread the files of either kind evenly: while workers wait for processes, another one computes.
 
-    Two files that start many processes seldom run at once then, and the last files are not the longest.
+    Files that start many processes seldom all run at once then, and the last files are not the longest.
     """
     files = list(dict.fromkeys(item.path for item in items))
     kinds = {path: path.relative_to(Path(__file__).parent).parts[0] in PROCESSES for path in files}
