@@ -155,6 +155,8 @@ def test_every_rank_warms_up_its_copies(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(KVPool, name, lambda *_, name=name: copied.append(name))
 
     class NoGraphs:
+        adapters = None
+
         def warm_up(self) -> None:
             pass
 
