@@ -105,8 +105,8 @@ def test_bodies_that_inflate(server: Served, encoding: str) -> None:
 
 @pytest.mark.parametrize("key", [ABUSER, ""])
 def test_tiny_chunks(unlimited: Served, key: str) -> None:
-    """0.5 MB in chunks of one byte are 3 MB, and half a million chunks."""
-    chunks = b"1\r\na\r\n" * 500_000
+    """2 MB in chunks of one byte are 12 MB, and 2 million chunks."""
+    chunks = b"1\r\na\r\n" * 2_000_000
     data = head(key, "Transfer-Encoding: chunked") + b'b\r\n{"prompt":"\r\n' + chunks + b'2\r\n"}\r\n0\r\n\r\n'
     with unharmed(unlimited):
         answers = send_all(unlimited, data, 16)

@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic as clock
 
 import pytest
 import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
+from pagewise_scheduler.actors.engine import Engine
+from pagewise_scheduler.core.inspection import memory_report
+from pagewise_scheduler.core.memory_reports import MemoryReport
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 
@@ -84,28 +88,32 @@ async def test_what_came_from_a_peer_is_told_apart_from_what_came_from_the_host(
         assert stack.metric("recoveries_total", method="device", source="device") == 0
 
 
+def report(engine: Engine) -> MemoryReport:
+    return memory_report(engine.executor_id, engine.scheduler, clock(), 10)
+
+
 async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_path: Path) -> None:
     async with two_executors(tmp_path, model_path, "swap") as stack:
         await stack.generate(PROMPT)
         assert stack.metric("block_transfer_bytes_total") == stack.metric("block_transfer_seconds_total") == 0
         holder, fetcher = stack.router.engines
-        before = fetcher.memory_report(10)
+        before = report(fetcher)
         assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", {})
         generating = asyncio.create_task(stack.generate(PROMPT))
         lent = 0
         while not generating.done():
-            lent = max(lent, holder.memory_report(10).device.lent)
+            lent = max(lent, report(holder).device.lent)
             await asyncio.sleep(0)
         fetched = 7  # full blocks of 60 tokens
         assert lent == fetched
         bytes_per_block = fetcher.hello.bytes_per_block
         assert stack.metric("block_transfer_bytes_total") == fetched * bytes_per_block > 0
         assert 0 < stack.metric("block_transfer_seconds_total") < 20
-        ((peer, link),) = fetcher.memory_report(10).costs.peers.items()
-        assert peer == f"ipc://{tmp_path}/one" == holder.memory_report(10).block_endpoint
+        ((peer, link),) = report(fetcher).costs.peers.items()
+        assert peer == f"ipc://{tmp_path}/one" == report(holder).block_endpoint
         assert link.setup + link.block > 0
         assert link.error > 0, "it has learned"
-        assert (link.loading, link.rests, holder.memory_report(10).device.lent) == (0, 0, 0)
+        assert (link.loading, link.rests, report(holder).device.lent) == (0, 0, 0)
 
 
 async def test_who_has_no_key_and_knocks_at_a_block_socket_is_counted(tmp_path: Path, model_path: Path) -> None:
