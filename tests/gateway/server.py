@@ -121,14 +121,14 @@ async def gateway(
             reuse_port=config.reuse_port,
             certificate=certificate,
         ) as listener:
-            port = listener.sockets[0].getsockname()[1]
+            port = listener.address[1]
             url = f"http{'s' if certificate else ''}://127.0.0.1:{port}"
             async with (
                 aiohttp.ClientSession() as http,
                 AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
             ):
                 yield Server(url, port, scheduler, link, metrics, http, openai)
-            listener.close()
+            await listener.close()
             await link.close(5.0, asyncio.Event())
         assert not linked.done(), linked.exception()
     finally:

@@ -95,15 +95,15 @@ async def serve(config: GatewayConfig) -> None:
     async with asyncio.TaskGroup() as tasks:
         linked = tasks.create_task(link.run(), name="link")
         try:
-            async with surface as server:
+            async with surface as acceptor:
                 tune_garbage_collector()
-                host, port = server.sockets[0].getsockname()[:2]
+                host, port = acceptor.address
                 scheme = "http" if certificate is None else "https"
                 print(f"listening {scheme}://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
                 await stop.wait()
                 log.info("stopping")
                 if config.reuse_port and stop.number == signal.SIGTERM:
-                    server.close()
+                    await acceptor.close()
                 await link.close(config.shutdown_timeout, stop.again)
         finally:
             linked.cancel()

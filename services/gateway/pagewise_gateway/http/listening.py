@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import os
 import resource
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 from pagewise_shared.service_process import raise_file_limit
@@ -40,8 +43,8 @@ async def listening(
     shutdown_timeout: float,
     reuse_port: bool = False,
     certificate: Certificate | None = None,
-) -> AsyncIterator[asyncio.Server]:
-    """Serve ``app`` until the context is left. To close the server that this returns ends accepting, not serving.
+) -> AsyncIterator["_Acceptor"]:
+    """Serve ``app`` until the context is left. To close the acceptor that this returns ends accepting, not serving.
 
     ``max_connections``: more are answered with a 503 and closed. ``keepalive_timeout``: seconds that a connection may
     be without a request, or take to send the head of one, or for the handshake of TLS. ``shutdown_timeout``: seconds
@@ -68,42 +71,120 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     try:
+        acceptor = _Acceptor(runner.server, metrics, max_connections, certificate, keepalive_timeout)
         try:
-            server = await asyncio.get_running_loop().create_server(
-                _limited(runner.server, max_connections, metrics),
-                host,
-                port,
-                ssl=None if certificate is None else certificate.context,
-                ssl_handshake_timeout=None if certificate is None else keepalive_timeout,
-                backlog=BACKLOG,
-                reuse_port=reuse_port,
-            )
+            listeners = await _bound(host, port, reuse_port)
         except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from error
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise OSError(error.errno, f"cannot listen on {host} port {port}: {reason}") from error
+        for listener in listeners:
+            acceptor.open(listener)
         try:
-            yield server
+            yield acceptor
         finally:
-            server.close()
+            await acceptor.close()
     finally:
         await runner.cleanup()
 
 
-def _limited(server: web.Server, most: int, metrics: Metrics) -> Callable[[], asyncio.Protocol]:
-    """Return a function that makes the protocol of a new connection: one of ``server`` for up to ``most`` of them."""
-    metrics.http_connections.set_function(lambda: len(server.connections))
-    warned = False
+async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
+    """Return a listening socket for each address of ``host``."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    with ExitStack() as opened:
+        sockets = []
+        for family, _, _, _, address in found:
+            listener = opened.enter_context(
+                socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=reuse_port)
+            )
+            listener.setblocking(False)
+            sockets.append(listener)
+        opened.pop_all()
+        return sockets
 
-    def protocol() -> asyncio.Protocol:
-        nonlocal warned
-        if len(server.connections) < most:
-            return server()
-        metrics.http_connections_refused.inc()
-        if not warned:
-            warned = True
-            log.warning("%d connections are open, which is the limit: others are answered with 503", most)
+
+class _Acceptor:
+    """Accepts connections up to a limit, and answers those beyond it with a 503.
+
+    It accepts all connections that wait. The servers of uvloop accept one in each iteration of the event loop, which is
+    a few per second while other connections keep the loop busy. ``address``: host and port of the first socket.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        metrics: Metrics,
+        most: int,
+        certificate: Certificate | None,
+        handshake_timeout: float,
+    ) -> None:
+        self.address = ("", 0)
+        self._server, self._metrics, self._most = server, metrics, most
+        self._tls: dict[str, Any] = {}
+        if certificate is not None:
+            self._tls = {"ssl": certificate.context, "ssl_handshake_timeout": handshake_timeout}
+        metrics.http_connections.set_function(lambda: len(server.connections))
+        self._loop = asyncio.get_running_loop()
+        self._listeners: list[socket.socket] = []
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._num_connecting = 0
+        self._warned = False
+
+    def open(self, listener: socket.socket) -> None:
+        """Accept connections of a listening socket from now on."""
+        self.address = self.address if self._listeners else listener.getsockname()[:2]
+        self._listeners.append(listener)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    async def close(self) -> None:
+        """Stop accepting. Waiting connections are accepted first, because closing the socket would break them."""
+        for listener in self._listeners:
+            self._accept(listener)
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        await asyncio.gather(*self._arriving)
+
+    def _accept(self, listener: socket.socket) -> None:
+        if listener not in self._listeners:
+            return
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # out of files or memory: the waiting connections are accepted later
+                log.error("cannot accept connections for %g s: %s", _PAUSE_SECONDS, error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(_PAUSE_SECONDS, self._resume, listener)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._take(connection))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    async def _take(self, connection: socket.socket) -> None:
+        welcome = len(self._server.connections) + self._num_connecting < self._most
+        self._num_connecting += 1  # the server counts a connection once it is made: with TLS, after the handshake
+        try:
+            protocol = self._server if welcome else self._turn_away
+            await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
+        except OSError as error:  # the client hung up already, or its TLS handshake failed
+            log.debug("a client did not get a connection: %s", error)
+            connection.close()
+        finally:
+            self._num_connecting -= 1
+
+    def _turn_away(self) -> "_TurnAway":
+        self._metrics.http_connections_refused.inc()
+        if not self._warned:
+            self._warned = True
+            log.warning("%d connections are open, which is the limit: others are answered with 503", self._most)
         return _TurnAway()
-
-    return protocol
 
 
 class _TurnAway(asyncio.Protocol):
