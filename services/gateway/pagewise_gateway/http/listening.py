@@ -75,7 +75,7 @@ async def listening(
         try:
             listeners = await _bound(host, port, reuse_port)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a name
             raise OSError(error.errno, f"cannot listen on {host} port {port}: {reason}") from error
         for listener in listeners:
             acceptor.open(listener)

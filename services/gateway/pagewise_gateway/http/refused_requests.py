@@ -34,13 +34,18 @@ class RefusedRequests:
         if self._count % _COLLECT_EVERY == 0:
             gc.collect(0)
         if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_later(_ALL_AFTER_SECONDS, self._collect)
+            self._collect_later()
 
-    def _collect(self) -> None:
-        self._scheduled = False
+    def _collect_later(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(_ALL_AFTER_SECONDS, self._collect, self._count)
+
+    def _collect(self, count: int) -> None:
         gc.collect()
         asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
+        self._scheduled = False
+        if self._count > count:  # of which some may not have ended yet
+            self._collect_later()
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
