@@ -116,7 +116,7 @@ def _add(seen: Seen, more: Seen) -> None:
 
 @contextlib.contextmanager
 def unharmed(server: Served, *, longest_gap: float = 2.0, growth_mb: float = 50.0) -> Iterator[Seen]:
-    """What happens inside must not hurt a client with the key BYSTANDER: no gap of two seconds in its streams, no failure.
+    """What happens inside must not hurt a client with the key BYSTANDER: no gap of 2 s in its streams, no failure.
 
     The bound of the gap is for a machine without other work (see ``FreeCores``).
 

@@ -82,8 +82,7 @@ class Service:
             process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
+        self._send(number)
         try:
             async with asyncio.timeout(STOP_SECONDS if seconds is None else seconds):
                 await process.wait()
@@ -93,9 +92,17 @@ class Service:
 
     def kill(self) -> None:
         """Kill it, if it runs."""
-        if self._process is not None and self._process.returncode is None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs.
+
+        Not by the methods of asyncio's ``Process``: those ask for the exit code first, and take it away from asyncio's
+        own watcher if the process has just ended, which then warns and reports 255.
+        """
+        if (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(pid, number)
 
     async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
         while True:
