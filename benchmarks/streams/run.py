@@ -37,6 +37,7 @@ class Load:
     executors: int
     tokens: int
     rows: int = 4096
+    step: float = 0.0
 
 
 @dataclass
@@ -111,7 +112,7 @@ def services(load: Load) -> Iterator[Cluster]:
             scheduler_options=(*rows, "--max-waiting=100000", quiet),
             gateway_options=(quiet,),
             executor_options=(*rows, "--num-blocks=65536", quiet),
-            simulate=0.0,
+            simulate=load.step,
         )
         try:
             cluster.start()
@@ -197,10 +198,11 @@ def main() -> None:
     parser.add_argument("--gateways", type=int, default=2)
     parser.add_argument("--executors", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=100, help="tokens of each stream")
+    parser.add_argument("--step", type=float, default=0.0, help="seconds that a step of an executor takes (default: 0)")
     parser.add_argument("--smoke", action="store_true", help="a few streams, to see that it works")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    load = Load(args.streams, args.gateways, args.executors, args.tokens)
+    load = Load(args.streams, args.gateways, args.executors, args.tokens, step=args.step)
     if args.smoke:
         load = Load([20], 2, 2, 8, rows=64)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
