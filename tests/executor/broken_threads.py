@@ -103,7 +103,7 @@ def _fetch() -> None:
 
 def _serve() -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(BlockServer, "_receive", _break):
-        server = BlockServer({}, 1, f"ipc://{folder}/blocks", "")
+        server = BlockServer({}, 1, f"ipc://{folder}/blocks", "", begun=lambda: (0, 0))
         asker = zmq.Context.instance().socket(zmq.DEALER)
         asker.connect(server.endpoint)
         asker.send(b"")

@@ -130,7 +130,8 @@ class Exchange:
         self.source.scatter(np.arange(num_blocks, dtype=np.int32), self.content)
         size, hashes = self.source.bytes_per_block, BlockHashes(num_blocks, 4)
         self.tiers: dict[int, Tier] = {DEVICE: DeviceTier(self.source, hashes)}
-        self.server = BlockServer(self.tiers, size, f"ipc://{tmp_path}/blocks", "", holder)
+        self.server = BlockServer(self.tiers, size, f"ipc://{tmp_path}/blocks", "", holder, begun=lambda: self.begun)
+        self.begun = (-1, -1)
         self.links = Peers({}, size, f"ipc://{tmp_path}/fetched", "", fetcher)
         self.copier = BlockCopier(DeviceTier(self.target, hashes))
         self.copier.peers = self.links
@@ -166,7 +167,7 @@ def exchange(tmp_path: Path) -> Iterator[Exchange]:
 
 def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PIECE_BYTES", 3 * exchange.source.bytes_per_block)
-    exchange.server.begun(7, 3)
+    exchange.begun = (7, 3)
     exchange.fetch(list(range(40)))
     copied = exchange.wait()
     assert (copied.source, copied.target, copied.step, copied.bad) == (DEVICE, DEVICE, 1, b"")
@@ -176,10 +177,10 @@ def test_blocks_arrive_bit_for_bit_in_many_pieces(exchange: Exchange, monkeypatc
 
 
 def test_a_peer_answers_when_it_has_begun_the_step(exchange: Exchange) -> None:
-    exchange.server.begun(7, 2)
+    exchange.begun = (7, 2)
     exchange.fetch([1, 2])
     assert not exchange.reported.wait(0.3)
-    exchange.server.begun(7, 3)
+    exchange.begun = (7, 3)
     assert exchange.wait().bad == b""
 
 
@@ -216,7 +217,7 @@ def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
 ) -> None:
     monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 60.0)
     early, other = askers
-    exchange.server.begun(7, 3)
+    exchange.begun = (7, 3)
     early.ask(1, step=4)
     assert early.answer(0.2) is None
     for number in range(1, 9):
@@ -224,7 +225,7 @@ def test_who_asks_for_a_step_that_has_not_come_keeps_nobody_else_waiting(
         assert other.answer() == (number, "")
     early.ask(2, step=3)
     assert early.answer() == (2, ""), "nor itself"
-    exchange.server.begun(7, 4)
+    exchange.begun = (7, 4)
     assert early.answer() == (1, "")
 
 
@@ -233,7 +234,7 @@ def test_requests_that_wait_for_a_step_are_bounded(
 ) -> None:
     monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 60.0)
     monkeypatch.setattr(block_server, "_MOST_WAITING", WINDOW + 1)
-    exchange.server.begun(7, 3)
+    exchange.begun = (7, 3)
     one, other = askers
     refused = "too many requests wait for their step"
     for number in range(WINDOW + 1):
@@ -242,7 +243,7 @@ def test_requests_that_wait_for_a_step_are_bounded(
     other.ask(8, step=4)
     other.ask(9, step=4)
     assert other.answer() == (9, refused), "there is no room for more of anybody"
-    exchange.server.begun(7, 4)
+    exchange.begun = (7, 4)
     assert [one.answer() for _ in range(WINDOW)] == [(number, "") for number in range(WINDOW)]
     assert other.answer() == (8, "")
     one.ask(10, step=4)
@@ -267,7 +268,7 @@ def test_answers_may_come_in_another_order(exchange: Exchange, tmp_path: Path, m
 
 def test_a_block_larger_than_a_frame_comes_in_several(tmp_path: Path) -> None:
     with contextlib.closing(Exchange(tmp_path, num_blocks=8, head_size=40_000)) as exchange:
-        exchange.server.begun(7, 3)
+        exchange.begun = (7, 3)
         exchange.fetch([0, 1, 2, 3, 4])
         assert exchange.wait().bad == b""
         assert (exchange.target.gather(np.array([7, 6, 5, 4, 3], np.int32)) == exchange.content[:5]).all()
@@ -284,7 +285,7 @@ def test_what_encryption_adds_to_a_full_frame_fits(tmp_path: Path) -> None:
     make_key_pairs(tmp_path, "scheduler", "holder", "fetcher")
     holder, fetcher = (Keys(tmp_path, name) for name in ("holder", "fetcher"))
     with contextlib.closing(Exchange(tmp_path, holder, fetcher, num_blocks=8, head_size=40_000)) as exchange:
-        exchange.server.begun(7, 3)
+        exchange.begun = (7, 3)
         exchange.fetch([0, 1], key=holder.public.decode())
         assert exchange.wait().bad == b""
         assert (exchange.target.gather(np.array([7, 6], np.int32)) == exchange.content[:2]).all()
@@ -295,7 +296,7 @@ def test_what_is_not_there_is_refused(
     exchange: Exchange, blocks: list[int], epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_server, "_STEP_TIMEOUT", 0.2)
-    exchange.server.begun(7, 3)
+    exchange.begun = (7, 3)
     exchange.fetch(blocks, epoch=epoch)
     assert sorted(unpack_int32s(exchange.wait().bad)) == sorted(63 - block for block in blocks)
     exchange.fetch([5], step=2)
@@ -341,7 +342,7 @@ def test_nothing_is_written_or_told_after_a_reset(exchange: Exchange, tmp_path: 
         exchange.copier.reset(2, keep=True)
         content = exchange.content[1].tobytes()
         peer.send_multipart([identity, encode(Blocks(request.number, peers.checksum(content))), content])
-        exchange.server.begun(7, 3)
+        exchange.begun = (7, 3)
         exchange.fetch([5])
         assert exchange.wait().bad == b"", "what begins afterwards is served"
     assert len(exchange.done) == 1
@@ -357,7 +358,7 @@ def test_with_keys_blocks_go_to_executors_of_the_allow_list_only(
     public_file(tmp_path, "stranger").unlink()
     for keys, arrives in ((fetcher, True), (stranger, False), (None, False)):
         with contextlib.closing(Exchange(tmp_path, holder, keys)) as exchange:
-            exchange.server.begun(7, 3)
+            exchange.begun = (7, 3)
             exchange.fetch([1], key=holder.public.decode())
             assert (exchange.wait().bad == b"") == arrives
 

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums over the ranks that hold parts of a layer; see ``Ranks.reduce``."""
 
+
+def sum_of_one(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the ranks where there is one rank."""
+    return x
+
+
 _DECODERS = {
     "LlamaDecoderLayer": "LlamaModel",
     "MistralDecoderLayer": "MistralModel",
@@ -149,9 +155,7 @@ class NormWeight(nn.Module):
         self.eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
 
-def fuse_layers(
-    model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = lambda partial: partial
-) -> int:
+def fuse_layers(model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = sum_of_one) -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
     They compute after ``fuse_decoder`` only. ``within``: the name of the module of ``model`` that is, or has, the

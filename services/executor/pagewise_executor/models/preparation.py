@@ -17,7 +17,7 @@ from torch import nn
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.few_rows import make_skinny
-from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers
+from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
@@ -53,6 +53,8 @@ def prepare(
     """
     operations = _OPERATIONS[kernels]()
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
+    if ranks.size == 1:
+        reduce = sum_of_one
     fused = packed = 0
     parts = list(_parts(model))
     progress = logged_progress(log, f"loading {config.model}", len(parts), "parts")

@@ -38,7 +38,7 @@ class BlockCopier:
         for job in jobs:
             lower = self.peers if job.peer is not None else self.tiers[max(job.source, job.target)]
             lower.begin(job, self.tiers[min(job.source, job.target)])
-        self.peers.begun(epoch, step)
+        self.peers.begun = epoch, step
         with self._lock:
             self._begun = epoch, step
             unwanted = {one for one in self._unwanted if (one.epoch, one.step) <= self._begun}

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ class _Request:
 class BlockServer:
     """Answers other executors that fetch blocks, on a thread of its own.
 
-    ``tiers``: those of this executor, by number. ``bytes_per_block``: of each block of theirs.
+    ``tiers``: those of this executor, by number. ``bytes_per_block``: of each block of theirs. ``begun``: returns epoch
+    and number of the last step whose copies have all begun; peers may read the blocks that these steps bring to a tier.
     ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
     are not on the allow-list.
     """
@@ -63,9 +64,11 @@ class BlockServer:
         listen: str,
         advertised_host: str,
         keys: Keys | None = None,
+        *,
+        begun: Callable[[], tuple[int, int]],
     ) -> None:
         self._tiers, self._bytes_per_block = tiers, bytes_per_block
-        self._begun = (-1, -1)  # epoch and step
+        self._begun = begun
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -96,10 +99,6 @@ class BlockServer:
 
     def _refused(self) -> None:
         self.num_refused += 1  # by the gate's thread alone
-
-    def begun(self, epoch: int, step: int) -> None:
-        """Note that this step has been issued, and with it its copies to the host."""
-        self._begun = epoch, step
 
     def _run(self) -> None:
         waiting: list[_Request] = []
@@ -144,7 +143,7 @@ class BlockServer:
 
     def _settle(self, pending: _Request) -> bool:
         """Answer a request if its step has begun or its time is over; return False if it has to wait longer."""
-        request, begun = pending.request, self._begun
+        request, begun = pending.request, self._begun()
         wanted = request.epoch, request.step
         if begun < wanted and time.monotonic() < pending.deadline:
             return False
@@ -163,7 +162,7 @@ class BlockServer:
             return (Blocks(request.number, error=str(error)[:200]),)
         if not are_sound:
             return (Blocks(request.number, error="a block does not hold what was stored there"),)
-        if self._begun[0] != request.epoch:
+        if self._begun()[0] != request.epoch:
             return (Blocks(request.number, error="they were given up while they were read"),)
         content = rows.data.cast("B")
         return Blocks(request.number, checksum(rows)), *(

@@ -55,7 +55,7 @@ class Peers(FarTier):
         rank: int = 0,
     ) -> None:
         super().__init__()
-        self.server = BlockServer(tiers, bytes_per_block, listen, advertised_host, keys)
+        self.server = BlockServer(tiers, bytes_per_block, listen, advertised_host, keys, begun=lambda: self.begun)
         self.bytes_per_block, self.rank = bytes_per_block, rank
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,13 +74,9 @@ class Peers(FarTier):
                 threading.Thread(target=link.run, name=f"fetch {peer.endpoint}", daemon=True).start()
             link.inbox.put(fetch)
 
-    def begun(self, epoch: int, step: int) -> None:
-        """See ``Tier``. Peers may read what the steps up to this one bring to a tier."""
-        self.server.begun(epoch, step)
-
     def reset(self, epoch: int, *, keep: bool) -> None:
         """Refuse the requests of peers, and void all fetches, of older epochs."""
-        self.server.begun(epoch, 0)
+        self.begun = epoch, 0
         super().reset(epoch, keep=keep)
 
     def close(self) -> None:

@@ -24,12 +24,14 @@ class Tier:
         num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
         identity: executors whose tiers have the same one share the content; empty: the executor has it alone.
         num_errors: reads and writes that have failed so far.
+        begun: epoch and number of the last step whose copies have all begun; only peers' is kept up to date.
         report: is called, on any thread, with the answer to each list of copies and to each look-up.
     """
 
     num_blocks = 0
     identity = ""
     num_errors = 0
+    begun = (-1, -1)
 
     def __init__(self) -> None:
         self.report: Callable[[Copied | Found], None] = lambda message: None
@@ -42,9 +44,6 @@ class Tier:
         of a tier above are read by its ``begin_read``, because the next list may write there.
         """
         self.report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
-
-    def begun(self, epoch: int, step: int) -> None:
-        """Note that all copies of the steps up to this one have begun."""
 
     def cancel(self, cancelled: CancelCopies) -> None:
         """Confirm copies soon, missing blocks as bad, if the copies may take long. Called on any thread."""
