@@ -74,7 +74,8 @@ class ForwardPass:
         Returns logits [n, vocab], which the next call may overwrite, and ``also``, on the device.
         """
         rows, flat = self._batch.flat_batch(work)
-        positions = rope_positions(self._rope_lengths, self._batch, rows, flat)
+        lengths = self._rope_lengths
+        positions = flat if lengths is None else rope_positions(lengths, self._batch, rows, flat)
         if self.graphs is not None and self.graphs.takes(work) and positions is flat:
             return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self.attention.prepare(work)

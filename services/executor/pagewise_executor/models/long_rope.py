@@ -65,10 +65,8 @@ class FixedRope:
     lengths: RopeLengths | None = None
 
 
-def rope_positions(lengths: RopeLengths | None, batch: InputBatch, rows: Int64s, positions: Int64s) -> Int64s:
+def rope_positions(lengths: RopeLengths, batch: InputBatch, rows: Int64s, positions: Int64s) -> Int64s:
     """Return positions [tokens] of ``rows`` [tokens] as ``LongRope`` takes them: the same array if none changes."""
-    if lengths is None:
-        return positions
     shifted = (batch.limits[rows] > lengths.short_len) & (positions < lengths.short_len)
     return positions + lengths.shift * shifted if shifted.any() else positions
 

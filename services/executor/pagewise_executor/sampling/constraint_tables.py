@@ -49,10 +49,8 @@ class ConstraintTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def of(self, constraints: TokenConstraints | None) -> ConstraintTable:
+    def of(self, constraints: TokenConstraints) -> ConstraintTable:
         """Return the table of these constraints, the same one for equal constraints as long as a row holds it."""
-        if constraints is None:
-            return NO_CONSTRAINTS
         if (table := self._tables.get(constraints)) is None:
             table = self._tables[constraints] = self._table(constraints)
         return table

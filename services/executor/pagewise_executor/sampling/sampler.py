@@ -241,7 +241,7 @@ class Sampler:
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Take over a sequence that joins in ``row``; ``tokens`` are all its known tokens."""
-        table = self._tables.of(params.constraints)
+        table = NO_CONSTRAINTS if params.constraints is None else self._tables.of(params.constraints)
         state = self._states[row] = sampling_state(tokens, num_prompt_tokens, params, table)
         if state.penalised:
             self._penalties.join(row, tokens, num_prompt_tokens, params)
