@@ -103,7 +103,10 @@ def test_a_trace_tells_where_the_time_went(server: Served, collector: Collector,
         assert told["gen_ai.response.finish_reasons"] == ["length"]
         first, whole = told["gen_ai.latency.time_to_first_token"], told["gen_ai.latency.e2e"]
         assert told["gen_ai.latency.time_in_queue"] <= first < whole
-    assert served.attributes["gen_ai.latency.time_in_model_decode"] >= 7 * 0.01
+    # The two parts are added up: a busy processor may read the first token late, which lengthens the
+    # prefill and shortens the decoding.
+    parts = ("gen_ai.latency.time_in_model_prefill", "gen_ai.latency.time_in_model_decode")
+    assert sum(served.attributes[part] for part in parts) >= 8 * 0.01
     told = http.attributes
     assert (told["gen_ai.operation.name"], told["gen_ai.request.model"]) == ("text_completion", "pagewise-demo")
     assert told["gen_ai.request.stream"] is stream
