@@ -65,7 +65,11 @@ LIMITS = (
     ("seconds for the body of a request", "each request", "pagewise_gateway.http.parsing:BODY_SECONDS"),
     ("seconds between two parts of a body", "each request", "pagewise_gateway.http.parsing:PART_SECONDS"),
     ("seconds in which a client reads nothing", "each connection", "write_timeout"),
-    ("bytes of a stream that are not read", "each request", "pagewise_gateway.link.live_request:MOST_UNREAD"),
+    (
+        "bytes of a stream that are not read",
+        "each request",
+        "pagewise_gateway.scheduler_client.live_request:MOST_UNREAD",
+    ),
     ("bytes of a body", "each request", "max_body_bytes"),
     ("bytes of bodies that are read or parsed", "each gateway; a quarter for each API key", "max_body_memory"),
     (
@@ -154,12 +158,12 @@ LIMITS = (
     (
         "hashes of earlier prompts, 8 bytes each ([why](docs/operations.md#repeated-text))",
         "each gateway",
-        "pagewise_gateway.link.repeat_watch:REMEMBERED_KEYS",
+        "pagewise_gateway.scheduler_client.repeat_watch:REMEMBERED_KEYS",
     ),
     (
         "tokens of prompts that wait to be searched for repeated text",
         "each gateway",
-        "pagewise_gateway.link.repeat_watch:MOST_WAITING_TOKENS",
+        "pagewise_gateway.scheduler_client.repeat_watch:MOST_WAITING_TOKENS",
     ),
     ("tokens of a sequence", "", "max_model_len"),
     ("waiting sequences", _QUEUE, "max_waiting"),
@@ -181,8 +185,8 @@ LIMITS = (
         "pagewise_scheduler.core.features.fair_shares:LEAST_PROGRESS",
     ),
     ("tokens of a step, at most", "each executor", "pagewise_shared.protocol.limits:MAX_BATCHED_TOKENS"),
-    ("gateways", "", "pagewise_scheduler.actors.gateways:MAX_GATEWAYS"),
-    ("executors", "", "pagewise_scheduler.actors.offers:MAX_EXECUTORS"),
+    ("gateways", "", "pagewise_scheduler.server.gateways:MAX_GATEWAYS"),
+    ("executors", "", "pagewise_scheduler.server.offers:MAX_EXECUTORS"),
     ("bytes of a frame to the scheduler", "", "pagewise_shared.protocol.limits:MAX_FRAME_TO_SCHEDULER"),
     ("bytes of the result of a step", "each executor", "pagewise_shared.protocol.limits:MAX_STEP_RESULT_BYTES"),
     ("bytes of the objects that a frame becomes", "", "pagewise_shared.protocol.limits:MAX_DECODED_BYTES"),

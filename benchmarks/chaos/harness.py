@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import openai
 import psutil
-from pagewise_scheduler.actors.fleet import Fleet
+from pagewise_scheduler.server.executor_registry import ExecutorRegistry
 
 from benchmarks.chaos.disturbances import Disturbance, Monkey
 from benchmarks.chaos.timeline import Timeline
@@ -27,7 +27,7 @@ START_SECONDS = 180.0
 SETTLE_SECONDS = 120.0
 """Most that streams may take to end once nothing is disturbed any more."""
 
-COPIES = ("stored", "loaded", "spoiled", "fetched", "fetch_failed", "copied")
+COPIES = ("stored", "loaded", "corrupt", "fetched", "fetch_failed", "copied")
 """Events of blocks that go to the host and to other executors, and come back."""
 
 
@@ -164,11 +164,11 @@ async def chaos(
         await asyncio.to_thread(cluster.start)
         monkey.start()
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
-        timeline = Timeline(monkey.freeze, min(given_up, Fleet.least_timeout))
+        timeline = Timeline(monkey.freeze, min(given_up, ExecutorRegistry.least_timeout))
         report = await _disturb(cluster, monkey, cases, seconds, timeline, companions, key, ready)
         report.failures += await _settled(cluster)
-        if report.blocks["spoiled"]:
-            report.failures.append(f"{report.blocks['spoiled']} blocks came back from the host spoiled")
+        if report.blocks["corrupt"]:
+            report.failures.append(f"{report.blocks['corrupt']} blocks came back from the host corrupt")
     finally:
         cluster.close()
     return report

@@ -231,7 +231,7 @@ def _linear(dtype: torch.dtype) -> None:
 
 
 def _skinny_linear(dtype: torch.dtype, rows: int, gated: bool) -> None:
-    """Gate and up, or down, of the shape of Llama 3 8B."""
+    """Authenticator and up, or down, of the shape of Llama 3 8B."""
     ins, outs = (4096, 28672) if gated else (14336, 4096)
     weight = _empty(outs, ins, dtype=dtype)
     if dtype == FP8:

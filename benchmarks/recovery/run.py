@@ -20,11 +20,11 @@ import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_executor.tiers.peers import MakePeers
-from pagewise_scheduler.actors.offers import copy_costs
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.server.offers import copy_costs
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams

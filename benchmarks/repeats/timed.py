@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from time import thread_time
 
-from pagewise_gateway.link.repeat_watch import RepeatWatch
 from pagewise_gateway.main import main
+from pagewise_gateway.scheduler_client.repeat_watch import RepeatWatch
 
 VARIABLE = "SEARCH_TIME"
 

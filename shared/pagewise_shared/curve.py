@@ -140,7 +140,7 @@ class Keys:
         self._allowed = _AllowLists(names, files)
 
 
-class Gate:
+class Authenticator:
     """Makes the secured sockets of one ZeroMQ context accept the keys on their allow-list, and no others.
 
     ``on_refused`` is called for every connection that is refused, on the thread of the gate. A context can have one

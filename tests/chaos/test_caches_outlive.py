@@ -73,7 +73,7 @@ async def test_an_executor_that_was_killed_comes_back_with_its_host_blocks(tmp_p
                 assert text == expected[number][0]
                 loaded += cached
         assert loaded > 0.5 * sum(tokens for _, tokens, _ in expected[:4])
-        assert cluster.metric("kv_block_events_total", event="spoiled") == 0
+        assert cluster.metric("kv_block_events_total", event="corrupt") == 0
         again.signal(signal.SIGINT)
         again.wait()
         assert not list(folder.iterdir()), "one that ends in order leaves no memory behind"

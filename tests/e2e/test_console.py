@@ -90,8 +90,8 @@ def test_the_map_follows_load_and_demotions(server: Served) -> None:
         device.until("map", lambda event: event["counts"]["copying"] > 0)
         stored = host.until("map", lambda event: event["counts"]["cached"] > 20)
         assert stored["tier"] == "host"
-        fleet = device.until("fleet", lambda event: event["executors"][0]["rates"]["demoted"] > 0)
-        assert fleet["consoles"] == 2
+        executor_registry = device.until("fleet", lambda event: event["executors"][0]["rates"]["demoted"] > 0)
+        assert executor_registry["consoles"] == 2
         device.until("fleet", lambda event: event["executors"][0]["tiers"]["host"]["used"] > 20)
         for event in (*device.events["map"], *host.events["map"]):
             assert sum(event["counts"].values()) == event["num_blocks"]

@@ -109,9 +109,9 @@ def run_and_kill(model_path: Path, folder: Path) -> None:
         child.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("spoiled", "profile"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("corrupt", "profile"), [(False, False), (True, False), (False, True)])
 def test_an_executor_that_was_killed_finds_its_host_blocks_again(
-    model_path: Path, expected: list[list[int]], tmp_path: Path, spoiled: bool, profile: bool
+    model_path: Path, expected: list[list[int]], tmp_path: Path, corrupt: bool, profile: bool
 ) -> None:
     run_and_kill(model_path, tmp_path)
     runner = build_runner(model_path, host_folder=tmp_path, verify_copies=False, profile=profile)
@@ -120,7 +120,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     named = named_blocks(inventory)
     assert DEVICE not in named
     assert len(named[HOST]) > 10
-    if spoiled:
+    if corrupt:
         for block in named[HOST].values():
             host_of(runner).memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
@@ -128,11 +128,11 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
-    if spoiled:
-        assert scheduler.kv.pool.counters.spoiled > 0
+    if corrupt:
+        assert scheduler.kv.pool.counters.corrupt > 0
     else:
         assert scheduler.kv.pool.counters.loaded > 10
-        assert scheduler.kv.pool.counters.spoiled == 0
+        assert scheduler.kv.pool.counters.corrupt == 0
     runner.close()
     assert not list(tmp_path.iterdir()), "one that ends in order leaves nothing behind"
 

@@ -10,15 +10,15 @@ import pytest
 import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
-from pagewise_scheduler.actors.engine import Engine
 from pagewise_scheduler.core.inspection import memory_report
 from pagewise_scheduler.core.memory_reports import MemoryReport
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 
 from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import build_model
-from tests.scheduler.actors.stack import Stack, running
+from tests.scheduler.server.stack import Stack, running
 from tests.shared.key_pairs import make_key_pairs
 
 PROMPT, *OTHERS = [list(range(start, start + 60)) for start in (3, 63, 123)]
@@ -88,7 +88,7 @@ async def test_what_came_from_a_peer_is_told_apart_from_what_came_from_the_host(
         assert stack.metric("recoveries_total", method="device", source="device") == 0
 
 
-def report(engine: Engine) -> MemoryReport:
+def report(engine: ExecutorHandle) -> MemoryReport:
     return memory_report(engine.executor_id, engine.scheduler, clock(), 10)
 
 
@@ -96,7 +96,7 @@ async def test_what_moves_between_executors_is_measured(tmp_path: Path, model_pa
     async with two_executors(tmp_path, model_path, "swap") as stack:
         await stack.generate(PROMPT)
         assert stack.metric("block_transfer_bytes_total") == stack.metric("block_transfer_seconds_total") == 0
-        holder, fetcher = stack.router.engines
+        holder, fetcher = stack.router.executors
         before = report(fetcher)
         assert (before.block_endpoint, before.costs.peers) == (f"ipc://{tmp_path}/two", {})
         generating = asyncio.create_task(stack.generate(PROMPT))

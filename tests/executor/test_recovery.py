@@ -87,7 +87,7 @@ def test_what_a_full_host_gives_up_goes_to_the_disk(
     runner.close()
 
 
-def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:
+def test_a_corrupt_block_is_found_by_its_checksum_and_computed_again(model_path: Path) -> None:
     runner = build_runner(model_path)
     host = host_of(runner)
     rng = random.Random(1)
@@ -104,7 +104,7 @@ def test_a_spoiled_block_is_found_by_its_checksum_and_computed_again(model_path:
     host._store = store_badly  # type: ignore[method-assign]
     requests = [request(prompt, 8, name=f"r{i}") for i, prompt in enumerate([*prompts, prompts[0]])]
     scheduler, _ = run_requests(runner, requests, num_blocks=13, arrive_every=1000, recovery="swap")
-    assert scheduler.kv.pool.counters.spoiled > 0
+    assert scheduler.kv.pool.counters.corrupt > 0
     assert [r.sequences[0].output_token_ids.tolist() for r in requests] == expected
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
@@ -170,7 +170,7 @@ def test_a_chunk_may_end_inside_of_a_segment(model_path: Path, monkeypatch: pyte
     "both", also without this patch."""
     whole, rng = PrefillSet._size, random.Random(1)
 
-    def size(self: PrefillSet, sequence: Sequence, budget: int) -> int:
+    def size(self: PrefillSet, sequence: RequestSequence, budget: int) -> int:
         taken, block = whole(self, sequence, budget), self._kv.block_size
         start = sequence.num_scheduled_tokens
         ends = list(range(start - start % block + block, start + taken, block))

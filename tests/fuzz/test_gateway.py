@@ -6,8 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from pagewise_gateway.generation import AnswerOptions, GenerationError
-from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import LiveRequest, SchedulerClient
 from pagewise_shared.errors import RefusedError
 from pagewise_shared.protocol import (
     GatewayWelcome,
@@ -69,7 +69,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.metrics = Metrics("m")
-        self.link = SchedulerLink("ipc:///nowhere", TOKENIZER, self.metrics, gateway_id="g", model_name="m")
+        self.link = SchedulerClient("ipc:///nowhere", TOKENIZER, self.metrics, gateway_id="g", model_name="m")
         self.connection = self.link._connection
         self.outbox = self.connection._outbox
 

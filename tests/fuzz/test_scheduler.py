@@ -38,8 +38,8 @@ from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.fuzz import messages
 from tests.fuzz.effort import EFFORT, examples
-from tests.scheduler.actors.played_gateway import FailedPromptError, PlayedGateway, RefusedRequestError
-from tests.scheduler.actors.stack import RawExecutor, Stack, executor, gateways_of, hello, running
+from tests.scheduler.server.played_gateway import FailedPromptError, PlayedGateway, RefusedRequestError
+from tests.scheduler.server.stack import RawExecutor, Stack, executor, gateways_of, hello, running
 
 pytestmark = pytest.mark.timeout(300 * EFFORT)
 
@@ -156,7 +156,7 @@ async def fight(stack: Stack, raw: RawExecutor, moves: list[Message | bytes | st
         for victim in victims:
             with suppress(FailedPromptError, RefusedRequestError):
                 await victim
-    while len(stack.fleet) > 1:
+    while len(stack.registry) > 1:
         await asyncio.sleep(0.01)
 
 
@@ -165,14 +165,14 @@ async def check(background: Background) -> None:
     stack = background.stack
     async with asyncio.timeout(60):
         assert await stack.generate(PROMPT) == background.expected
-        (engine,) = stack.engines
-        while engine.scheduler.kv.num_available != BLOCKS:
+        (handle,) = stack.executors
+        while handle.scheduler.kv.num_available != BLOCKS:
             await asyncio.sleep(0.01)
-    assert stack.router.placer.load(engine) == 0
-    assert engine.scheduler.requests == []
+    assert stack.router.placer.load(handle) == 0
+    assert handle.scheduler.requests == []
     assert stack.router.waiting.sequences == 0
-    assert len(stack.fleet) == 1
-    assert len(stack.fleet._bad_frames) <= 10_001
+    assert len(stack.registry) == 1
+    assert len(stack.registry._bad_frames) <= 10_001
 
 
 @examples(25)

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 from pagewise_gateway.http import create_app, listening, load_certificate
-from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.tracing import Tracing
@@ -29,7 +29,7 @@ class Server:
     url: str
     port: int
     scheduler: FakeScheduler
-    link: SchedulerLink
+    scheduler_client: SchedulerClient
     metrics: Metrics
     http: aiohttp.ClientSession
     openai: AsyncOpenAI
@@ -57,7 +57,9 @@ class Server:
     async def until_joined(self) -> None:
         """Wait until a scheduler has let the gateway in and told what its executors can hold."""
         async with asyncio.timeout(10):
-            while not self.link.answers or (self.scheduler.ready and not self.link.ready_executors):
+            while not self.scheduler_client.answers or (
+                self.scheduler.ready and not self.scheduler_client.ready_executors
+            ):
                 await asyncio.sleep(0.002)
 
 
@@ -104,14 +106,14 @@ async def gateway(
     options = {"max_n": 8, "scheduler_timeout": 10.0, "gateway_id": "gateway", **options}
     config = GatewayConfig(served_model_name=MODEL, scheduler=endpoint, port=0, **options)
     metrics = Metrics(MODEL, "gateway")
-    link = SchedulerLink(
+    scheduler_client = SchedulerClient(
         endpoint, tokenizer, metrics, gateway_id="gateway", model_name=MODEL, timeout=config.scheduler_timeout
     )
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
-    linked = asyncio.create_task(link.run())
+    linked = asyncio.create_task(scheduler_client.run())
     try:
         async with listening(
-            create_app(link, tokenizer, config, metrics, tracing),
+            create_app(scheduler_client, tokenizer, config, metrics, tracing),
             metrics,
             host="127.0.0.1",
             port=0,
@@ -127,9 +129,9 @@ async def gateway(
                 aiohttp.ClientSession() as http,
                 AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai,
             ):
-                yield Server(url, port, scheduler, link, metrics, http, openai)
+                yield Server(url, port, scheduler, scheduler_client, metrics, http, openai)
             await listener.close()
-            await link.close(5.0, asyncio.Event())
+            await scheduler_client.close(5.0, asyncio.Event())
         assert not linked.done(), linked.exception()
     finally:
         linked.cancel()

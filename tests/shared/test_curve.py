@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from pagewise_shared.connections import Connections, HandshakeFailure
-from pagewise_shared.curve import KINDS, Gate, Keys, Kind, leaves_host, load_keys, public_file, secret_file
+from pagewise_shared.curve import KINDS, Authenticator, Keys, Kind, leaves_host, load_keys, public_file, secret_file
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.scheduler_connection import (
@@ -132,7 +132,7 @@ def served(
 ) -> tuple[bytes | None, str, int]:
     """What a ROUTER for this kind got from a client, the sender's User-Id, and how many were refused."""
     refused = Refused()
-    gate = Gate(context, server, refused)
+    gate = Authenticator(context, server, refused)
     with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
         try:
             for socket in (router, dealer):
@@ -189,7 +189,7 @@ def test_without_its_gate_a_secured_socket_accepts_nobody(
     tmp_path: Path, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
     make_key_pairs(tmp_path, "scheduler", "one")
-    gate = Gate(context, Keys(tmp_path, "scheduler"), Refused())
+    gate = Authenticator(context, Keys(tmp_path, "scheduler"), Refused())
     gate.close()
     with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
         for socket in (router, dealer):
@@ -208,7 +208,7 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
     public_file(tmp_path, "gone").unlink()
     refused = Refused()
     with zmq.asyncio.Context() as context:
-        gate = Gate(context, server, refused)
+        gate = Authenticator(context, server, refused)
         router = context.socket(zmq.ROUTER)
         gate.secure_server(router)
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -242,7 +242,7 @@ async def test_unknown_keys_and_wrong_servers_are_told_apart(tmp_path: Path) -> 
 async def test_a_listener_tells_whether_it_asks_for_a_key(tmp_path: Path, endpoint: str) -> None:
     make_key_pairs(tmp_path, "scheduler", "one")
     with zmq.asyncio.Context() as context:
-        gate = Gate(context, Keys(tmp_path, "scheduler"), Refused())
+        gate = Authenticator(context, Keys(tmp_path, "scheduler"), Refused())
         try:
             for secured in (True, False):
                 router = context.socket(zmq.ROUTER)
@@ -308,7 +308,7 @@ async def test_with_a_key_a_scheduler_that_has_none_is_tried_until_it_has_one(
         writer.close()
 
     with zmq.asyncio.Context() as context:
-        gate = Gate(context, Keys(tmp_path, "scheduler"), lambda: None)
+        gate = Authenticator(context, Keys(tmp_path, "scheduler"), lambda: None)
         router = context.socket(zmq.ROUTER)
         gate.secure_server(router)
         client = Keys(tmp_path, "one")
@@ -344,7 +344,7 @@ async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkey
     card = public_file(tmp_path, "one").read_bytes()
     public_file(tmp_path, "one").unlink()
     with zmq.asyncio.Context() as context:
-        gate = Gate(context, server, refused)
+        gate = Authenticator(context, server, refused)
         router = context.socket(zmq.ROUTER)
         gate.secure_server(router)
         endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.actors.submissions import ImpossibleError, check
+from pagewise_scheduler.server.submissions import ImpossibleError, check
 from pagewise_shared.block_hash import adapter_salt, is_own_salt, rope_salt, without_rope
 from pagewise_shared.protocol import Prompt, RequestParams, Submit, pack_int32s
 

@@ -1,7 +1,6 @@
 """The copies that a plan asks for: each list of them goes from one tier to another, or from another executor."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ class CopyJob:
     target: int
     pairs: Pairs
     peer: RemoteTier | None = None
-    names: ReadOnlyList[BlockName] = ()
+    names: Sequence[BlockName] = ()
 
     def is_of(self, cancelled: CancelCopies) -> bool:
         """Whether these copies are to be cancelled."""

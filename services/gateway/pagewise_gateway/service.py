@@ -13,8 +13,8 @@ from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 from pagewise_shared.tracing import Tracing, open_tracing
 
 from pagewise_gateway.http import create_app, listening, load_certificate, most_connections, read_modules
-from pagewise_gateway.link import AdapterTable, SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import AdapterTable, SchedulerClient
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -35,16 +35,16 @@ def _tracing(config: GatewayConfig, gateway_id: str, metrics: Metrics) -> Tracin
     )
 
 
-def _link(
+def _scheduler_client(
     config: GatewayConfig, gateway_id: str, tokenizer: Tokenizer, metrics: Metrics, keys: Keys | None
-) -> SchedulerLink:
+) -> SchedulerClient:
     """Return the link to the scheduler.
 
     Raises:
         AdapterError, ConfigError: as ``read_modules`` says.
     """
     model_name = config.served_model_name or config.model
-    return SchedulerLink(
+    return SchedulerClient(
         config.scheduler,
         tokenizer,
         metrics,
@@ -79,9 +79,9 @@ async def serve(config: GatewayConfig) -> None:
     metrics = Metrics(config.served_model_name or config.model, gateway_id)
     tracing = _tracing(config, gateway_id, metrics)
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
-    link = _link(config, gateway_id, tokenizer, metrics, keys)
+    scheduler_client = _scheduler_client(config, gateway_id, tokenizer, metrics, keys)
     surface = listening(
-        create_app(link, tokenizer, config, metrics, tracing),
+        create_app(scheduler_client, tokenizer, config, metrics, tracing),
         metrics,
         host=config.host,
         port=config.port,
@@ -93,7 +93,7 @@ async def serve(config: GatewayConfig) -> None:
     )
     stop = StopSignal()
     async with asyncio.TaskGroup() as tasks:
-        linked = tasks.create_task(link.run(), name="link")
+        linked = tasks.create_task(scheduler_client.run(), name="scheduler client")
         try:
             async with surface as acceptor:
                 tune_garbage_collector()
@@ -104,7 +104,7 @@ async def serve(config: GatewayConfig) -> None:
                 log.info("stopping")
                 if config.reuse_port and stop.number == signal.SIGTERM:
                     await acceptor.close()
-                await link.close(config.shutdown_timeout, stop.again)
+                await scheduler_client.close(config.shutdown_timeout, stop.again)
         finally:
             linked.cancel()
     if tracing is not None:

@@ -9,8 +9,8 @@ from pagewise_shared.curve import SCHEDULER, load_keys
 from pagewise_shared.service_process import StopSignal, raise_file_limit, tune_garbage_collector
 from pagewise_shared.tracing import open_tracing
 
-from pagewise_scheduler.actors.coordinator import Coordinator
 from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.server.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def serve(config: SchedulerConfig) -> None:
     )
     on_traced = None
     if tracing is not None:
-        from pagewise_scheduler.actors.tracing import RequestTraces  # it imports OpenTelemetry
+        from pagewise_scheduler.server.tracing import RequestTraces  # it imports OpenTelemetry
 
         on_traced = RequestTraces(tracing).ended
     coordinator = Coordinator(config, metrics, keys=keys, on_traced=on_traced)

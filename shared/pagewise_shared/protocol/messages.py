@@ -157,7 +157,7 @@ class Copied(Message, frozen=True):
         source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: it was an own tier.
         elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
         bad: the targets in ``BlockCopies.pairs`` that do not hold what they should (int32 bytes): the source was
-            spoiled, or did not arrive, or could not be written.
+            corrupt, or did not arrive, or could not be written.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 

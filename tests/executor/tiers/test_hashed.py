@@ -321,7 +321,7 @@ def test_blocks_of_the_host_go_to_the_disk_bit_for_bit(tmp_path: Path, named: bo
     memory.close()
 
 
-def test_a_block_of_the_host_that_is_spoiled_does_not_go_to_the_disk(tmp_path: Path) -> None:
+def test_a_block_of_the_host_that_is_corrupt_does_not_go_to_the_disk(tmp_path: Path) -> None:
     pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"))
     left = NamedMemory(tmp_path, "x", 4, pool.bytes_per_block, cuda=False)
     for block in (0, 1):

@@ -347,7 +347,7 @@ async def test_refused_by_the_scheduler(kind: Any, status: int, stream: bool) ->
             error = error_of(await response.json())
             assert error["message"] == "no"
             assert (error["code"] == "context_length_exceeded") == (kind == "never_fits")
-        assert (scheduler.submits, scheduler.aborts, server.link.num_live) == ([], [], 0)
+        assert (scheduler.submits, scheduler.aborts, server.scheduler_client.num_live) == ([], [], 0)
 
 
 async def test_no_executor_yet() -> None:

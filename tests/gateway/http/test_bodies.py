@@ -52,7 +52,7 @@ async def test_a_request_takes_the_place_of_what_it_was_counted_as(keys: str) ->
             assert (len(real.prompts), real.counted_as, real.params.key) == (1, counted.stream, "bob")
             assert real.stream > counted.stream
         assert server.scheduler.aborts == [], "the scheduler has put the requests there, nothing is left to end"
-        assert server.link.num_live == 0
+        assert server.scheduler_client.num_live == 0
 
 
 async def test_a_key_without_limits_pays_no_round_trip(keys: str) -> None:
@@ -79,7 +79,7 @@ async def test_what_is_refused_has_been_counted(keys: str, content: bytes, kind:
         (counted,) = server.scheduler.submits
         assert counted.prompts == ()
         await server.scheduler.until(lambda: server.scheduler.aborts == [counted.stream])
-        assert server.link.num_live == 0
+        assert server.scheduler_client.num_live == 0
 
 
 async def test_a_key_over_its_limit_is_refused_before_its_body_comes(keys: str) -> None:

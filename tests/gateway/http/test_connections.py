@@ -97,7 +97,7 @@ async def test_a_large_answer_counts_until_it_is_read_or_cut_off(caplog: pytest.
         sent = http_bytes("/tokenize", TOKENIZE, "Authorization: Bearer ka\r\n")
         async with connection(server, sent) as sock, asyncio.timeout(20):
             assert (await asyncio.get_running_loop().sock_recv(sock, 100)).startswith(b"HTTP/1.1 200")
-            assert server.link.num_live == 1
+            assert server.scheduler_client.num_live == 1
             await server.scheduler.until(lambda: server.scheduler.aborts)
             await server.scheduler.until(lambda: 'http_connections{model_name="fake/model"} 0.0' in server.shown())
         assert 'http_slow_readers_total{model_name="fake/model"} 1.0' in server.shown()
@@ -202,15 +202,15 @@ async def test_health_and_version() -> None:
         assert await server.get("/health") == (200, fine)
         server.scheduler.problems = ("executor-1: it ended 4 times in a row",)
         await server.scheduler.announce(2)
-        await server.scheduler.until(lambda: server.link.problems != ())
+        await server.scheduler.until(lambda: server.scheduler_client.problems != ())
         degraded = fine | {"status": "degraded", "problems": ["executor-1: it ended 4 times in a row"]}
         assert await server.get("/health") == (200, degraded)
         server.scheduler.problems = ()
         await server.scheduler.announce(0)
-        await server.scheduler.until(lambda: server.link.ready_executors == 0)
+        await server.scheduler.until(lambda: server.scheduler_client.ready_executors == 0)
         assert await server.get("/health") == (503, health)
         server.scheduler.silent = True
-        await server.scheduler.until(lambda: not server.link.answers)
+        await server.scheduler.until(lambda: not server.scheduler_client.answers)
         health = {"status": "no scheduler answers", "executors": 0, "scheduler": False, "problems": []}
         assert await server.get("/health") == (503, health)
         status, answer = await server.get("/version")

@@ -234,7 +234,7 @@ async def test_a_message_that_is_ended_early_is_an_error() -> None:
                     received.append(event.type)
                     if received.count("text") == 1:
                         server.scheduler.paused = True
-                        await server.link.close(0.0, asyncio.Event())
+                        await server.scheduler_client.close(0.0, asyncio.Event())
 
         with pytest.raises(anthropic.APIStatusError, match="shutting down") as raised:
             await read()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from aiohttp import web
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 
 from tests.gateway.server import Server, serving
 

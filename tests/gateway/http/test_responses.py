@@ -173,11 +173,11 @@ async def test_a_response_that_is_ended_early_has_failed() -> None:
     async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
 
         async def end() -> None:
-            await server.scheduler.until(lambda: server.scheduler.running and server.link.num_live)
+            await server.scheduler.until(lambda: server.scheduler.running and server.scheduler_client.num_live)
             await server.scheduler.until(lambda: any(run.streams[0].position > 3 for run in server.scheduler.running))
             server.scheduler.paused = True
             await asyncio.sleep(0.05)
-            await server.link.close(0.0, asyncio.Event())
+            await server.scheduler_client.close(0.0, asyncio.Event())
 
         ending = asyncio.create_task(end())
         events = await read_failed(server, input="Wetter?")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from pagewise_gateway.http.tracing import RequestTrace
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_shared.tracing import Tracing
 
 from tests.gateway.fake_scheduler import FakeScheduler

@@ -210,15 +210,15 @@ class CheckingExecutor:
 
     def _load(self, copies: BlockCopies) -> list[int]:
         """Copy blocks to the device; returns those that do not hold what they should."""
-        bad, spoiled = [], set()
+        bad, corrupt = [], set()
         for source, target in pairs(copies.pairs):
             if copies.source == HOST and source in self.spoil:
                 bad.append(target)
-                spoiled.add(source)
+                corrupt.add(source)
             elif not self.early_loads:
                 self.blocks[target] = dict(self.tiers[copies.source][source])
             self.num_loaded += 1
-        self.spoil -= spoiled
+        self.spoil -= corrupt
         return bad
 
     def _fetch(self, copies: BlockCopies) -> list[int]:

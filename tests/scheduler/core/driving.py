@@ -95,9 +95,9 @@ def check_states(pool: BlockPool) -> None:
         assert all(tier.node(node.block_id(tier.number)) is node for node in here)
         assert len(here) == sum(tier.node(block) is not None for block in range(tier.num_blocks))
         unused = [node for node in here if not tier.references(node.block_id(tier.number))]
-        assert len(unused) == tier.num_cached - len(tier.restorable)
+        assert len(unused) == tier.num_cached - len(tier.recoverable)
         if tier is not pool:
-            assert len(here) == tier.num_used - len(tier.restorable)
+            assert len(here) == tier.num_used - len(tier.recoverable)
     nowhere = [node for node in everything if node.nearest_tier == NOWHERE]
     assert all(any(below.nearest_tier != NOWHERE for below in nodes_below(node)) for node in nowhere)
     for node in everything:

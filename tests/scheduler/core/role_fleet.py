@@ -5,7 +5,7 @@ from typing import Any
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.moves import Moves, Roles
+from pagewise_scheduler.core.routing.migrations import Migrations, Roles
 from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place, place_decoding
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.core.tiers.cost_model import Costs
@@ -29,7 +29,7 @@ class Fleet:
         self.directory = directory
         self.views = [ExecutorView(node.scheduler, role) for node, role in zip(self.nodes, roles, strict=True)]
         self.roles, self.routing = Roles(), make_routing(routing)
-        self.moves = [Moves(view, self.roles, lambda view: None) for view in self.views]
+        self.moves = [Migrations(view, self.roles, lambda view: None) for view in self.views]
         self.alive = list(range(len(roles)))
         self.placements: dict[Request, Placement] = {}
         self.moved: dict[Request, int] = {}
@@ -114,7 +114,7 @@ class Fleet:
         node.executor.reset(node.scheduler.epoch)
         node.scheduler.recoveries.join(self.directory, Peer(node.name, "", node.scheduler, lambda: None))
         self.views[where] = view = ExecutorView(node.scheduler, old.role)
-        self.moves[where] = Moves(view, self.roles, lambda view: None)
+        self.moves[where] = Migrations(view, self.roles, lambda view: None)
         self.alive.append(where)
         for other in self.alive:
             self.nodes[other].executor.peers[node.name] = node.executor

@@ -1,6 +1,6 @@
 """Which request starts next, which one waits for another, and which one is preempted."""
 
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.requests.waiting_queue import AGEING_SECONDS, WaitingQueue
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
@@ -84,7 +84,7 @@ def test_waiting_long_makes_up_for_a_worse_priority() -> None:
     assert order == [requests[1], requests[0], requests[2]]
 
 
-def running(scheduler: Scheduler, *requests: Request) -> list[Sequence]:
+def running(scheduler: Scheduler, *requests: Request) -> list[RequestSequence]:
     executor = executor_for(scheduler)
     for request in requests:
         scheduler.add(request)

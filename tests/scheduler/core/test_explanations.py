@@ -9,7 +9,7 @@ from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
 from pagewise_scheduler.core.explanation_text import sentences
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory.losses import LostBlocks, LostRun
+from pagewise_scheduler.core.memory.eviction_history import LostBlocks, LostRun
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -431,10 +431,10 @@ def test_what_came_back_from_the_host_with_wrong_content() -> None:
     again = player.send(prompt)
     player.scheduler.abort(loads.request_id)
     player.finish(again)
-    assert "it started over (blocks came spoiled, or not at all)" in text(player.explain(loads))
+    assert "it started over (blocks came corrupt, or not at all)" in text(player.explain(loads))
     told = player.explain(again)
     (lost,) = told.lost
-    assert (lost.position, lost.tokens, lost.reason, lost.tier) == (0, 32, "spoiled", "host")
+    assert (lost.position, lost.tokens, lost.reason, lost.tier) == (0, 32, "corrupt", "host")
     assert lost.cached_by is not None
     assert lost.cached_by.request_id == cached.request_id
     assert "because they came back from the host with wrong content" in text(told)

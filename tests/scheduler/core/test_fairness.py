@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT, VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -172,7 +172,7 @@ def test_the_prompt_of_a_beam_search_waits_once() -> None:
     request.create_sequences()
     queue.arrive(request)
     (first,) = request.sequences
-    others = [Sequence(request, 0, first.sampling, first.table) for _ in range(2)]
+    others = [RequestSequence(request, 0, first.sampling, first.table) for _ in range(2)]
     for number, sequence in enumerate([first, *others]):
         queue.push(sequence)
         assert (len(queue), queue.num_prompt_tokens, request.account.num_prompt_tokens) == (number + 1, 10, 10)

@@ -134,12 +134,12 @@ def test_a_clean_copy_is_not_stored_twice() -> None:
     check_states(scheduler.kv.pool)
 
 
-def test_a_spoiled_copy_is_noticed_and_computed_again() -> None:
+def test_a_corrupt_copy_is_noticed_and_computed_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=40)
     prefix = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39)
-    executor.spoil = {prefix.away[3].copies[HOST]}
+    executor.spoil = {prefix.offloaded[3].copies[HOST]}
     again = serve(scheduler, executor, LONG)
-    assert scheduler.kv.pool.counters.spoiled == 1
+    assert scheduler.kv.pool.counters.corrupt == 1
     assert again.sequences[0].num_preemptions == 1
     check_states(scheduler.kv.pool)
 
@@ -182,11 +182,11 @@ def test_a_busy_link_takes_no_more_prefixes_but_finishes_the_one_it_has_begun() 
     assert host.num_arriving == 0
 
 
-def test_blocks_before_a_spoiled_one_can_be_evicted_again() -> None:
+def test_blocks_before_a_corrupt_one_can_be_evicted_again() -> None:
     scheduler, executor = after_eviction("swap", num_host_blocks=12)
     host = host_of(scheduler)
     again = create_request(prompt=LONG, max_tokens=2)
-    executor.spoil = {cached_prefix(scheduler.kv, again.prompt_token_ids.tobytes(), 39).away[5].copies[HOST]}
+    executor.spoil = {cached_prefix(scheduler.kv, again.prompt_token_ids.tobytes(), 39).offloaded[5].copies[HOST]}
     scheduler.add(again)
     plan = scheduler.schedule(0.0)
     assert plan is not None

@@ -4,7 +4,7 @@ import pytest
 from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory_reports import EventReport, RequestReport, later, shown
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 from tests.core_requests import change
@@ -50,7 +50,7 @@ def test_who_it_was_is_shown_to_operators_and_to_its_own_key(key: str, by: bool)
     assert first_loss(report).by == first.request_id, "the report itself stays"
 
 
-@pytest.mark.parametrize("reason", [BLOCKS_SPOILED, LENDER_GONE])
+@pytest.mark.parametrize("reason", [BLOCKS_CORRUPT, LENDER_GONE])
 def test_who_starts_over_for_nobody_is_not_called_preempted(reason: str) -> None:
     scheduler = create_scheduler()
     request = create_request(prompt=8, max_tokens=4)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from pagewise_scheduler.core.memory.losses import LostBlocks
+from pagewise_scheduler.core.memory.eviction_history import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
@@ -304,7 +304,9 @@ def test_the_memory_rules_hold_over_200_000_operations() -> None:
 def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
     """New prompts, thousands of them: what a scheduler remembers of each is forgotten again."""
     scheduler = create_scheduler(eviction="cost", num_host_blocks=32)
-    scheduler.kv.losses.lost = LostBlocks(most=1000)  # what is remembered of lost blocks is bounded: it is full soon
+    scheduler.kv.eviction_history.lost = LostBlocks(
+        most=1000
+    )  # what is remembered of lost blocks is bounded: it is full soon
     executor = executor_for(scheduler)
 
     def serve(count: int) -> int:

@@ -201,8 +201,8 @@ def test_block_hashes_chain_over_parents_tokens_and_extra_keys() -> None:
         table, known = kv.new_table(cache_salt), array("i", tokens)
         kv.grow(table, len(tokens))
         kv.cache_full_blocks(table, len(tokens), lambda a, b: known[a:b].tobytes())
-        assert table.tip is not None
-        return hash_of(table.tip)
+        assert table.last_node is not None
+        return hash_of(table.last_node)
 
     same = leaf("m", None, 1, 2, 3, 4)
     assert same == leaf("m", None, 1, 2, 3, 4) == block_hash(block_hash(root_hash("m", None), ints(1, 2)), ints(3, 4))

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 
 import pytest
-from pagewise_scheduler.actors.draining import _copy_request
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.device import hottest_prefixes
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
+from pagewise_scheduler.server.draining import _copy_request
 from pagewise_shared.protocol import HOST, pack_int32s
 from pagewise_shared.segments import make_segments, mark_segments
 
@@ -124,7 +124,7 @@ def test_originals_are_not_longer_than_the_model_allows() -> None:
 
 
 def test_a_step_fails_that_computes_an_original_nobody_waits_for() -> None:
-    """``fail`` returns a request that has ended: ``Engine._start_over`` looks for it among the living, with a
+    """``fail`` returns a request that has ended: ``ExecutorHandle._start_over`` looks for it among the living, with a
     KeyError."""
     scheduler = create_scheduler(max_num_batched_tokens=4)
     request = segmented([*ROOT, *SECOND, 9], [(8, 48)])
@@ -186,8 +186,8 @@ def test_planning_many_segments_behind_a_long_root_is_not_work_for_each_of_them(
 
 
 def test_who_dies_with_an_original_is_blamed() -> None:
-    """``Engine._blame`` looks for the requests of the steps in flight among the living: a request whose segment kills
-    executors is never blamed, and goes on to the next one without end."""
+    """``ExecutorHandle._blame`` looks for the requests of the steps in flight among the living: a request whose
+    segment kills executors is never blamed, and goes on to the next one without end."""
     scheduler = create_scheduler()
     request = segmented([*ROOT, *SECOND, 9], [(8, 48)])
     scheduler.add(request)

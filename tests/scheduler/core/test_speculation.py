@@ -181,7 +181,7 @@ def test_blocks_that_drafts_have_filled_are_shared_soon() -> None:
     (sequence,) = request.sequences
     for _ in answers(scheduler, dict(enumerate([9, 7, 8] * 40, len(REPEATING)))):
         # The blocks of the step in flight, and one more, may be unknown to others yet.
-        assert len(sequence.table.blocks) - (sequence.table.tip.depth if sequence.table.tip else 0) <= 4
+        assert len(sequence.table.blocks) - (sequence.table.last_node.depth if sequence.table.last_node else 0) <= 4
 
 
 @pytest.mark.parametrize(("max_num_seqs", "most"), [(4, 64), (80, 80)])

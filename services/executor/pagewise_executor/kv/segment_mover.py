@@ -1,4 +1,4 @@
-"""Moves the KV of segments from their canonical position to where they stand in a sequence."""
+"""Migrations the KV of segments from their canonical position to where they stand in a sequence."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _TOKENS_AT_ONCE = 8192
 
 
 class SegmentMover:
-    """Moves tokens between blocks of ``pool``. ``rotations``: of each layer's keys."""
+    """Migrations tokens between blocks of ``pool``. ``rotations``: of each layer's keys."""
 
     def __init__(self, pool: KVPool, rotations: Sequence[KeyRotation], *, triton: bool) -> None:
         self._pool, self._rotations, self._triton = pool, rotations, triton

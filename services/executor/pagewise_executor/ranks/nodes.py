@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.curve import Gate, Keys
+from pagewise_shared.curve import Authenticator, Keys
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import encode
@@ -68,7 +68,7 @@ class Nodes:
         self._joined: dict[int, _Node] = {}
         self._complaints = BoundedLog(log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = Gate(self._context, keys, lambda: None) if keys is not None else None
+        self._gate = Authenticator(self._context, keys, lambda: None) if keys is not None else None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         prepare_socket(self._socket)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from pagewise_shared.curve import Gate, Keys
+from pagewise_shared.curve import Authenticator, Keys
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encode
@@ -75,10 +75,10 @@ class BlockServer:
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4 * WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES)
-        self._gate: Gate | None = None
+        self._gate: Authenticator | None = None
         self.num_refused = 0
         if keys is not None:
-            self._gate = Gate(self._context, keys, self._refused)
+            self._gate = Authenticator(self._context, keys, self._refused)
             self._gate.secure_server(self._socket)
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

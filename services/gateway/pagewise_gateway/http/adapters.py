@@ -19,7 +19,7 @@ from pagewise_shared.protocol import Adapter
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.link import AdapterError
+from pagewise_gateway.scheduler_client import AdapterError
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -50,13 +50,13 @@ async def _load(request: web.Request) -> web.Response:
     body, _ = await read_request(request, LoadAdapterRequest)
     if body.lora_name == service.limits.model_name:
         raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of the model", "lora_name")
-    if service.link.adapters.find(body.lora_name) is not None and not body.load_inplace:
+    if service.scheduler_client.adapters.find(body.lora_name) is not None and not body.load_inplace:
         raise InvalidRequestError(
             f"an adapter called {body.lora_name!r} is loaded already; unload it, or set load_inplace", "lora_name"
         )
     try:
         adapter = await asyncio.to_thread(read_adapter, body.lora_name, body.lora_path, service.limits.max_adapter_rank)
-        await service.link.adapters.load(adapter, replace=body.load_inplace)
+        await service.scheduler_client.adapters.load(adapter, replace=body.load_inplace)
     except AdapterNotFoundError as error:
         raise NotFoundError(str(error), "lora_path") from None
     except (UnusableAdapterError, AdapterError) as error:
@@ -74,7 +74,7 @@ async def _unload(request: web.Request) -> web.Response:
     service = _checked(request)
     body, _ = await read_request(request, UnloadAdapterRequest)
     try:
-        await service.link.adapters.unload(body.lora_name)
+        await service.scheduler_client.adapters.unload(body.lora_name)
     except AdapterError as error:
         raise NotFoundError(str(error), "lora_name") from None
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -60,8 +60,8 @@ from pagewise_gateway.http.schema import (
 )
 from pagewise_gateway.http.tracing import RequestTraces, about_request
 from pagewise_gateway.http.writing import Deliveries, in_time, known, write_if_large
-from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
+from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -82,9 +82,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(
-    link: SchedulerLink, tokenizer: Tokenizer, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None = None
+    scheduler_client: SchedulerClient,
+    tokenizer: Tokenizer,
+    config: GatewayConfig,
+    metrics: Metrics,
+    tracing: Tracing | None = None,
 ) -> web.Application:
-    """Return the application that serves HTTP requests over ``link``. ``tracing``: sends their traces, if it is given.
+    """Return the application that serves HTTP requests over ``scheduler_client``. ``tracing``: sends their traces,
+    if it is given.
 
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
@@ -92,13 +97,13 @@ def create_app(
         ConfigError: the API keys cannot be read, or options of conversations contradict each other.
     """
     app = web.Application(
-        middlewares=_middlewares(link, config, metrics, tracing), client_max_size=config.max_body_bytes
+        middlewares=_middlewares(scheduler_client, config, metrics, tracing), client_max_size=config.max_body_bytes
     )
-    limits = _limits(config, link)
+    limits = _limits(config, scheduler_client)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
     app[Service.KEY] = Service(
-        link,
+        scheduler_client,
         tokenizer,
         metrics,
         limits,
@@ -116,7 +121,7 @@ def create_app(
     app.on_cleanup.append(_close)
     app.add_routes(_routes())
     if config.console:
-        add_console(app, Feeds(link, metrics, tokenizer), shows_text=config.console_shows_text)
+        add_console(app, Feeds(scheduler_client, metrics, tokenizer), shows_text=config.console_shows_text)
     return app
 
 
@@ -146,23 +151,23 @@ def _routes() -> list[web.RouteDef]:
 
 
 def _middlewares(
-    link: SchedulerLink, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None
+    scheduler_client: SchedulerClient, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None
 ) -> list[Middleware]:
     """Return what each request passes, the outermost first."""
     watching: list[Middleware] = []
     if tracing is not None:
         watching.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
     if config.log_requests:
-        watching.append(RequestLog(link).middleware)
+        watching.append(RequestLog(scheduler_client).middleware)
     return [*watching, _shape_errors, access_check(config, metrics)]
 
 
-def _limits(config: GatewayConfig, link: SchedulerLink) -> Limits:
+def _limits(config: GatewayConfig, scheduler_client: SchedulerClient) -> Limits:
     return Limits(
         config.served_model_name or config.model,
         config.max_n,
         config.model,
-        link.adapters,
+        scheduler_client.adapters,
         max_adapter_rank(config),
         adapter_rights(config).updating,
     )
@@ -222,7 +227,9 @@ async def _write(request: web.Request, response: web.StreamResponse) -> None:
     if not response.prepared:
         response.headers.update(Service.headers(request))
         # The client's next request goes to another gateway, if this one stops and there is one.
-        if request.app[Service.KEY].link.closing or (unread and (request.content_length or _LARGE_REST) >= _LARGE_REST):
+        if request.app[Service.KEY].scheduler_client.closing or (
+            unread and (request.content_length or _LARGE_REST) >= _LARGE_REST
+        ):
             response.force_close()
         await write_if_large(request, response)
     if unread:
@@ -277,12 +284,12 @@ async def health(request: web.Request) -> web.Response:
 
     The status is "degraded" if requests are served, but another process of the server keeps failing.
     """
-    link = request.app[Service.KEY].link
-    answers, ready = link.answers, link.ready_executors
-    problems = link.problems
+    scheduler_client = request.app[Service.KEY].scheduler_client
+    answers, ready = scheduler_client.answers, scheduler_client.ready_executors
+    problems = scheduler_client.problems
     served = "degraded" if problems else "ok"
     status = served if ready else "no executor is ready" if answers else "no scheduler answers"
-    if link.closing:
+    if scheduler_client.closing:
         status = "the gateway is shutting down"
     return _json(Health(status, ready, answers, list(problems)), 200 if status == served else 503)
 
@@ -295,7 +302,7 @@ async def version(_: web.Request) -> web.Response:
 async def render_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics of all processes, which the scheduler collects."""
     check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
-    body = await request.app[Service.KEY].link.query("metrics")
+    body = await request.app[Service.KEY].scheduler_client.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -308,7 +315,12 @@ async def list_models(request: web.Request) -> web.Response:
     """The model that is served, and its adapters."""
     service = request.app[Service.KEY]
     return _json(
-        ModelList([_model(request, service), *(_model(request, service, one) for one in service.link.adapters.all())])
+        ModelList(
+            [
+                _model(request, service),
+                *(_model(request, service, one) for one in service.scheduler_client.adapters.all()),
+            ]
+        )
     )
 
 
@@ -325,7 +337,7 @@ async def tokenize(request: web.Request) -> web.Response:
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give a prompt or messages", "prompt")
-    capacity = service.link.capacity()
+    capacity = service.scheduler_client.capacity()
     if body.prompt is None:
         encoded = await encode_chat(service, body, capacity, key)
     else:
@@ -351,7 +363,7 @@ async def render(request: web.Request) -> web.Response:
     check_common(body, service.limits)
     check_segments(body)
     service.formats.check(body)
-    encoded = await encode_chat(service, body, service.link.capacity(), key, whole_text=True)
+    encoded = await encode_chat(service, body, service.scheduler_client.capacity(), key, whole_text=True)
     return _json(RenderResponse(encoded.text, list(encoded.tokens)))
 
 
@@ -360,7 +372,7 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[Service.KEY]
     body, _ = await read_request(request, DetokenizeRequest)
     check_model(body.model, service.limits)
-    capacity = service.link.capacity()
+    capacity = service.scheduler_client.capacity()
     most = max(ALWAYS_DETOKENIZED_TOKENS, DETOKENIZED_CONTEXTS * (capacity.max_model_len if capacity else 0))
     if len(body.tokens) > most:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many, the limit is {most}", "tokens")
@@ -384,7 +396,7 @@ def _model(request: web.Request, service: Service, adapter: Adapter | None = Non
 
 
 def _max_model_len(service: Service) -> int | None:
-    capacity = service.link.capacity()
+    capacity = service.scheduler_client.capacity()
     return capacity.max_model_len if capacity else None
 
 

@@ -44,7 +44,7 @@ from pagewise_gateway.http.responses import (
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
 from pagewise_gateway.http.writing import EventTemplate, event
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined, make_plain
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -312,7 +312,7 @@ async def run_chat(
     check_segments(body)
     service.formats.check(body)
     parsing = _parsing(service, body)
-    capacity = await service.link.wait_for_capacity()
+    capacity = await service.scheduler_client.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
     check_output_length(wanted, capacity, given, least=1)

@@ -37,7 +37,7 @@ from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
 from pagewise_gateway.http.structured import grammar_of, wanted_grammar
 from pagewise_gateway.http.writing import EventTemplate, encode, event
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -56,7 +56,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     given = check_prompts(body)
     check_num_sequences(len(given), n)
     check_segments(body, given)
-    capacity = await service.link.wait_for_capacity()
+    capacity = await service.scheduler_client.wait_for_capacity()
     check_output_length(body.max_tokens, capacity, "max_tokens")
     sampling = sampling_params(
         body,

@@ -10,8 +10,8 @@ from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
-from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.structured.grammars import Grammars
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class Service:
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
 
-    link: SchedulerLink
+    scheduler_client: SchedulerClient
     tokenizer: Tokenizer
     metrics: Metrics
     limits: Limits

@@ -51,13 +51,13 @@ async def debug_explain(request: web.Request) -> web.Response:
     """
     name = request.match_info["request_id"]
     await count_request(request)
-    link, view = request.app[Service.KEY].link, request[CLIENT].view
+    scheduler_client, view = request.app[Service.KEY].scheduler_client, request[CLIENT].view
     for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
         if len(known_as) > _LONGEST_NAME:
             continue
         with suppress(LookupError):
             told: dict[str, Any] = msgspec.json.decode(
-                await link.query("request", known_as, key=view, detail="explain")
+                await scheduler_client.query("request", known_as, key=view, detail="explain")
             )
             if "total_seconds" not in told:
                 raise NotFoundError("this scheduler is of a version that explains no requests", "request_id")
@@ -86,7 +86,7 @@ async def _report(request: web.Request, kind: Literal["memory", "request"], argu
     """
     if len(argument) > _LONGEST_NAME:
         raise LookupError(argument)
-    return await request.app[Service.KEY].link.query(kind, argument, _limit(request), request[CLIENT].view)
+    return await request.app[Service.KEY].scheduler_client.query(kind, argument, _limit(request), request[CLIENT].view)
 
 
 def _json(body: bytes) -> web.Response:

@@ -14,8 +14,8 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
 from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError
-from pagewise_gateway.link import LiveRequest, SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import LiveRequest, SchedulerClient
 
 SHARE = 4
 """An API key may use this fraction of the memory: one part in ``SHARE``."""
@@ -266,7 +266,7 @@ class Intake:
         self._client, self._request_id = client, request_id
         self._answering, self._begun = answering, False
 
-    async def count(self, link: SchedulerLink) -> None:
+    async def count(self, scheduler_client: SchedulerClient) -> None:
         """Count it against the limits of its key, if that has any. The scheduler does so, over all gateways.
 
         Raises:
@@ -276,7 +276,7 @@ class Intake:
         client = self._client
         if not client.limited:
             return
-        self.counted = link.submit(
+        self.counted = scheduler_client.submit(
             Submit(0, 0, self._request_id, (), RequestParams(SamplingParams(), key=client.name), client.limits)
         )
         await self.counted.next()

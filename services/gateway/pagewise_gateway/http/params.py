@@ -16,7 +16,7 @@ from pagewise_gateway.http.errors import (
     ModelNotFoundError,
 )
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, GenerationFields
-from pagewise_gateway.link import AdapterTable
+from pagewise_gateway.scheduler_client import AdapterTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096

@@ -325,7 +325,7 @@ async def count_request(request: web.Request) -> Intake:
     intake = request[Intake.KEY] = Intake(
         request[CLIENT], request[REQUEST_ID], service.body_memory, service.answer_memory, service.answering
     )
-    await intake.count(service.link)
+    await intake.count(service.scheduler_client)
     return intake
 
 

@@ -16,7 +16,7 @@ from pagewise_shared.logs import printable
 
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID
 from pagewise_gateway.http.tracing import about_request
-from pagewise_gateway.link import LiveRequest, SchedulerLink
+from pagewise_gateway.scheduler_client import LiveRequest, SchedulerClient
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class _Generated:
 class RequestLog:
     """Collects what the link tells of generations, and logs it with the requests that they belong to."""
 
-    def __init__(self, link: SchedulerLink) -> None:
+    def __init__(self, scheduler_client: SchedulerClient) -> None:
         self._generated: dict[str, _Generated] = {}
-        link.on_end = self._ended
+        scheduler_client.on_end = self._ended
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -20,7 +20,7 @@ from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionR
 from pagewise_gateway.http.schema import GenerationFields
 from pagewise_gateway.http.tracing import RequestTrace
 from pagewise_gateway.http.writing import DONE, encode, event, stream_events, waited_for_client
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
@@ -77,7 +77,7 @@ def generate(
     waited_for_client(request, 0.0)  # so far
     if trace is not None:
         trace.submitted = monotonic()
-    live = service.link.submit(submit, options, intake.counted, intake.answer)
+    live = service.scheduler_client.submit(submit, options, intake.counted, intake.answer)
     try:
         yield live
     finally:

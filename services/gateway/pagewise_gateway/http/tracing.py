@@ -14,7 +14,7 @@ from pagewise_shared.logs import BoundedLog, about
 from pagewise_shared.tracing import Tracing, child_context, traceparent_of, wall_ns
 
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -14,7 +14,7 @@ from pagewise_gateway.generation import GenerationError, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InternalError, failure
 from pagewise_gateway.http.tracing import about_request
-from pagewise_gateway.link import LiveRequest
+from pagewise_gateway.scheduler_client import LiveRequest
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pagewise_shared.protocol import tier_name
 
-from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
+from pagewise_scheduler.core.memory.eviction_history import LostRun, RequestRef
 from pagewise_scheduler.core.requests.request import Preempted, Request
 from pagewise_scheduler.core.requests.timeline import Departure, Interrupted, MissedPrefix, Steps, Timeline
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
@@ -34,7 +34,7 @@ class Share(Struct):
 class LostPrefix(Struct):
     """Tokens of the prompt that had been cached, from ``position`` on.
 
-    ``reason``: "evicted", "spoiled", "executor lost" or "executor reset", at ``time``. ``cached_by``: the request that
+    ``reason``: "evicted", "corrupt", "executor lost" or "executor reset", at ``time``. ``cached_by``: the request that
     had computed them, having started at ``cached_at``. ``taker``: whose allocation evicted them, the first of
     ``num_takers``. ``policy``: which policy chose them, ``price``: their worth to it.
     """

@@ -15,7 +15,7 @@ from pagewise_scheduler.core.explanation import (
     Share,
     Who,
 )
-from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 
 _LEAST_SECONDS = 1e-3
 
@@ -186,7 +186,7 @@ def _lost(lost: LostPrefix) -> str:
         return f"{text}and lost at {when} with the executor {lost.executor_id}."
     if lost.reason == "executor reset":
         return f"{text}and lost at {when}, when the executor {lost.executor_id} was reset after an error."
-    if lost.reason == "spoiled":
+    if lost.reason == "corrupt":
         return f"{text}and dropped{at} at {when}, because they came back from the {lost.tier} with wrong content."
     many = lost.taker is not None and lost.num_takers > 1
     by = f"by the allocation of {_who(lost.taker)}" + (" and others that decode" if many else "")
@@ -239,7 +239,7 @@ def _prefill(told: Explanation) -> Iterator[str]:
 
 def _preemption(event: Preemption) -> str:
     again = "has not gone on yet" if event.seconds is None else f"went on after {duration(event.seconds)}"
-    what = "started over" if event.reason in (BLOCKS_SPOILED, LENDER_GONE) else f"was preempted for {_who(event.by)}"
+    what = "started over" if event.reason in (BLOCKS_CORRUPT, LENDER_GONE) else f"was preempted for {_who(event.by)}"
     return (
         f"At {clock_time(event.time)} it {what} ({event.reason}): it let go of "
         f"{_count(event.blocks, 'block')}, of which {event.freed:,} became free, and {again}."

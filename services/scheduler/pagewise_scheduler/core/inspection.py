@@ -20,8 +20,8 @@ from pagewise_scheduler.core.memory_reports import (
     SequenceReport,
     TierReport,
 )
-from pagewise_scheduler.core.requests.request import Preempted, Request, Sequence
-from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
+from pagewise_scheduler.core.requests.request import Preempted, Request, RequestSequence
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -136,7 +136,7 @@ def seconds_between(start: float, end: float) -> float | None:
     return None if isnan(end) else round(max(0.0, end - start), 6)
 
 
-def _sequence_report(sequence: Sequence, scheduler: Scheduler, now: float, room: _Room) -> SequenceReport:
+def _sequence_report(sequence: RequestSequence, scheduler: Scheduler, now: float, room: _Room) -> SequenceReport:
     pool, table = scheduler.kv.pool, sequence.table
     blocks = table.blocks[: room.blocks]
     history = sequence.history[max(0, len(sequence.history) - room.events) :]
@@ -174,7 +174,7 @@ def _copies(node: CachedBlock, pool: BlockPool) -> dict[str, int]:
 
 def _event(event: object, now: float) -> EventReport:
     if isinstance(event, Preempted):
-        kind = "started over" if event.reason in (BLOCKS_SPOILED, LENDER_GONE) else "preempted"
+        kind = "started over" if event.reason in (BLOCKS_CORRUPT, LENDER_GONE) else "preempted"
         seconds, by = round(now - event.time, 6), event.by
         return EventReport(
             seconds,

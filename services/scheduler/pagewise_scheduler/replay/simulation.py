@@ -14,10 +14,9 @@ from math import isnan
 from pagewise_shared.protocol import DEVICE, Copied, RequestParams, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.requests.request import Sequence as OutputSequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.moves import Moves, Roles
+from pagewise_scheduler.core.routing.migrations import Migrations, Roles
 from pagewise_scheduler.core.routing.policies import RoutingPolicy, make_routing, place, place_decoding
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
@@ -124,7 +123,7 @@ class Simulation:
         ]
         self._views = {executor.view: executor for executor in self.executors}
         self._roles = Roles()
-        self._moves = {view: Moves(view, self._roles, self._touch) for view in self._views}
+        self._moves = {view: Migrations(view, self._roles, self._touch) for view in self._views}
         self._notes_gaps = gaps
         self._routing = routing or make_routing("ttft")
         self._salt = salt
@@ -252,7 +251,7 @@ class Simulation:
         self._at(self.now, self._views[before.executor], None)
         self._at(self.now, self._views[view], None)
 
-    def _note_gaps(self, sampled: Sequence[OutputSequence]) -> None:
+    def _note_gaps(self, sampled: Sequence[RequestSequence]) -> None:
         for sequence in sampled:
             served = self._by_id[sequence.request.request_id][1]
             if served.last_token == served.last_token:

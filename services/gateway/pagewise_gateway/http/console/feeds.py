@@ -14,8 +14,8 @@ from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
 
 from pagewise_gateway.generation import AdmissionError
 from pagewise_gateway.http.writing import encode
-from pagewise_gateway.link import SchedulerLink
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,8 @@ class Feeds:
 
     KEY: ClassVar[web.AppKey["Feeds"]] = web.AppKey("console_feeds")
 
-    def __init__(self, link: SchedulerLink, metrics: Metrics, tokenizer: Tokenizer) -> None:
-        self._link = link
+    def __init__(self, scheduler_client: SchedulerClient, metrics: Metrics, tokenizer: Tokenizer) -> None:
+        self._scheduler_client = scheduler_client
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._feeds: dict[ConsoleView, _Feed] = {}
@@ -161,7 +161,7 @@ class Feeds:
         """Return the events of a view as it is now, or the one that says why it is not shown."""
         view = feed.view
         try:
-            body = await self._link.query("console", view=view)
+            body = await self._scheduler_client.query("console", view=view)
             if body == feed.body:
                 return feed.frame
             had_problem, feed.body = feed.body is None and feed.frame, body

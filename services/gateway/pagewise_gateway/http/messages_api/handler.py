@@ -39,6 +39,6 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     check_model(body.model, service.limits)
     chat = chat_request(body)
     service.formats.check(chat)
-    encoded = await encode_chat(service, chat, service.link.capacity(), request[CLIENT].name)
+    encoded = await encode_chat(service, chat, service.scheduler_client.capacity(), request[CLIENT].name)
     counted = TokenCount(len(encoded.tokens))
     return web.Response(body=msgspec.json.encode(counted), content_type="application/json")

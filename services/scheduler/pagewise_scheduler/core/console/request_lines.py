@@ -4,7 +4,7 @@ from itertools import islice
 
 from pagewise_scheduler.core.console.reports import EndedReport, RequestLine
 from pagewise_scheduler.core.inspection import seconds_between
-from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
 
@@ -93,7 +93,7 @@ def _moved_from(executors: list[str], here: str) -> str | None:
     return next((name for name in reversed(executors) if name != here), None)
 
 
-def _num_shared(sequence: Sequence, pool: BlockPool) -> int:
+def _num_shared(sequence: RequestSequence, pool: BlockPool) -> int:
     """Found by bisection: a sequence that holds a block of a prefix holds the blocks before it too."""
     blocks, references = sequence.table.blocks, pool.references
     low, high = 0, len(blocks)

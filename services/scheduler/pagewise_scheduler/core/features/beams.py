@@ -5,7 +5,7 @@ blocks of those they came from, and the others let go of theirs.
 """
 
 from array import array
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from pagewise_shared.protocol import TokenLogprobs, unpack_float32s, unpack_int3
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.requests.beam_search import BeamSearch, Continuation
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -26,8 +26,8 @@ class _Group:
     """A beam search under way. ``members``: its living hypotheses; ``candidates``: of those that have come back."""
 
     search: BeamSearch
-    members: list[Sequence]
-    candidates: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    members: list[RequestSequence]
+    candidates: dict[RequestSequence, TokenLogprobs] = field(default_factory=dict)
 
 
 class BeamGroups(Feature):
@@ -48,7 +48,7 @@ class BeamGroups(Feature):
         members = [sequence for sequence in request.sequences if not sequence.finished]
         self._groups[request] = _Group(request.search, members)
 
-    def take_logprobs(self, sequence: Sequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
+    def take_logprobs(self, sequence: RequestSequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
         """See ``Feature``: the candidates to go on with."""
         sequence.request.num_sampled_tokens += 1
         group = self._groups[sequence.request]
@@ -71,11 +71,11 @@ class BeamGroups(Feature):
             self._go_on(group, continuations)
         return True
 
-    def decodes(self, sequence: Sequence) -> bool:
+    def decodes(self, sequence: RequestSequence) -> bool:
         """See ``Feature``. After each token the search decides which hypotheses go on."""
         return False
 
-    def num_candidates(self, sequence: Sequence) -> int:
+    def num_candidates(self, sequence: RequestSequence) -> int:
         """See ``Feature``: as many as the search is wide."""
         beam = sequence.request.params.beam
         return beam.width if beam is not None else 0
@@ -87,7 +87,7 @@ class BeamGroups(Feature):
             self._kv.free(member.table, None)
         return bool(held)
 
-    def aborted(self, request: Request, ended: list[Sequence]) -> list[Sequence]:
+    def aborted(self, request: Request, ended: list[RequestSequence]) -> list[RequestSequence]:
         """See ``Feature``. Hypotheses are not shown; the outputs that were asked for end with them."""
         request.replace_sequences([request.aborted(index) for index in range(request.params.n)])
         return request.sequences
@@ -102,13 +102,13 @@ class BeamGroups(Feature):
 
     def _go_on(self, group: _Group, continuations: list[Continuation]) -> None:
         parents = group.members
-        heirs: dict[int, Sequence] = {}
+        heirs: dict[int, RequestSequence] = {}
         living = {one.parent for one in continuations}
         spare = [parent for number, parent in enumerate(parents) if number not in living]
         for pruned in spare:
             self._kv.free(pruned.table, None)
         histories = [parent.output_token_ids for parent in parents]
-        members: list[Sequence] = []
+        members: list[RequestSequence] = []
         for one in continuations:
             parent, history = parents[one.parent], histories[one.parent]
             if one.parent not in heirs:  # the first to go on takes the blocks over, the others fork them
@@ -126,7 +126,7 @@ class BeamGroups(Feature):
         request = group.members[0].request
         request.replace_sequences([*members])
 
-    def _run(self, heir: Sequence) -> None:
+    def _run(self, heir: RequestSequence) -> None:
         """Let a hypothesis run in the next step, or wait if there is no room for it."""
         if heir.table.blocks:
             if self.scheduler.prefilling.rejoin(heir):
@@ -144,12 +144,12 @@ class BeamGroups(Feature):
             self._plan.copy(self._kv.take(fork, prefix))
         return fork
 
-    def _new_sequence(self, request: Request) -> Sequence:
+    def _new_sequence(self, request: Request) -> RequestSequence:
         first = request.sequences[0]
-        return Sequence(request, 0, first.sampling, self._kv.new_table(request.params.cache_salt, request.ref))
+        return RequestSequence(request, 0, first.sampling, self._kv.new_table(request.params.cache_salt, request.ref))
 
     def _conclude(
-        self, request: Request, outputs: ReadOnlyList[ReadOnlyList[int]], ends: frozenset[int], output: "StepOutput"
+        self, request: Request, outputs: Sequence[Sequence[int]], ends: frozenset[int], output: "StepOutput"
     ) -> None:
         """Put ``outputs`` in the place of what was tried for them: they have finished."""
         ending: int | None = request.ending(max(outputs, key=len, default=()))
@@ -162,7 +162,9 @@ class BeamGroups(Feature):
         self._groups.pop(request, None)
         request.replace_sequences([])
         for index, tokens in enumerate(outputs):
-            sequence = Sequence(request, index, request.params.sampling, self._kv.new_table(), array("i", tokens))
+            sequence = RequestSequence(
+                request, index, request.params.sampling, self._kv.new_table(), array("i", tokens)
+            )
             by_stop = tokens[-1:] and tokens[-1] in ends
             reason: FinishReason = "stop" if by_stop else "length"
             sequence.end(reason, tokens[-1] if by_stop else None)

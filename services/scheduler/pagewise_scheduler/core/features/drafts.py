@@ -19,7 +19,7 @@ kept lie behind the last known token, where the next step writes, and blocks are
 """
 
 from array import array
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
@@ -27,7 +27,7 @@ from pagewise_shared.segments import TOKEN_ID
 from pagewise_shared.speculation import num_accepted
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Drafting(Feature):
         self._kv = scheduler.kv
         self._decoding = scheduler.decoding
         self._plan = scheduler.plan
-        self._awaited: Sequence | None = None
+        self._awaited: RequestSequence | None = None
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def may_plan(self) -> bool:
@@ -93,7 +93,7 @@ class Drafting(Feature):
             _pause(awaited)  # two steps could have been in flight
         return before - budget
 
-    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+    def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
         """See ``Feature``. Of each draft, the tokens are kept that would have been drawn without it."""
         if not step.drafts:
             return tokens
@@ -117,7 +117,7 @@ class Drafting(Feature):
         step.sampled = sampled + step.completed
         return [*kept, *tokens[offset:]]
 
-    def _count(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def _count(self, sequence: RequestSequence, drafted: int, accepted: int) -> None:
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
@@ -127,14 +127,14 @@ class Drafting(Feature):
         else:
             _pause(sequence)
 
-    def _most(self, sequence: Sequence) -> int:
+    def _most(self, sequence: RequestSequence) -> int:
         """The most tokens of a draft for this sequence, without regard to its blocks."""
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
         return min(self._config.num_speculative_tokens, sequence.run_until - sequence.num_tokens - 1)
 
-    def _found(self, sequence: Sequence, most: int) -> "array[int]":
+    def _found(self, sequence: RequestSequence, most: int) -> "array[int]":
         """At most so many tokens that followed its last ones where those stood before; none that would end it."""
         config, stop = self._config, sequence.num_tokens
         if most <= 0:
@@ -149,7 +149,7 @@ class Drafting(Feature):
             sequence.draft_after = stop + 1  # nor is there anything when it is asked for again
         return found
 
-    def _fitting(self, sequence: Sequence, draft: "array[int]") -> "array[int]":
+    def _fitting(self, sequence: RequestSequence, draft: "array[int]") -> "array[int]":
         """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence, and
         those that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
@@ -174,13 +174,13 @@ class Drafting(Feature):
         }
 
 
-def _pause(sequence: Sequence) -> None:
+def _pause(sequence: RequestSequence) -> None:
     """Let it take more and more tokens before anything is drafted for it again; the next one is on its way."""
     sequence.draft_pause = min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
     sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
 
 
-def is_draftable(sequence: Sequence) -> bool:
+def is_draftable(sequence: RequestSequence) -> bool:
     """Whether tokens of this sequence may be drafted.
 
     Not where the draw depends on the tokens drawn before it, other than through the model: with penalties, bad words of

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import Account
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class FairShares(Feature):
     def clear(self) -> None:
         """See ``Feature``."""
         self._requests_of.clear()
-        self._next: Sequence | None = None
+        self._next: RequestSequence | None = None
         self._admission.favoured = None
         self._preempts_at = 0
 
@@ -74,7 +74,7 @@ class FairShares(Feature):
         """Whether several keys have requests here."""
         return len(self._requests_of) > 1
 
-    def may_rejoin(self, sequence: Sequence) -> bool:
+    def may_rejoin(self, sequence: RequestSequence) -> bool:
         """See ``Feature``. Not if its key has its share of the rows, and a sequence of another key is next."""
         head, account = self.scheduler.waiting.peek(), sequence.request.account
         if head is None or head.request.account is account or not self.contended:
@@ -85,7 +85,7 @@ class FairShares(Feature):
         """One key's share of ``number`` rows or blocks."""
         return max(1, number // len(self._requests_of))
 
-    def victim(self, running: list[Sequence]) -> Sequence | None:
+    def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
         """See ``Feature``. Among sequences of the lowest priority, one of the key that has the most blocks, if these
         are more than its share."""
         if not self.contended:
@@ -110,7 +110,7 @@ class FairShares(Feature):
         for victim in self._victims(head, step, needed) if needed is not None else ():
             self.scheduler.preempt(victim, "another key has less than its share", head)
 
-    def _victims(self, head: Sequence, step: int, needed: int) -> list[Sequence]:
+    def _victims(self, head: RequestSequence, step: int, needed: int) -> list[RequestSequence]:
         """The sequences to preempt before ``step`` so that ``head``, which takes ``needed`` blocks, can start soon;
         none if that would not suffice."""
         scheduler, pool = self.scheduler, self._kv.pool
@@ -126,7 +126,7 @@ class FairShares(Feature):
         over_rows.subtract(dict.fromkeys(rows, row_share))
         over_blocks.subtract(dict.fromkeys(held, block_share))
         candidates = [one for one in running if _is_preemptible(one, head)]
-        chosen: dict[Sequence, int] = {}
+        chosen: dict[RequestSequence, int] = {}
         while lacks_row or missing > sum(chosen.values()):
             victim = self._victim_above_share(over_rows if lacks_row else over_blocks, candidates)
             if victim is None or not (frees := lacks_row + pool.num_freed(victim.table.blocks)):
@@ -151,7 +151,9 @@ class FairShares(Feature):
         missing = needed + owed + coming - kv.num_available - kv.num_retiring
         return not scheduler.prefilling.has_row(num_decoding), missing
 
-    def _victim_above_share(self, over: dict[Account, int], candidates: list[Sequence]) -> Sequence | None:
+    def _victim_above_share(
+        self, over: dict[Account, int], candidates: list[RequestSequence]
+    ) -> RequestSequence | None:
         """The candidate to preempt, of the key that is the furthest above its share; None: there is no such candidate.
 
         ``over``: rows or blocks by which keys exceed their shares.
@@ -163,7 +165,7 @@ class FairShares(Feature):
         return self.scheduler.recoveries.choose_victim([one for one in candidates if one.request.account is most])
 
 
-def _is_preemptible(sequence: Sequence, head: Sequence) -> bool:
+def _is_preemptible(sequence: RequestSequence, head: RequestSequence) -> bool:
     """Whether a running sequence may be preempted for ``head``, of another key: it is not more urgent, and has made
     progress."""
     if sequence.request.account is head.request.account:
@@ -173,12 +175,12 @@ def _is_preemptible(sequence: Sequence, head: Sequence) -> bool:
     return decodes and sequence.request.params.priority >= head.request.params.priority and progress >= LEAST_PROGRESS
 
 
-def _rows_of(running: Iterable[Sequence]) -> Counter[Account]:
+def _rows_of(running: Iterable[RequestSequence]) -> Counter[Account]:
     """The number of rows of each key."""
     return Counter(sequence.request.account for sequence in running)
 
 
-def _blocks_of(sequences: Iterable[Sequence]) -> Counter[Account]:
+def _blocks_of(sequences: Iterable[RequestSequence]) -> Counter[Account]:
     """The number of blocks that the sequences of each key hold; blocks that they share count once."""
     blocks: dict[Account, set[int]] = {}
     for sequence in sequences:

@@ -9,14 +9,13 @@ request that uses it.
 To add one, write a class in a module of this folder, with the methods that it needs, and register it in ``Features``.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagewise_shared.protocol import Message, TokenLogprobs
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence
 from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.tiers.transfers import Loads
 
@@ -63,7 +62,7 @@ class Feature:
     def entered(self, request: Request) -> None:
         """The sequences of a request wait."""
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: RequestSequence) -> None:
         """A sequence of a request that arrives waits from now on."""
 
     def kept(self, key: str | None) -> Kept:
@@ -102,69 +101,69 @@ class Feature:
         """Block tables whose next blocks are on their way, and the tokens (int32 bytes) that they will hold."""
         return ()
 
-    def may_start(self, sequence: Sequence) -> bool:
+    def may_start(self, sequence: RequestSequence) -> bool:
         """Whether a waiting sequence may start, whatever is cached of it; asked in each step with room."""
         return True
 
-    def is_ready(self, sequence: Sequence, num_cached: int) -> bool:
+    def is_ready(self, sequence: RequestSequence, num_cached: int) -> bool:
         """Whether a sequence may start behind its first ``num_cached`` tokens, which are cached."""
         return True
 
-    def prepare(self, sequence: Sequence, num_cached: int, room: int) -> bool:
+    def prepare(self, sequence: RequestSequence, num_cached: int, room: int) -> bool:
         """Begin to make a sequence ready, if it then fits into ``room`` blocks; returns whether it is ready."""
         return True
 
-    def is_preparing(self, sequence: Sequence) -> bool:
+    def is_preparing(self, sequence: RequestSequence) -> bool:
         """Whether that has begun."""
         return False
 
-    def holds(self, sequence: Sequence, num_cached: int) -> bool:
+    def holds(self, sequence: RequestSequence, num_cached: int) -> bool:
         """The same as ``is_ready``, for a sequence that starts."""
         return True
 
-    def starts(self, sequence: Sequence) -> None:
+    def starts(self, sequence: RequestSequence) -> None:
         """The sequence has taken its cached prefix, and takes a row next."""
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: RequestSequence) -> None:
         """The sequence has taken a row in the next plan."""
 
-    def started(self, sequence: Sequence, num_cached: int) -> int:
+    def started(self, sequence: RequestSequence, num_cached: int) -> int:
         """It begins behind ``num_cached`` tokens; returns how many more tokens it takes from the feature."""
         return 0
 
     # ---- a step computes -----------------------------------------------------------------------------
 
-    def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+    def chunk_end(self, sequence: RequestSequence, start: int, end: int, budget: int) -> int:
         """Up to which token a chunk goes that begins at ``start``; without the feature to ``end``.
 
         ``budget``: the number of tokens that the step may compute.
         """
         return end
 
-    def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+    def add_chunk(self, sequence: RequestSequence, start: int, end: int) -> None:
         """The next plan computes a sequence from token ``start`` to ``end``."""
 
-    def decodes(self, sequence: Sequence) -> bool:
+    def decodes(self, sequence: RequestSequence) -> bool:
         """Whether a sequence decodes in the steps after the one that ends its prefill.
 
         False: it leaves its row, and the feature decides how it goes on when that step has come back.
         """
         return True
 
-    def may_rejoin(self, sequence: Sequence) -> bool:
+    def may_rejoin(self, sequence: RequestSequence) -> bool:
         """Whether a sequence that has left its row, and kept its blocks, may have a row again at once."""
         return True
 
-    def num_candidates(self, sequence: Sequence) -> int:
+    def num_candidates(self, sequence: RequestSequence) -> int:
         """The number of log-probabilities without which a sequence cannot go on, whose prefill a step has ended."""
         return 0
 
-    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+    def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
         """A step has come back with ``tokens``; returns the tokens that are kept, for the sequences that ``step`` then
         has in ``sampled``."""
         return tokens
 
-    def take_logprobs(self, sequence: Sequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
+    def take_logprobs(self, sequence: RequestSequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
         """A sequence has sampled a token with these; returns whether the feature keeps them, and the token, from the
         client."""
         return False
@@ -179,22 +178,22 @@ class Feature:
         """Nothing can be planned, and nothing is in flight: let go of something; returns whether there was anything."""
         return False
 
-    def victim(self, running: list[Sequence]) -> Sequence | None:
+    def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
         """The sequence of ``running`` to preempt; None: the feature has no preference."""
         return None
 
     # ---- a sequence, or its request, ends ------------------------------------------------------------
 
-    def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
+    def release(self, sequence: RequestSequence, in_flight_step: int | None = None) -> None:
         """A sequence leaves its row and its blocks. ``in_flight_step``: the last step that may touch them."""
 
-    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+    def ended(self, sequence: RequestSequence, reason: FinishReason) -> None:
         """A sequence is about to end; its blocks are still there."""
 
-    def frees(self, sequence: Sequence) -> None:
+    def frees(self, sequence: RequestSequence) -> None:
         """A sequence that ends lets go of its blocks, of which the full ones are cached."""
 
-    def aborted(self, request: Request, ended: list[Sequence]) -> list[Sequence]:
+    def aborted(self, request: Request, ended: list[RequestSequence]) -> list[RequestSequence]:
         """A request was aborted, which ended its sequences ``ended``; returns the outputs that the client has."""
         return ended
 

@@ -13,7 +13,7 @@ from pagewise_shared.protocol import CompileGrammar, GrammarCompiled, Message
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.request import RequestSequence
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -37,7 +37,7 @@ class CompiledGrammars(Feature):
         self._unsent: list[int] = []
         self._numbers = count(1)
 
-    def may_start(self, sequence: Sequence) -> bool:
+    def may_start(self, sequence: RequestSequence) -> bool:
         """See ``Feature``. A grammar that is not compiled is asked for."""
         grammar = sequence.sampling.grammar
         known = self._known.get(grammar)
@@ -62,7 +62,7 @@ class CompiledGrammars(Feature):
                 self._known[grammar] = True
         return ()
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: RequestSequence) -> None:
         """See ``Feature``. The executor keeps this grammar longer than others."""
         self._note(sequence.sampling.grammar, compiled=True)
 

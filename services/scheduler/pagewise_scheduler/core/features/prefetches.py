@@ -4,8 +4,7 @@ As soon as a step of the other executor has come back, the full blocks that it c
 are still being computed. Blocks that have arrived are cached here like any others, and no sequence holds them.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from operator import attrgetter
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix
 from pagewise_scheduler.core.tiers.peer import PeerTiers
 from pagewise_scheduler.core.tiers.tier import Place
@@ -50,7 +49,7 @@ class FetchedPiece:
         """See ``Receiver``."""
         return not self.prefetch.stopped
 
-    def came(self, places: ReadOnlyList[Place], bad: ReadOnlyList[Place], seconds: float) -> None:
+    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
         """See ``Receiver``."""
         self.good = not bad
         self.prefetches.came(self.prefetch)
@@ -86,7 +85,7 @@ class Prefetches(Feature):
         self._kv, self._costs = scheduler.kv, scheduler.costs
         self.active: dict[Request, Prefetch] = {}
 
-    def want(self, sequence: Sequence, num_tokens: int) -> None:
+    def want(self, sequence: RequestSequence, num_tokens: int) -> None:
         """Other executors have, or will soon have, the first ``num_tokens`` tokens of a sequence computed."""
         prefetch = self.active.get(sequence.request)
         if prefetch is None:
@@ -99,7 +98,7 @@ class Prefetches(Feature):
             prefetch.asks = True
             self._hold(prefetch)
 
-    def starts(self, sequence: Sequence) -> None:
+    def starts(self, sequence: RequestSequence) -> None:
         """See ``Feature``. The sequence computes the blocks that have not come."""
         if (prefetch := self.active.get(sequence.request)) is not None:
             self._stop(prefetch)

@@ -1,7 +1,6 @@
 """All features of a scheduler: here they are registered, and made when they are used for the first time."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
 
 from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
@@ -130,13 +129,13 @@ class Features:
         for feature in self.in_use:
             feature.planned(step)
 
-    def verify(self, step: "StepInFlight", tokens: ReadOnlyList[int]) -> ReadOnlyList[int]:
+    def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
         """See ``Feature``."""
         for feature in self.in_use:
             tokens = feature.verify(step, tokens)
         return tokens
 
-    def victim(self, running: list[Sequence]) -> Sequence | None:
+    def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
         """See ``Feature``: the choice of the first of them that has a preference."""
         return next(filter(None, (feature.victim(running) for feature in self.in_use)), None)
 

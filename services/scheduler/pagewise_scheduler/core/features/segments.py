@@ -6,7 +6,7 @@ computed by a request of its own, which no client sees, before the sequence star
 the sequence holds references on the blocks. That is the same whether an original was found or computed.
 """
 
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from pagewise_shared.segments import Segment, furthest, original_tokens
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence, SequenceStatus
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -80,8 +80,8 @@ class Segments(Feature):
         self._kv = scheduler.kv
         self._waiting = scheduler.waiting
         self._plan = scheduler.plan
-        self._prepared: dict[Sequence, _Prepared] = {}
-        self._draft: tuple[Sequence, int, _Prepared] | None = None
+        self._prepared: dict[RequestSequence, _Prepared] = {}
+        self._draft: tuple[RequestSequence, int, _Prepared] | None = None
         self._moved: list[int] = []
 
     @property
@@ -90,7 +90,7 @@ class Segments(Feature):
         held = sum(len(prepared.root_blocks) for prepared in self._prepared.values())
         return held + sum(len(one.blocks) for prepared in self._prepared.values() for one in prepared.distinct)
 
-    def num_slots(self, segments: ReadOnlyList[Segment]) -> int:
+    def num_slots(self, segments: Sequence[Segment]) -> int:
         """The most slots that the originals of a prompt's segments take beside the prompt itself, all at once."""
         size, blocks = self._kv.block_size, 0
         for segment in segments:
@@ -99,7 +99,7 @@ class Segments(Feature):
                 blocks += self._kv.blocks_for(segment.num_original_tokens) - segment.root // size + 1
         return (blocks + segments[0].root // size) * size if segments else 0
 
-    def longest_original(self, segments: ReadOnlyList[Segment]) -> int:
+    def longest_original(self, segments: Sequence[Segment]) -> int:
         """The most tokens that computing one of these segments takes."""
         size = self._kv.block_size
         moved = (one.num_original_tokens for one in segments if one.moved < one.stop)
@@ -107,7 +107,7 @@ class Segments(Feature):
 
     # ---- before a sequence starts --------------------------------------------------------------------
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: RequestSequence) -> None:
         """See ``Feature``.
 
         If a peer has a prefix of the sequence with segments in their places, and their originals are not here, that
@@ -122,11 +122,11 @@ class Segments(Feature):
             if prefetches not in sequence.request.features:
                 sequence.request.features = (*sequence.request.features, prefetches)
 
-    def is_preparing(self, sequence: Sequence) -> bool:
+    def is_preparing(self, sequence: RequestSequence) -> bool:
         """See ``Feature``: whether originals are held or computed for the sequence."""
         return sequence in self._prepared
 
-    def is_ready(self, sequence: Sequence, num_cached: int) -> bool:
+    def is_ready(self, sequence: RequestSequence, num_cached: int) -> bool:
         """See ``Feature``: whether the sequence holds the originals of all segments behind its first tokens.
 
         Those that have come meanwhile are held from now on.
@@ -142,7 +142,7 @@ class Segments(Feature):
         self._go_on(sequence, prepared)
         return all(prepared.originals[segment].blocks for segment in needed)
 
-    def prepare(self, sequence: Sequence, num_cached: int, room: int) -> bool:
+    def prepare(self, sequence: RequestSequence, num_cached: int, room: int) -> bool:
         """See ``Feature``. Hold the originals of the segments that end behind the cached tokens, and have the others
         computed."""
         prepared = self._drafted(sequence, num_cached)
@@ -162,7 +162,7 @@ class Segments(Feature):
         self._go_on(sequence, prepared)
         return all(original.found for original in prepared.distinct)
 
-    def lacks(self, sequence: Sequence, start: int) -> bool:
+    def lacks(self, sequence: RequestSequence, start: int) -> bool:
         """Whether a sequence whose first ``start`` tokens are cached needs originals that are not on the device."""
         if not _needed(sequence, start):
             return False
@@ -170,14 +170,14 @@ class Segments(Feature):
         last, _ = self._root(sequence, prepared)
         return any(self._on_device(last, original) is None for original in prepared.distinct)
 
-    def _drafted(self, sequence: Sequence, start: int) -> _Prepared:
+    def _drafted(self, sequence: RequestSequence, start: int) -> _Prepared:
         """Made once, and kept for the next steps until there is room."""
         draft = self._draft
         if draft is None or draft[:2] != (sequence, start):
             draft = self._draft = sequence, start, self._originals(sequence, start)
         return draft[2]
 
-    def _originals(self, sequence: Sequence, start: int) -> _Prepared:
+    def _originals(self, sequence: RequestSequence, start: int) -> _Prepared:
         size, prompt, needed = self._kv.block_size, sequence.request.prompt_token_ids, _needed(sequence, start)
         first = needed[0].root // size * size
         made: dict[bytes, _Original] = {}
@@ -189,7 +189,7 @@ class Segments(Feature):
             originals[segment] = made[content]
         return _Prepared(originals, needed, list(block_keys(prompt[:first].tobytes(), size)))
 
-    def _root(self, sequence: Sequence, prepared: _Prepared) -> tuple[CachedBlock | None, list[CachedBlock]]:
+    def _root(self, sequence: RequestSequence, prepared: _Prepared) -> tuple[CachedBlock | None, list[CachedBlock]]:
         """What originals follow in the tree, None if that is not there; and the blocks up to there."""
         tree = self._kv.pool.tree
         last = tree.root_of(sequence.request.params.cache_salt)
@@ -218,7 +218,7 @@ class Segments(Feature):
         self._need_no_more(original)
         return True
 
-    def _go_on(self, sequence: Sequence, prepared: _Prepared) -> None:
+    def _go_on(self, sequence: RequestSequence, prepared: _Prepared) -> None:
         """Hold the originals that have come, and let some more be computed of those that lack."""
         last, root = self._root(sequence, prepared)
         lacking = [one for one in prepared.distinct if not one.blocks and not self._hold(prepared, one, last, root)]
@@ -243,7 +243,7 @@ class Segments(Feature):
             feature.leave(request, max((sequence.last_step for sequence in request.sequences), default=0))
         request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
 
-    def _compute(self, sequence: Sequence, original: _Original) -> None:
+    def _compute(self, sequence: RequestSequence, original: _Original) -> None:
         """Let a request wait that computes an original."""
         self.num_requests += 1
         parent = sequence.request
@@ -270,7 +270,7 @@ class Segments(Feature):
         computing.table = self._kv.new_table(request.params.cache_salt, parent.ref)
         self._waiting.push(computing)
 
-    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+    def ended(self, sequence: RequestSequence, reason: FinishReason) -> None:
         """See ``Feature``. The sequence needs no originals any more, or has computed one, which is held from now on."""
         self.release(sequence)
         request, owner = sequence.request, sequence.request.computes_for
@@ -302,7 +302,7 @@ class Segments(Feature):
         """See ``Feature``. If nothing runs, the sequence that is next keeps what it holds."""
         return self._let_waiting_go(None if self.scheduler.prefilling else self._waiting.peek())
 
-    def _let_waiting_go(self, head: Sequence | None) -> bool:
+    def _let_waiting_go(self, head: RequestSequence | None) -> bool:
         kept = None if head is None else head.request.computes_for or head
         waiting = [one for one in self._prepared if one.status is SequenceStatus.WAITING and one is not kept]
         for sequence in waiting:
@@ -311,7 +311,7 @@ class Segments(Feature):
 
     # ---- while it is computed ------------------------------------------------------------------------
 
-    def started(self, sequence: Sequence, num_cached: int) -> int:
+    def started(self, sequence: RequestSequence, num_cached: int) -> int:
         """See ``Feature``; returns how many tokens come from segments whose originals were found."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
@@ -326,19 +326,19 @@ class Segments(Feature):
         self._let_go(sequence, prepared)
         return found
 
-    def holds(self, sequence: Sequence, num_cached: int) -> bool:
+    def holds(self, sequence: RequestSequence, num_cached: int) -> bool:
         """See ``Feature``: whether it holds the originals of all segments that end behind the cached tokens."""
         prepared = self._prepared.get(sequence)
         held = prepared.originals if prepared is not None else {}
         return all(segment in held and held[segment].blocks for segment in _needed(sequence, num_cached))
 
-    def chunk_end(self, sequence: Sequence, start: int, end: int, budget: int) -> int:
+    def chunk_end(self, sequence: RequestSequence, start: int, end: int, budget: int) -> int:
         """See ``Feature``. Tokens that are moved cost nothing of the budget; a plan moves so many at most."""
         if not (segments := sequence.request.segments):
             return end
         return start if self._plan.moves_enough else furthest(segments, start, sequence.num_tokens, budget)
 
-    def add_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+    def add_chunk(self, sequence: RequestSequence, start: int, end: int) -> None:
         """See ``Feature``: the next plan moves the parts of segments there."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
@@ -357,7 +357,7 @@ class Segments(Feature):
         prepared.moves_left = [one for one in prepared.moves_left if one.stop > end]
         self._let_go(sequence, prepared)
 
-    def _let_go(self, sequence: Sequence, prepared: _Prepared) -> None:
+    def _let_go(self, sequence: RequestSequence, prepared: _Prepared) -> None:
         """Let go of the originals that no move is left for, once the step that makes the last move has returned."""
         kept = {prepared.originals[segment] for segment in prepared.moves_left}
         for original in prepared.distinct:
@@ -380,7 +380,7 @@ class Segments(Feature):
             blocks, self._moved = self._moved, []
             self._kv.drop(blocks, step)
 
-    def release(self, sequence: Sequence, in_flight_step: int | None = None) -> None:
+    def release(self, sequence: RequestSequence, in_flight_step: int | None = None) -> None:
         """See ``Feature``; harmless for a sequence that holds nothing."""
         if self._draft is not None and self._draft[0] is sequence:
             self._draft = None
@@ -407,6 +407,6 @@ class Segments(Feature):
         }
 
 
-def _needed(sequence: Sequence, start: int) -> list[Segment]:
+def _needed(sequence: RequestSequence, start: int) -> list[Segment]:
     """The segments of a sequence from which tokens behind ``start`` are moved."""
     return [one for one in sequence.request.segments if one.moved < one.stop and one.stop > start]

@@ -2,7 +2,7 @@
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.tier import BlockCopy
 
 
@@ -18,11 +18,11 @@ class WriteBack(Feature):
                 path = kv.pool.tree.walk(root, block_keys(first.token_bytes(), kv.block_size))
                 tier.forgot(path[num_found:])
 
-    def frees(self, sequence: Sequence) -> None:
+    def frees(self, sequence: RequestSequence) -> None:
         """See ``Feature``. The sequence's full blocks wait to be written."""
-        if (tip := sequence.table.tip) is not None:
+        if (last_node := sequence.table.last_node) is not None:
             for tier in self.scheduler.kv.hashed.values():
-                tier.ended(tip, sequence.request.stored.get(tier.identity, 0))
+                tier.ended(last_node, sequence.request.stored.get(tier.identity, 0))
 
     def wants_step(self) -> bool:
         """See ``Feature``. Whether a block may be written now."""

@@ -1,24 +1,25 @@
 """A sequence's page table: which block holds its tokens."""
 
-from pagewise_scheduler.core.memory.losses import RequestRef
+from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
 class BlockTable:
     """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``.
 
-    ``cache_salt``: whose cache it shares. ``tip``: the node of the last block whose content is in the prefix tree; the
-    blocks up to it are the tree's own, those after it are the sequence's alone. ``owner``: the request that it is of.
+    ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
+    tree; the blocks up to it are the tree's own, those after it are the sequence's alone. ``owner``: the request
+    that it is of.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "owner", "tip")
+    __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner")
 
     def __init__(self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None) -> None:
         self.block_size = block_size
         self.cache_salt = cache_salt
         self.owner = owner
         self.blocks: list[int] = []
-        self.tip: CachedBlock | None = None
+        self.last_node: CachedBlock | None = None
 
     @property
     def num_slots(self) -> int:
@@ -28,7 +29,7 @@ class BlockTable:
     @property
     def num_known(self) -> int:
         """Leading blocks whose content is in the prefix tree."""
-        return 0 if self.tip is None else self.tip.depth
+        return 0 if self.last_node is None else self.last_node.depth
 
     def blocks_missing(self, num_tokens: int) -> int:
         """How many more blocks it takes to hold ``num_tokens`` tokens."""

@@ -15,7 +15,7 @@ class MemoryCounters:
             dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
         lower_evicted: lost their place in a tier below the device to others, by the number of the tier.
         stored, loaded: copies to and from such tiers that were confirmed.
-        spoiled: came back from there with another content than was stored; they are computed again.
+        corrupt: came back from there with another content than was stored; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
         recalled: came from tiers without ids. recall_failed: were not there any more, or not whole; they are computed.
         written: went to such tiers. not_written: were to go there, but were evicted before, not worth it, or not taken.
@@ -28,7 +28,7 @@ class MemoryCounters:
     lower_evicted: Counter[int] = field(default_factory=Counter)
     stored: int = 0
     loaded: int = 0
-    spoiled: int = 0
+    corrupt: int = 0
     fetched: int = 0
     fetch_failed: int = 0
     copied: int = 0

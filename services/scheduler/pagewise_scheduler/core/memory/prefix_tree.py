@@ -14,7 +14,7 @@ from itertools import islice
 from pagewise_shared.block_hash import BlockHash, BlockName, block_hash, is_private, root_hash, without_rope
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.losses import LossLog, RequestRef, root_place
+from pagewise_scheduler.core.memory.eviction_history import LossLog, RequestRef, root_key
 
 NOWHERE = -1
 """The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
@@ -38,8 +38,8 @@ class CachedBlock:
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
         it. kind: an eviction policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``),
-        and ``PRIVATE``. cached_by: the request that computed it, if that is known. place: see ``losses``, 0 until it is
-        asked for.
+        and ``PRIVATE``. cached_by: the request that computed it, if that is known. place: see ``eviction_history``,
+        0 until it is asked for.
     """
 
     __slots__ = (
@@ -99,7 +99,7 @@ class _Root(CachedBlock):
         super().__init__(None, b"", no_copies)
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
-        self.place = root_place(cache_salt)
+        self.place = root_key(cache_salt)
         self.flags = PRIVATE if is_private(without_rope(cache_salt)) else 0
 
 
@@ -158,13 +158,13 @@ class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
 
     ``num_tiers``: one more than the highest number of a tier in which blocks may lie. ``no_copies``: the ids of one
-    that lies in none below the device. ``losses``: of what leaves its last tier.
+    that lies in none below the device. ``eviction_history``: of what leaves its last tier.
     """
 
     def __init__(
-        self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1, losses: LossLog | None = None
+        self, block_size: int, model_fingerprint: str = "", num_tiers: int = 1, eviction_history: LossLog | None = None
     ) -> None:
-        self.losses = losses or LossLog()
+        self.eviction_history = eviction_history or LossLog()
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
         self.no_copies = (NOWHERE,) * num_tiers

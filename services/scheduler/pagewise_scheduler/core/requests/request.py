@@ -1,7 +1,7 @@
 """Requests and sequences: what is generated, and how far it has come."""
 
 from array import array
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
@@ -15,7 +15,7 @@ from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.losses import RequestRef
+from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.timeline import Timeline
@@ -64,7 +64,7 @@ class Preempted:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class RequestSequence:
     """One of a request's n outputs.
 
     Fields:
@@ -230,7 +230,7 @@ class Request:
     max_tokens: int
     params: RequestParams
     arrival_time: float = 0.0
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[RequestSequence] = field(default_factory=list)
     num_pending: int = 0
     sink: TokenSink | None = None
     stream: int = 0
@@ -245,7 +245,7 @@ class Request:
     first_token_time: float = float("nan")
     segments: tuple[Segment, ...] = ()
     stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
-    computes_for: Sequence | None = None
+    computes_for: RequestSequence | None = None
     executors: tuple[tuple[float, str], ...] = ()
     adapter_slot: int = -1
     timeline: Timeline = field(default_factory=Timeline)
@@ -273,7 +273,7 @@ class Request:
         while every and self.num_pending:
             self.create_next()
 
-    def create_next(self) -> Sequence:
+    def create_next(self) -> RequestSequence:
         """Create the next sequence that is pending, with a block table like that of the one before."""
         index = len(self.sequences)
         block_size = self.sequences[-1].table.block_size if index else 1
@@ -283,13 +283,15 @@ class Request:
             wanted = params.beam.num_candidates(len(sampling.stop_token_ids))
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
         stop_ids = _stop_set(sampling.stop_token_ids)
-        made = Sequence(self, index, sampling, BlockTable(block_size, params.cache_salt, self.ref), stop_ids=stop_ids)
+        made = RequestSequence(
+            self, index, sampling, BlockTable(block_size, params.cache_salt, self.ref), stop_ids=stop_ids
+        )
         made.sink, made.stream = self.sink, self.stream + index
         self.sequences.append(made)
         self.num_pending -= 1
         return made
 
-    def replace_sequences(self, sequences: list[Sequence]) -> None:
+    def replace_sequences(self, sequences: list[RequestSequence]) -> None:
         """Have these sequences from now on, and forget what happened to the others.
 
         They refer to the request, and what happened to them refers to them: else they would wait for the garbage
@@ -307,13 +309,13 @@ class Request:
             if not sequence.finished:
                 sequence.end("error")
 
-    def aborted(self, index: int) -> Sequence:
+    def aborted(self, index: int) -> RequestSequence:
         """An output that has nothing to show."""
-        sequence = Sequence(self, index, self.params.sampling, BlockTable(1))
+        sequence = RequestSequence(self, index, self.params.sampling, BlockTable(1))
         sequence.end("abort")
         return sequence
 
-    def ending(self, output_token_ids: ReadOnlyList[int]) -> int:
+    def ending(self, output_token_ids: Sequence[int]) -> int:
         """How a use of its prefix ends that has brought this output (see ``eviction.ending``)."""
         reuse = self.params.reuse
         return eviction.ending(

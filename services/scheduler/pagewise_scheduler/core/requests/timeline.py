@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from pagewise_scheduler.core.memory.losses import LostRun, RequestRef
+from pagewise_scheduler.core.memory.eviction_history import LostRun, RequestRef
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.step import Chunks
@@ -18,7 +18,7 @@ WaitCause = Literal[
 window; a step in flight; the prefix that another one computes, its grammar, its adapter; an executor, those of before a
 restart of the scheduler, or a look into storage."""
 
-BLOCKS_SPOILED = "blocks came spoiled, or not at all"
+BLOCKS_CORRUPT = "blocks came corrupt, or not at all"
 LENDER_GONE = "the executor that lent its blocks is gone"
 """Reasons of preemptions that are for no other request."""
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Literal
 
-from pagewise_scheduler.core.requests.request import Request, Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
 
 AGEING_SECONDS = 60.0
 """A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
 
-_Entry = tuple[float, int, int, int, Sequence]
+_Entry = tuple[float, int, int, int, RequestSequence]
 """Queue time, number of the request, index of the output, a number of its own, and the sequence."""
 
 
-def queue_time(sequence: Sequence) -> float:
+def queue_time(sequence: RequestSequence) -> float:
     """Who has the smaller one goes first, among those of one key.
 
     Linear ageing never changes the order of two sequences, so it is fixed: no queue has to be sorted again.
@@ -45,7 +45,7 @@ class WaitingQueue:
         self.num_prompt_tokens = self.num_changes = 0
         self._virtual_tokens = virtual_tokens or VirtualTokens()
         self._lines: dict[int, dict[Account, list[_Entry]]] = {}
-        self._entries: dict[Sequence, _Entry] = {}
+        self._entries: dict[RequestSequence, _Entry] = {}
         self._numbers = count()
         self._first_ones: dict[Request, int] = {}
         self._pending: dict[Request, int] = {}
@@ -70,7 +70,7 @@ class WaitingQueue:
         self._virtual_tokens.arrive(request.account)
         self.count_pending(request)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: RequestSequence) -> None:
         """Let a sequence wait; a preempted one comes before those of its key that arrived after it, and before the
         later outputs of its own request."""
         sequence.status = SequenceStatus.WAITING
@@ -97,18 +97,18 @@ class WaitingQueue:
         elif more:
             self._virtual_tokens.leave(request.account, 0, -more)
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> RequestSequence | None:
         """The sequence that is next, left in the queue."""
         return next(iter(self.heads(1)), None)
 
-    def heads(self, number: int) -> list[Sequence]:
+    def heads(self, number: int) -> list[RequestSequence]:
         """The first sequence of each key that may be next: at most ``number``, in order."""
         lines = self._next_lines()
         if len(lines) > 1:
             return [line[0][-1] for _, line in heapq.nsmallest(number, lines.items(), key=_turn)]
         return [line[0][-1] for line in lines.values()]
 
-    def window(self, head: Sequence, number: int) -> list[Sequence]:
+    def window(self, head: RequestSequence, number: int) -> list[RequestSequence]:
         """``head`` and those of its key and priority among the ``number`` that follow in the order of one key."""
         account, priority, start = head.request.account, head.request.params.priority, self._entries[head]
         lines = [line for lines in self._lines.values() if (line := lines.get(account)) is not None]
@@ -118,7 +118,7 @@ class WaitingQueue:
         entries = sorted(entry for part in parts for entry in part)[:number]
         return [entry[-1] for entry in entries if entry[-1].request.params.priority == priority]
 
-    def take(self, sequence: Sequence, status: SequenceStatus) -> None:
+    def take(self, sequence: RequestSequence, status: SequenceStatus) -> None:
         """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
         created and waits from now on."""
         request = sequence.request
@@ -141,7 +141,7 @@ class WaitingQueue:
             self._num_pending -= pending
             self._virtual_tokens.leave(request.account, 0, pending)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: RequestSequence) -> None:
         entry, request = self._entries.pop(sequence), sequence.request
         self.num_changes += 1
         lines = self._lines[request.params.priority]
@@ -171,11 +171,11 @@ class WaitingQueue:
         self._pending.clear()
         self.num_prompt_tokens = self._num_pending = self._num_uncounted = 0
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RequestSequence]:
         """Waiting sequences by ``queue_time``, whosever they are."""
         return (entry[-1] for entry in sorted(self._entries.values()))
 
-    def _prompt_tokens(self, sequence: Sequence, change: Literal[1, -1]) -> int:
+    def _prompt_tokens(self, sequence: RequestSequence, change: Literal[1, -1]) -> int:
         """Prompt tokens that one sequence more or less stands for: those of its request, once."""
         if sequence.index:
             return 0

@@ -150,15 +150,15 @@ class Match(NamedTuple):
 
     ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
     ``spared``: further tokens that need not be computed, because the originals of segments are cached, or will be.
-    ``hole``, ``away``: see ``CachedPrefix``.
+    ``gap``, ``offloaded``: see ``CachedPrefix``.
     """
 
     device: int
     lower: int
     expected: int
     spared: int = 0
-    hole: int = 0
-    away: tuple[CachedBlock, ...] = ()
+    gap: int = 0
+    offloaded: tuple[CachedBlock, ...] = ()
 
     @property
     def reused(self) -> int:
@@ -307,12 +307,12 @@ class ExecutorView:
             spared = self._spared(query, 0)
             return _NO_MATCH._replace(spared=spared) if spared else _NO_MATCH
         prefix = kv.begin_with(query.cache_salt, path, b"")
-        lower = 0 if prefix.hole else len(prefix.away) * size  # blocks behind a hole have to wait for those in it
+        lower = 0 if prefix.gap else len(prefix.offloaded) * size  # blocks behind a gap have to wait for those in it
         expected = prefix.num_tokens + lower
         if self._waiting and expected < len(keys) * size:
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
         spared = self._spared(query, expected)
-        return Match(prefix.num_tokens, lower, expected, spared, prefix.hole, tuple(prefix.away))
+        return Match(prefix.num_tokens, lower, expected, spared, prefix.gap, tuple(prefix.offloaded))
 
     def _spared(self, query: PrefixQuery, expected: int) -> int:
         """Of the tokens behind the first ``expected`` ones of a prompt, how many fewer are computed than without

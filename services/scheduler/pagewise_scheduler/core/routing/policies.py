@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
-from pagewise_scheduler.core.routing.moves import Continuation, Roles
+from pagewise_scheduler.core.routing.migrations import Continuation, Roles
 from pagewise_scheduler.core.tiers.recovery import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
@@ -129,9 +129,9 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
     rest = costs.compute_seconds(match.reused, num_tokens - match.reused, share)
     computed = PredictedRecovery(rest, match.reused)
     num_lent = (holder.match.device + holder.match.lower) // size
-    if not match.away and not candidate.query.stored and num_lent <= match.device // size:
+    if not match.offloaded and not candidate.query.stored and num_lent <= match.device // size:
         return computed  # no other place has more of it: most prompts, so nothing else is looked at
-    known = Known(num_tokens, match.device // size, match.hole, match.away, candidate.query.stored)
+    known = Known(num_tokens, match.device // size, match.gap, match.offloaded, candidate.query.stored)
     lender = holder.executor.scheduler.recoveries.endpoint, num_lent
     plan = recoveries.predict(known, share, lender)
     if not plan.parts:

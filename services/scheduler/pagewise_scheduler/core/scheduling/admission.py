@@ -8,9 +8,9 @@ its features, until its grammar is compiled for instance.
 from collections.abc import Hashable, Iterable
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
-from pagewise_scheduler.core.memory.losses import RequestRef
+from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
-from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
@@ -32,11 +32,11 @@ class Admission:
         self._kv = kv
         self._waiting = waiting
         self._busy: dict[tuple[Hashable, bytes], RequestRef | None] = {}
-        self.held: dict[Sequence, tuple[WaitCause, RequestRef | None]] = {}
+        self.held: dict[RequestSequence, tuple[WaitCause, RequestRef | None]] = {}
         self.lacked_room = False
-        self.favoured: Sequence | None = None
+        self.favoured: RequestSequence | None = None
 
-    def computing(self, sequences: Iterable[Sequence]) -> None:
+    def computing(self, sequences: Iterable[RequestSequence]) -> None:
         """The prompts of these sequences are being computed when a step is planned; called before ``next``."""
         self._busy.clear()
         self.held.clear()
@@ -44,21 +44,23 @@ class Admission:
         for sequence in sequences:
             self.computing_too(sequence)
 
-    def computing_too(self, sequence: Sequence) -> None:
+    def computing_too(self, sequence: RequestSequence) -> None:
         """One more: its next full block is known by where it hangs in the tree, and its tokens."""
         start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
-            parent = self._parent(sequence.cache_salt, sequence.table.tip)
+            parent = self._parent(sequence.cache_salt, sequence.table.last_node)
             self._busy[parent, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
         """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
         start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
         if start + size <= len(tokens):
-            self._busy[self._parent(table.cache_salt, table.tip), tokens[start : start + size]] = None
+            self._busy[self._parent(table.cache_salt, table.last_node), tokens[start : start + size]] = None
 
-    def next(self, room: int, oldest_step: int | None, watermark: int = 0) -> tuple[Sequence, CachedPrefix] | None:
+    def next(
+        self, room: int, oldest_step: int | None, watermark: int = 0
+    ) -> tuple[RequestSequence, CachedPrefix] | None:
         """The sequence that starts, and the longest prefix it begins with; None: none can start.
 
         ``room``: the number of free blocks, of which ``watermark`` stay free unless ``favoured`` is next.
@@ -79,13 +81,13 @@ class Admission:
             return None
         return self.next(room, oldest_step, watermark)  # the queue has changed meanwhile
 
-    def cached_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
+    def cached_prefix(self, sequence: RequestSequence) -> tuple[CachedPrefix, int]:
         """The prefix with which a waiting sequence would begin now, and how many tokens of it features need not
         prepare."""
         found = self._find(sequence)
         return self._longest_prefix(sequence), self._num_cached(found)
 
-    def num_needed(self, sequence: Sequence, oldest_step: int | None) -> int | None:
+    def num_needed(self, sequence: RequestSequence, oldest_step: int | None) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
         if not self._may_begin(sequence, oldest_step):
             return None
@@ -94,7 +96,7 @@ class Admission:
             return None
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
-    def _may_begin(self, sequence: Sequence, oldest_step: int | None) -> bool:
+    def _may_begin(self, sequence: RequestSequence, oldest_step: int | None) -> bool:
         """Whether a sequence waits that may start, whatever is cached of it. Notes it in ``held`` if a feature does not
         let it."""
         if not _first_has_begun(sequence):
@@ -106,7 +108,7 @@ class Admission:
         waits = sequence.status is SequenceStatus.WAITING and not _is_in_flight(sequence, oldest_step)
         return holding is None and waits
 
-    def _best(self, head: Sequence, oldest_step: int | None, room: int) -> Sequence | None:
+    def _best(self, head: RequestSequence, oldest_step: int | None, room: int) -> RequestSequence | None:
         """The sequence of the window of ``head`` that can start with the longest prefix; None: all of them wait for
         something, and it is the next key's turn. ``room``: blocks that they may take."""
         best, longest = None, -1
@@ -122,7 +124,9 @@ class Admission:
                 return None  # it is next: the sequences after it do not take the room that it waits for
         return best
 
-    def _start(self, head: Sequence, best: Sequence, room: int) -> tuple[Sequence, CachedPrefix] | None:
+    def _start(
+        self, head: RequestSequence, best: RequestSequence, room: int
+    ) -> tuple[RequestSequence, CachedPrefix] | None:
         """``best`` if there is room for it, else ``head`` if there is, else none: the head is not passed over because
         it is large."""
         prefix = self._fitting(best, room)
@@ -138,14 +142,14 @@ class Admission:
             head.num_passed += 1
         return best, prefix
 
-    def _is_ready(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
+    def _is_ready(self, sequence: RequestSequence, found: list[CachedBlock]) -> bool:
         """Whether it could be computed behind the blocks ``found`` of its prefix, with all that its features need."""
         if not (features := sequence.request.features) or self._shares_with_first(sequence):
             return True
         num_cached = self._num_cached(found)
         return all(feature.is_ready(sequence, num_cached) for feature in features)
 
-    def _prepare(self, sequence: Sequence, found: list[CachedBlock], room: int) -> bool:
+    def _prepare(self, sequence: RequestSequence, found: list[CachedBlock], room: int) -> bool:
         """Let its features begin to prepare it, if there is room; returns whether it is ready now."""
         features, num_cached = sequence.request.features, self._num_cached(found)
         return all(not one.is_preparing(sequence) and one.prepare(sequence, num_cached, room) for one in features)
@@ -158,12 +162,12 @@ class Admission:
             return len(found) * size
         return size * next(number for number, node in enumerate(found) if node.block < 0)
 
-    def _candidates(self, head: Sequence) -> list[Sequence]:
+    def _candidates(self, head: RequestSequence) -> list[RequestSequence]:
         if head.num_passed >= _MOST_PASSED:
             return [head]
         return self._waiting.window(head, _WINDOW)
 
-    def _find(self, sequence: Sequence) -> list[CachedBlock]:
+    def _find(self, sequence: RequestSequence) -> list[CachedBlock]:
         """Cached full blocks, its newest token left out; the blocks found before are only checked for changes."""
         tree, size = self._kv.pool.tree, self._kv.block_size
         path, most = sequence.path, (sequence.num_tokens - 1) // size
@@ -177,7 +181,7 @@ class Admission:
                 path += tree.walk(last, block_keys(sequence.tokens_between(start, most * size), size))
         return path
 
-    def _is_computed_elsewhere(self, sequence: Sequence, found: list[CachedBlock]) -> bool:
+    def _is_computed_elsewhere(self, sequence: RequestSequence, found: list[CachedBlock]) -> bool:
         if not self._busy:
             return False
         start = len(found) * self._kv.block_size
@@ -191,12 +195,12 @@ class Admission:
         self.held[sequence] = "prefix", self._busy[block]
         return True
 
-    def _parent(self, salt: str | None, tip: CachedBlock | None) -> Hashable:
-        """The parent, in the tree, of the next block of a sequence that has found blocks up to ``tip``: that block, or
-        the root of ``salt``, or a stand-in for a root that the tree does not have yet."""
-        return tip or self._kv.pool.tree.root_of(salt) or ("root", salt)
+    def _parent(self, salt: str | None, last_node: CachedBlock | None) -> Hashable:
+        """The parent, in the tree, of the next block of a sequence that has found blocks up to ``last_node``: that
+        block, or the root of ``salt``, or a stand-in for a root that the tree does not have yet."""
+        return last_node or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
-    def _fitting(self, sequence: Sequence, room: int) -> CachedPrefix | None:
+    def _fitting(self, sequence: RequestSequence, room: int) -> CachedPrefix | None:
         """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""
         kv, num_tokens = self._kv, sequence.num_tokens
         if kv.blocks_for(num_tokens) - len(sequence.path) > room and sequence is sequence.request.sequences[0]:
@@ -206,7 +210,7 @@ class Admission:
             prefix = kv.without_copy(prefix)
         return prefix if kv.num_taken(prefix, num_tokens) <= room else None
 
-    def _longest_prefix(self, sequence: Sequence) -> CachedPrefix:
+    def _longest_prefix(self, sequence: RequestSequence) -> CachedPrefix:
         if sequence.sampling.prompt_logprobs is not None:
             return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
         if self._shares_with_first(sequence):
@@ -216,7 +220,7 @@ class Admission:
         return self._kv.begin_with(sequence.cache_salt, list(sequence.path), sequence.tokens_between(start, stop))
 
     @staticmethod
-    def _shares_with_first(sequence: Sequence) -> bool:
+    def _shares_with_first(sequence: RequestSequence) -> bool:
         """Whether it begins with all of its prompt, which the first output of its request holds."""
         first = sequence.request.sequences[0]
         if sequence is first or sequence.output_token_ids or first.table.cache_salt != sequence.cache_salt:
@@ -224,17 +228,17 @@ class Admission:
         return first.row >= 0 and first.prefilled
 
 
-def _is_in_flight(sequence: Sequence, oldest_step: int | None) -> bool:
+def _is_in_flight(sequence: RequestSequence, oldest_step: int | None) -> bool:
     """Whether a token of the sequence may still come back."""
     return oldest_step is not None and sequence.last_step >= oldest_step
 
 
-def _is_preparing(sequence: Sequence) -> bool:
+def _is_preparing(sequence: RequestSequence) -> bool:
     """Whether one of its features prepares it."""
     return any(feature.is_preparing(sequence) for feature in sequence.request.features)
 
 
-def _first_has_begun(sequence: Sequence) -> bool:
+def _first_has_begun(sequence: RequestSequence) -> bool:
     """Whether it need not wait for another one: later outputs of a request wait for the first one's prefill.
 
     The first output may have lost its row in the middle of that. Log-probabilities of the prompt are sent with it

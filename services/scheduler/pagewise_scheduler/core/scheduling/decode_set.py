@@ -7,10 +7,10 @@ therefore costs nothing per sequence. Only a draft brings its sequence further, 
 
 from collections import defaultdict
 
-from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, Account
 
-_Calendar = defaultdict[int, dict[Sequence, None]]
+_Calendar = defaultdict[int, dict[RequestSequence, None]]
 
 
 class DecodeSet:
@@ -18,22 +18,22 @@ class DecodeSet:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._members: dict[Sequence, None] = {}
+        self._members: dict[RequestSequence, None] = {}
         self._accounts: dict[Account, float] = {}
-        self._order: list[Sequence] | None = None
+        self._order: list[RequestSequence] | None = None
         self._block_calendar: _Calendar = defaultdict(dict)
         self._length_calendar: _Calendar = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def order(self) -> list[Sequence]:
+    def order(self) -> list[RequestSequence]:
         """Members in order. The list is shared and never changed afterwards: a snapshot for a step in flight."""
         if self._order is None:
             self._order = list(self._members)
         return self._order
 
-    def add(self, sequence: Sequence, first_step: int) -> None:
+    def add(self, sequence: RequestSequence, first_step: int) -> None:
         """Let a sequence decode from ``first_step`` on, where it computes position ``num_scheduled_tokens``."""
         sequence.status = SequenceStatus.DECODE
         sequence.decode_base = sequence.num_scheduled_tokens
@@ -44,7 +44,7 @@ class DecodeSet:
         self._accounts[account] = self._accounts.get(account, 0.0) + OUTPUT_WEIGHT
         account.served += OUTPUT_WEIGHT  # of the token that the end of its prefill samples
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: RequestSequence) -> None:
         """Take a member out."""
         del self._members[sequence]
         self._order = None
@@ -54,7 +54,7 @@ class DecodeSet:
         if not self._accounts[account]:
             del self._accounts[account]
 
-    def go_on(self, sequence: Sequence, step: int, position: int) -> None:
+    def go_on(self, sequence: RequestSequence, step: int, position: int) -> None:
         """Let a member compute ``position`` in ``step``: a draft has brought it further than one token, or has brought
         it blocks that it does not need yet."""
         self._take_out(sequence)
@@ -65,15 +65,15 @@ class DecodeSet:
         for account, weight in self._accounts.items():
             account.served += weight
 
-    def length_due(self, step: int) -> list[Sequence]:
+    def length_due(self, step: int) -> list[RequestSequence]:
         """Members that have nothing left to run in ``step``: their last token is in flight or has come back."""
         return list(self._length_calendar[step]) if step in self._length_calendar else []
 
-    def blocks_due(self, step: int) -> list[Sequence]:
+    def blocks_due(self, step: int) -> list[RequestSequence]:
         """Members that write the first slot of a new block in ``step``."""
         return list(self._block_calendar[step]) if step in self._block_calendar else []
 
-    def take_blocks_due(self, step: int) -> list[Sequence]:
+    def take_blocks_due(self, step: int) -> list[RequestSequence]:
         """The same members, which get their blocks now: they are due again one block later."""
         due, later = self._block_calendar.pop(step, {}), step + self._block_size
         for sequence in due:
@@ -82,7 +82,7 @@ class DecodeSet:
             self._block_calendar[later].update(due)
         return list(due)
 
-    def _file(self, sequence: Sequence, step: int, position: int) -> None:
+    def _file(self, sequence: RequestSequence, step: int, position: int) -> None:
         """Put it into the calendars: it computes ``position`` in ``step``, and one more in each step after that."""
         sequence.block_due = step + sequence.table.num_slots - position
         # The step before has sampled token position + 1; each step from this one on samples one more.
@@ -90,12 +90,12 @@ class DecodeSet:
         self._block_calendar[sequence.block_due][sequence] = None
         self._length_calendar[sequence.length_due][sequence] = None
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def _take_out(self, sequence: RequestSequence) -> None:
         self._forget(self._block_calendar, sequence.block_due, sequence)
         self._forget(self._length_calendar, sequence.length_due, sequence)
 
     @staticmethod
-    def _forget(calendar: _Calendar, step: int, sequence: Sequence) -> None:
+    def _forget(calendar: _Calendar, step: int, sequence: RequestSequence) -> None:
         due = calendar[step]
         del due[sequence]
         if not due:

@@ -7,9 +7,9 @@ from typing import Literal
 
 from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
-from pagewise_scheduler.core.memory.losses import LostRun, place_after, place_of, root_place
+from pagewise_scheduler.core.memory.eviction_history import LostRun, place_after, place_of, root_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
-from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
@@ -20,23 +20,23 @@ _COMPARED_BLOCKS = 16
 _BLOCKS_BEYOND = 4096
 
 
-def find_missed(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None) -> MissedPrefix | None:
+def find_missed(kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None) -> MissedPrefix | None:
     """What became of the prefix of a sequence that starts; None: there is nothing to tell.
 
-    ``tip``: the last block of it that is cached, wherever it lies. Takes a few look-ups, and one for each block that
-    was lost or lies under another salt: less than computing these blocks by orders of magnitude.
+    ``last_node``: the last block of it that is cached, wherever it lies. Takes a few look-ups, and one for each
+    block that was lost or lies under another salt: less than computing these blocks by orders of magnitude.
     """
     size, request = kv.block_size, sequence.request
-    found = 0 if tip is None else tip.depth
+    found = 0 if last_node is None else last_node.depth
     most = (sequence.num_tokens - 1) // size
     missed = MissedPrefix(found * size)
     if sequence.sampling.prompt_logprobs is not None:
         missed.not_asked = True
         return missed
     if found < most:
-        _look_for_lost(kv, sequence, tip, missed, range(found, most))
+        _look_for_lost(kv, sequence, last_node, missed, range(found, most))
     if not missed.lost:
-        missed.divergence = _divergence(kv, sequence, tip, found)
+        missed.divergence = _divergence(kv, sequence, last_node, found)
         if found < most:
             missed.other_salt = _other_salt(kv.pool.tree, sequence, found, most)
     known = missed.lost or missed.divergence or missed.other_salt
@@ -44,10 +44,10 @@ def find_missed(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None)
 
 
 def _look_for_lost(
-    kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None, missed: MissedPrefix, blocks: range
+    kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, missed: MissedPrefix, blocks: range
 ) -> None:
-    size, lost = kv.block_size, kv.losses.lost
-    place = root_place(sequence.cache_salt) if tip is None else place_of(tip)
+    size, lost = kv.block_size, kv.eviction_history.lost
+    place = root_key(sequence.cache_salt) if last_node is None else place_of(last_node)
     runs: dict[LostRun, int] = {}
     for index in blocks:
         place = place_after(place, sequence.tokens_between(index * size, (index + 1) * size))
@@ -58,11 +58,13 @@ def _look_for_lost(
     missed.lost = list(runs.items())
 
 
-def _divergence(kv: KVCacheManager, sequence: Sequence, tip: CachedBlock | None, found: int) -> Divergence | None:
+def _divergence(
+    kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, found: int
+) -> Divergence | None:
     """Where the prompt leaves the cached prompt that it has the most in common with."""
     tree, size = kv.pool.tree, kv.block_size
     start = found * size
-    node = tip or tree.root_of(sequence.cache_salt)
+    node = last_node or tree.root_of(sequence.cache_salt)
     rest = sequence.tokens_between(start, min(start + size, sequence.num_tokens - 1))
     if node is None or not node.children or not rest:
         return None
@@ -87,7 +89,7 @@ def _newest_line(node: CachedBlock) -> Iterator[CachedBlock]:
         yield node
 
 
-def _other_salt(tree: PrefixTree, sequence: Sequence, found: int, most: int) -> OtherSalt | None:
+def _other_salt(tree: PrefixTree, sequence: RequestSequence, found: int, most: int) -> OtherSalt | None:
     """Whether another salt has more of the prompt cached. Only the newest salts are asked."""
     size, salt = tree.block_size, sequence.request.params.cache_salt
     first = sequence.tokens_between(0, size)

@@ -1,15 +1,14 @@
 """The sequences whose known tokens are not all computed yet: which start, and how far each gets in a step."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
-from pagewise_scheduler.core.requests.request import Sequence, SequenceStatus
+from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.timeline import Activity, WaitCause
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from pagewise_scheduler.core.requests.waiting_queue import queue_time
@@ -38,20 +37,20 @@ class PrefillSet:
         self._free_rows, self._num_rows = scheduler.free_rows, len(scheduler.free_rows)
         self.num_queries = self.num_hits = 0
         self.admission, self.activity = Admission(self._kv, self._waiting), Activity()
-        self._held: set[Sequence] = set()
-        self._members: dict[Sequence, None] = {}
+        self._held: set[RequestSequence] = set()
+        self._members: dict[RequestSequence, None] = {}
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RequestSequence]:
         return iter(self._members)
 
     def clear(self) -> None:
         """All requests leave; those on rows have left them."""
         self._held.clear()
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: RequestSequence) -> None:
         """A sequence waits from now on."""
         self._waiting.push(sequence)
         request = sequence.request
@@ -59,11 +58,11 @@ class PrefillSet:
         for feature in request.features:
             feature.arrive(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: RequestSequence) -> None:
         """Take a member out."""
         del self._members[sequence]
 
-    def rejoin(self, sequence: Sequence) -> bool:
+    def rejoin(self, sequence: RequestSequence) -> bool:
         """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
@@ -78,13 +77,13 @@ class PrefillSet:
         self._join(sequence, sequence.num_tokens - 1)
         return True
 
-    def _join(self, sequence: Sequence, num_computed: int) -> None:
+    def _join(self, sequence: RequestSequence, num_computed: int) -> None:
         self._members[sequence] = None
         self._plan.join(sequence, num_computed, self._root(sequence))
         for feature in sequence.request.features:
             feature.joined(sequence)
 
-    def _take_row(self, sequence: Sequence) -> None:
+    def _take_row(self, sequence: RequestSequence) -> None:
         sequence.row = self._free_rows.pop()
         sequence.prefilled = False
 
@@ -92,14 +91,14 @@ class PrefillSet:
         """Whether a sequence could take a row beside ``num_decoding`` that decode."""
         return bool(self._free_rows) and num_decoding + len(self._members) < self._limits.max_num_seqs
 
-    def num_needed(self, head: Sequence, in_flight: ReadOnlyList[StepInFlight]) -> int | None:
+    def num_needed(self, head: RequestSequence, in_flight: Sequence[StepInFlight]) -> int | None:
         """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
         self._note_computing(in_flight)
         return self.admission.num_needed(head, in_flight[0].step if in_flight else None)
 
     def chunks(
-        self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
-    ) -> list[tuple[Sequence, int]]:
+        self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float
+    ) -> list[tuple[RequestSequence, int]]:
         """The known tokens that a step computes, at most ``budget``: chunks of members and of sequences that start.
 
         In the order of the waiting queue: the sequence that is next there goes before members that come after it.
@@ -139,7 +138,7 @@ class PrefillSet:
             return "prefill"
         return "memory" if self.admission.lacked_room else "turn"
 
-    def _continued(self, members: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    def _continued(self, members: list[RequestSequence], budget: int) -> list[tuple[RequestSequence, int]]:
         """Next chunks of ``members``, as far as tokens and blocks last, and booked as scheduled."""
         chunks = []
         for sequence in members:
@@ -158,10 +157,10 @@ class PrefillSet:
         return chunks
 
     def _started(
-        self, budget: int, num_decoding: int, in_flight: ReadOnlyList[StepInFlight], now: float
-    ) -> list[tuple[Sequence, int]]:
+        self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float
+    ) -> list[tuple[RequestSequence, int]]:
         """First chunks of waiting sequences, while all their known tokens fit beside the running ones."""
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: list[tuple[RequestSequence, int]] = []
         if budget <= 0 or not self._waiting:
             self.admission.held.clear()  # no sequence is chosen in this step
             return chunks
@@ -182,7 +181,7 @@ class PrefillSet:
             owed += sequence.table.blocks_missing(sequence.num_tokens)
         return chunks
 
-    def _chunk(self, sequence: Sequence, size: int) -> tuple[Sequence, int]:
+    def _chunk(self, sequence: RequestSequence, size: int) -> tuple[RequestSequence, int]:
         """A chunk of the last ``size`` tokens that were booked."""
         for feature in sequence.request.features:
             feature.add_chunk(sequence, sequence.num_scheduled_tokens - size, sequence.num_scheduled_tokens)
@@ -196,14 +195,14 @@ class PrefillSet:
         """The number of blocks that members have yet to take for their known tokens."""
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
 
-    def _note_computing(self, in_flight: ReadOnlyList[StepInFlight]) -> None:
+    def _note_computing(self, in_flight: Sequence[StepInFlight]) -> None:
         """Tell admission which prompts are being computed, by a step in flight too, or fetched."""
         self.admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
         for feature in self._features.in_use:
             for table, tokens in feature.coming():
                 self.admission.coming(table, tokens)
 
-    def _start(self, sequence: Sequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
+    def _start(self, sequence: RequestSequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
         """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
         kv, table = self._kv, sequence.table
         table.cache_salt = sequence.cache_salt
@@ -237,10 +236,10 @@ class PrefillSet:
         """Whether the next plan has no room for further sequences that join."""
         return self._plan.joined_bytes >= MAX_JOINED_BYTES
 
-    def _root(self, sequence: Sequence) -> BlockHash:
+    def _root(self, sequence: RequestSequence) -> BlockHash:
         return self._kv.pool.tree.root_hash(sequence.table.cache_salt)
 
-    def _size(self, sequence: Sequence, budget: int) -> int:
+    def _size(self, sequence: RequestSequence, budget: int) -> int:
         start, whole = sequence.num_scheduled_tokens, sequence.num_tokens
         size = min(whole - start, budget)
         for feature in sequence.request.features:
@@ -252,7 +251,7 @@ class PrefillSet:
         """Blocks that stay free at admission: one for every running sequence, so that none is preempted at once."""
         return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
 
-    def _note(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
+    def _note(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
         request = sequence.request
         request.timeline.started(now)
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
@@ -269,7 +268,7 @@ class PrefillSet:
             self.num_hits += prefix.num_tokens
             # What comes from another executor or from storage is not lost.
             if max(prefix.num_tokens, plan.end * self._kv.block_size) < sequence.num_tokens - 1:
-                known = prefix.away or prefix.blocks
+                known = prefix.offloaded or prefix.blocks
                 request.timeline.missed = find_missed(self._kv, sequence, known[-1] if known else None)
 
 

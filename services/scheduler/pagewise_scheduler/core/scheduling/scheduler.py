@@ -1,8 +1,7 @@
 """Continuous batching over one executor's KV memory: which sequences run in the next step, and with which blocks."""
 
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Mapping, Sequence
 from weakref import proxy
 
 from pagewise_shared.block_hash import ONE_ROPE
@@ -12,9 +11,9 @@ from pagewise_shared.segments import Segment
 
 from pagewise_scheduler.core.features.registry import FeatureOptions, Features
 from pagewise_scheduler.core.memory.eviction import PREEMPTED
-from pagewise_scheduler.core.memory.losses import RequestRef
-from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, Sequence, SequenceStatus
-from pagewise_scheduler.core.requests.timeline import BLOCKS_SPOILED, LENDER_GONE
+from pagewise_scheduler.core.memory.eviction_history import RequestRef
+from pagewise_scheduler.core.requests.request import FinishReason, Preempted, Request, RequestSequence, SequenceStatus
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
@@ -129,7 +128,7 @@ class Scheduler:
         return self.plan.copies.demotes
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[RequestSequence]:
         """Sequences that hold blocks and run."""
         return [*self.prefilling, *self.decoding.order()]
 
@@ -138,7 +137,7 @@ class Scheduler:
         """Requests that have not finished, those that features keep last, without requests of features' own."""
         return [*self.entered.values(), *self._kept.values()]
 
-    def fits(self, num_prompt_tokens: int, max_tokens: int, segments: ReadOnlyList[Segment] = ()) -> bool:
+    def fits(self, num_prompt_tokens: int, max_tokens: int, segments: Sequence[Segment] = ()) -> bool:
         """Whether a sequence of that size could run if it had the pool to itself (its last token needs no slot)."""
         slots, longest = max(num_prompt_tokens, num_prompt_tokens + max_tokens - 1), num_prompt_tokens + max_tokens
         if segments:
@@ -188,7 +187,7 @@ class Scheduler:
             feature.taken_back(request)
         self._kept[request.request_id] = self.entered.pop(request.request_id)
 
-    def abort(self, request_id: str) -> list[Sequence]:
+    def abort(self, request_id: str) -> list[RequestSequence]:
         """End a request's sequences and drop their blocks; returns those that had not finished."""
         if (request := self.entered.get(request_id) or self._kept.get(request_id)) is None:
             return []
@@ -200,7 +199,7 @@ class Scheduler:
             ended = feature.aborted(request, ended)
         return ended
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+    def finish(self, sequence: RequestSequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence; tokens of it that are in flight are dropped when they come back."""
         if sequence.finished:
             return
@@ -250,7 +249,7 @@ class Scheduler:
 
         ``now``: seconds, noted on requests that run for the first time.
         """
-        self.kv.losses.now = self.recoveries.transfers.now = now
+        self.kv.eviction_history.now = self.recoveries.transfers.now = now
         step = self.last_step + 1
         if not self.features.may_plan():
             return None
@@ -269,12 +268,12 @@ class Scheduler:
             return self._commit(step, decoding, chunks, loads)
         return self._unblock(now)
 
-    def _drain(self, sequence: Sequence) -> None:
+    def _drain(self, sequence: RequestSequence) -> None:
         """Take a sequence off its row, whose last token for now is in flight; it keeps its blocks."""
         self._leave_row(sequence)
         sequence.status = SequenceStatus.DRAINING
 
-    def _give_blocks(self, due: list[Sequence], step: int) -> bool:
+    def _give_blocks(self, due: list[RequestSequence], step: int) -> bool:
         """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
         for sequence in due:
             if sequence.prefilled:
@@ -296,7 +295,7 @@ class Scheduler:
                 return False
         return True
 
-    def cache_full_blocks(self, sequence: Sequence, num_computed: int) -> None:
+    def cache_full_blocks(self, sequence: RequestSequence, num_computed: int) -> None:
         """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
         if not sequence.table.blocks:
             return  # a hypothesis that has given them up while it waits for the others
@@ -318,16 +317,16 @@ class Scheduler:
         self.preempt(self._victim(), "prefills hold each other up", *self.prefilling)
         return self.schedule(now)
 
-    def _victim(self) -> Sequence:
+    def _victim(self) -> RequestSequence:
         """The running sequence to preempt: a feature's choice, or the one that costs the least."""
         running = self.running
         return self.features.victim(running) or self.recoveries.choose_victim(running)
 
-    def _commit(self, step: int, decoding: list[Sequence], chunks: Chunks, loads: Loads) -> StepPlan:
+    def _commit(self, step: int, decoding: list[RequestSequence], chunks: Chunks, loads: Loads) -> StepPlan:
         """Book the step and build its plan."""
         self.decoding.charge()
-        completed: list[Sequence] = []
-        leaving: list[Sequence] = []
+        completed: list[RequestSequence] = []
+        leaving: list[RequestSequence] = []
         for sequence, size in chunks:
             self.plan.chunk(sequence.row, size)
             sequence.last_step = step
@@ -354,7 +353,7 @@ class Scheduler:
 
     # ---- results -------------------------------------------------------------------------------------
 
-    def update(self, result: StepResult, tokens: ReadOnlyList[int] | None = None) -> StepOutput:
+    def update(self, result: StepResult, tokens: Sequence[int] | None = None) -> StepOutput:
         """Take in the result of the oldest step in flight. ``tokens``: those of ``result``, if unpacked already.
 
         Raises:
@@ -378,7 +377,7 @@ class Scheduler:
     def copied(self, message: Copied) -> None:
         """Copies of a step between tiers have been made; unknown ones are ignored."""
         for sequence in self.recoveries.copied(message):
-            self.preempt(sequence, BLOCKS_SPOILED)
+            self.preempt(sequence, BLOCKS_CORRUPT)
 
     def peer_lost(self, peer: str) -> None:
         """The executor at that block endpoint is gone: sequences that wait for its blocks start over."""
@@ -412,12 +411,12 @@ class Scheduler:
 
     # ---- rows and blocks -----------------------------------------------------------------------------
 
-    def _leave_row(self, sequence: Sequence) -> None:
+    def _leave_row(self, sequence: RequestSequence) -> None:
         self.plan.leave(sequence.row)
         self.free_rows.append(sequence.row)
         sequence.row, sequence.last_step = -1, self.last_step
 
-    def vacate(self, sequence: Sequence, *, ends: bool = True) -> None:
+    def vacate(self, sequence: RequestSequence, *, ends: bool = True) -> None:
         """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
         that what the step in flight computes can be cached."""
         if sequence.row >= 0:
@@ -435,7 +434,7 @@ class Scheduler:
         touched = self.oldest_step is not None and sequence.last_step >= self.oldest_step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 
-    def preempt(self, sequence: Sequence, reason: str, *others: Sequence) -> None:
+    def preempt(self, sequence: RequestSequence, reason: str, *others: RequestSequence) -> None:
         """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
         by = next((one.request.ref for one in others if one is not sequence), None)
         self._requeue(sequence, reason, by)
@@ -443,17 +442,18 @@ class Scheduler:
         sequence.num_tokens_preempted = len(sequence.output_token_ids)
         self.num_preemptions += 1
 
-    def _requeue(self, sequence: Sequence, reason: str, by: RequestRef | None = None) -> None:
+    def _requeue(self, sequence: RequestSequence, reason: str, by: RequestRef | None = None) -> None:
         """Drop the blocks of a running sequence, for ``by`` if for another request; it keeps its tokens, and waits
         until all of these are computed again."""
         blocks = sequence.table.blocks
-        sequence.note(Preempted(self.kv.losses.now, reason, len(blocks), self.kv.pool.num_freed(blocks), by))
+        sequence.note(Preempted(self.kv.eviction_history.now, reason, len(blocks), self.kv.pool.num_freed(blocks), by))
         self.vacate(sequence, ends=False)
         self.waiting.push(sequence)
 
     def _requeue_outgrown(self, step: StepInFlight) -> None:
-        """Requeue the sequences that ``step`` has brought to ``Sequence.run_until`` and that have not finished: their
-        keys were rotated by the short factors of LongRoPE, so that none of their KV is of use any more."""
+        """Requeue the sequences that ``step`` has brought to ``RequestSequence.run_until`` and that have not
+        finished: their keys were rotated by the short factors of LongRoPE, so that none of their KV is of use any
+        more."""
         for sequence in step.ending:
             leaves = sequence.status is SequenceStatus.DRAINING and not sequence.table.blocks  # for another executor
             if sequence.finished or leaves:

@@ -1,8 +1,7 @@
 """A step: its limits, its plan with the copies in it, its record while it is in flight, and its result."""
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -25,19 +24,19 @@ from pagewise_shared.sampling import TokenConstraints
 from pagewise_shared.segments import MAX_MOVED_TOKENS
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
-from pagewise_scheduler.core.requests.request import FinishReason, Request, Sequence
+from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.tier import Copies
 
 _GOOD_STEPS_TO_WIDEN = 16
 
-Chunks = list[tuple[Sequence, int]]
+Chunks = list[tuple[RequestSequence, int]]
 """Sequences, and how many of their known tokens a step computes."""
 
-Drafts = dict[Sequence, "array[int]"]
+Drafts = dict[RequestSequence, "array[int]"]
 """Sequences that decode, and the tokens that may follow those they know."""
 
-Finish = Callable[[Sequence, FinishReason, str | int | None], None]
+Finish = Callable[[RequestSequence, FinishReason, str | int | None], None]
 
 
 class StepMismatchError(Exception):
@@ -58,10 +57,10 @@ class StepInFlight:
     def __init__(
         self,
         step: int,
-        decoding: list[Sequence],
+        decoding: list[RequestSequence],
         chunks: Chunks,
-        completed: list[Sequence],
-        ending: list[Sequence],
+        completed: list[RequestSequence],
+        ending: list[RequestSequence],
         drafts: Drafts,
     ) -> None:
         self.step, self.completed, self.ending, self.drafts = step, completed, ending, drafts
@@ -102,7 +101,7 @@ class StepInFlight:
             sequence.draft_after = sequence.max_num_tokens
 
     @property
-    def begun(self) -> list[Sequence]:
+    def begun(self) -> list[RequestSequence]:
         """Whose prefill it has ended; not those of segments, of which nobody is told."""
         return [one for one in self.completed if not one.finished and one.request.computes_for is None]
 
@@ -130,11 +129,11 @@ class StepOutput:
         num_tokens: tokens the step computed. num_told: tokens that were told.
     """
 
-    begun: list[Sequence] = field(default_factory=list)
+    begun: list[RequestSequence] = field(default_factory=list)
     computed: Chunks = field(default_factory=list)
-    logprobs: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[RequestSequence, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
-    finished: list[Sequence] = field(default_factory=list)
+    finished: list[RequestSequence] = field(default_factory=list)
     num_tokens: int = 0
     num_told: int = 0
 
@@ -266,7 +265,7 @@ class PlanBuilder:
         for offset, block in enumerate(blocks):
             self._tables.append((row, index + offset, block))
 
-    def join(self, sequence: Sequence, num_computed_tokens: int, root: BlockHash) -> None:
+    def join(self, sequence: RequestSequence, num_computed_tokens: int, root: BlockHash) -> None:
         """The sequence takes its row, with the blocks it holds now. ``root``: where its block hashes begin."""
         sampling, constraints = sequence.sampling, -1
         if (shared := sampling.constraints) is not None:
@@ -377,8 +376,8 @@ class StepLimits:
 
 
 def check_result(
-    step: StepInFlight | None, result: StepResult, tokens: ReadOnlyList[int] | None = None
-) -> tuple[StepInFlight, ReadOnlyList[int]]:
+    step: StepInFlight | None, result: StepResult, tokens: Sequence[int] | None = None
+) -> tuple[StepInFlight, Sequence[int]]:
     """The oldest step in flight, and the tokens that ``result`` has for it, which the caller may have unpacked already.
 
     Raises:
@@ -402,7 +401,7 @@ def check_result(
 
 def failed(
     step: StepInFlight | None, result: StepResult, requests: Container[str]
-) -> Iterator[tuple[Sequence, RowFailure]]:
+) -> Iterator[tuple[RequestSequence, RowFailure]]:
     """The sequences that cannot go on, as ``result`` says, and why; nothing if it does not answer ``step``.
 
     Each request once, and only those among ``requests``, by their ids.
@@ -415,9 +414,9 @@ def failed(
             yield sequence, failure
 
 
-def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> set[Sequence]:
+def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> set[RequestSequence]:
     """Hand out log-probabilities. Returns the sequences whose log-probabilities and tokens features have taken."""
-    taken: set[Sequence] = set()
+    taken: set[RequestSequence] = set()
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
             sequence = step.sampled[entry.index]
@@ -434,13 +433,13 @@ def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) ->
 
 
 def take_tokens(
-    step: StepInFlight, tokens: ReadOnlyList[int], taken: Container[Sequence], output: StepOutput, finish: Finish
+    step: StepInFlight, tokens: Sequence[int], taken: Container[RequestSequence], output: StepOutput, finish: Finish
 ) -> None:
     """Append each token to its sequence and to its sink, and ``finish`` sequences that stop or reach their length.
 
     ``taken``: sequences whose tokens features have taken.
     """
-    stopped: list[tuple[Sequence, int]] = []
+    stopped: list[tuple[RequestSequence, int]] = []
     num_without_sink = 0
     for sequence, token in zip(step.sampled, tokens, strict=True):  # runs for every token
         sink = sequence.sink
@@ -460,9 +459,9 @@ def take_tokens(
 
 
 def _finish_stopped(
-    step: StepInFlight, stopped: list[tuple[Sequence, int]], output: StepOutput, finish: Finish
+    step: StepInFlight, stopped: list[tuple[RequestSequence, int]], output: StepOutput, finish: Finish
 ) -> None:
-    ended: list[Sequence] = []
+    ended: list[RequestSequence] = []
     # An executor samples an end before ``min_tokens`` only if the grammar allows nothing else.
     for sequence, token in stopped:
         if len(sequence.output_token_ids) > sequence.sampling.min_tokens or sequence.sampling.grammar:

@@ -313,23 +313,23 @@ class CostModel:
         link: Link,
         queued_blocks: int = 0,
         share: float = 1.0,
-        hole: int = 0,
+        gap: int = 0,
     ) -> RecoveryEstimate:
-        """The ways to get blocks back that follow ``start`` tokens on the device: first ``hole`` that lie nowhere and
+        """The ways to get blocks back that follow ``start`` tokens on the device: first ``gap`` that lie nowhere and
         have to be computed, then ``num_blocks`` that ``link`` can bring."""
-        tokens = (hole + num_blocks) * self.block_size
-        missing = self.compute_seconds(start, hole * self.block_size, share)
+        tokens = (gap + num_blocks) * self.block_size
+        missing = self.compute_seconds(start, gap * self.block_size, share)
         load = max(missing, link.seconds(num_blocks, queued_blocks))
         recompute = self.compute_seconds(start, tokens, share)
         ahead = link.predict(0, queued_blocks)
-        split = max(hole * self.block_size, self.split(start, tokens, link, ahead, share))
+        split = max(gap * self.block_size, self.split(start, tokens, link, ahead, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
         # The front goes half of the way in each step until the rest is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,
-            link.seconds(hole + num_blocks - split // self.block_size, queued_blocks),
+            link.seconds(gap + num_blocks - split // self.block_size, queued_blocks),
         )
         # The line follows large chunks. The host takes as long to launch the kernels of a small one.
         after = max(self.small_step, self.compute_seconds(start + tokens, 1))

@@ -12,7 +12,7 @@ from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, LeastRecentlyUsed
-from pagewise_scheduler.core.memory.losses import RequestRef
+from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 from pagewise_scheduler.core.tiers.tier import Tier
@@ -70,7 +70,7 @@ class BlockPool(Pool):
     def restore(self, node: CachedBlock) -> None:
         """See ``Pool``. Only behind blocks that lie on the device."""
         parent = node.parent
-        if node.hash in self.restorable and parent is not None and (not parent.depth or parent.block >= 0):
+        if node.hash in self.recoverable and parent is not None and (not parent.depth or parent.block >= 0):
             node.last_used = self.policy.tick()
             super().restore(node)
 

@@ -94,11 +94,11 @@ class HashedTier(Tier):
                 self._wait(path)
         return True
 
-    def ended(self, tip: CachedBlock, num_stored: int) -> None:
-        """A sequence lets go of its blocks, of which ``tip`` is the last that is full. The first ``num_stored`` were
-        found here."""
-        if self._salted or not tip.flags & PRIVATE:
-            self._wait(self._lacking(tip, num_stored))
+    def ended(self, last_node: CachedBlock, num_stored: int) -> None:
+        """A sequence lets go of its blocks, of which ``last_node`` is the last that is full. The first
+        ``num_stored`` were found here."""
+        if self._salted or not last_node.flags & PRIVATE:
+            self._wait(self._lacking(last_node, num_stored))
 
     def forgot(self, nodes: list[CachedBlock]) -> None:
         """These blocks of a prefix, and those behind them, do not lie here any more, unless they are on their way."""
@@ -107,10 +107,10 @@ class HashedTier(Tier):
                 node.flags &= ~self._bit
                 behind += node.children.values()
 
-    def _lacking(self, tip: CachedBlock, num_stored: int) -> list[CachedBlock]:
-        """The blocks up to ``tip`` that do not lie here, the last one first."""
+    def _lacking(self, last_node: CachedBlock, num_stored: int) -> list[CachedBlock]:
+        """The blocks up to ``last_node`` that do not lie here, the last one first."""
         path: list[CachedBlock] = []
-        for node in ancestors(tip):
+        for node in ancestors(last_node):
             if node.flags & self._bit:
                 break
             if node.depth <= num_stored:

@@ -95,7 +95,7 @@ class HostTier(Pool, Tier):
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``."""
         self.counters.loaded += len(places)
-        self.counters.spoiled += len(bad)
+        self.counters.corrupt += len(bad)
         # A generator, because the caller drops each node, and that takes others along.
         return (place.node for place in bad if place.node is not None and self.node(place.block) is place.node)
 

@@ -12,7 +12,7 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
-from pagewise_scheduler.core.memory.losses import LossLog, LossReason, RequestRef
+from pagewise_scheduler.core.memory.eviction_history import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -21,23 +21,23 @@ from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
 
-_RESTORABLE = attrgetter("restorable")
+_RECOVERABLE = attrgetter("recoverable")
 
 
 @dataclass(slots=True)
 class CachedPrefix:
     """KV with which a sequence can begin: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
 
-    ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``hole`` blocks that lie in no
-    tier, and the blocks ``away``, which lie in tiers below the device; if there are any, no block is partial.
+    ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
+    tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
     """
 
     blocks: list[CachedBlock]
     partial_block: int
     partial_tokens: int
     num_tokens: int
-    away: list[CachedBlock] = field(default_factory=list)
-    hole: int = 0
+    offloaded: list[CachedBlock] = field(default_factory=list)
+    gap: int = 0
 
 
 class KVCacheManager:
@@ -50,8 +50,8 @@ class KVCacheManager:
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
     device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
     freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step has returned,
-    so no other sequence can write into it before; ``num_retiring``: such references. ``losses``: a log of cached
-    content that was lost.
+    so no other sequence can write into it before; ``num_retiring``: such references. ``eviction_history``: a log of
+    cached content that was lost.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KVCacheManager:
         self._lower = lower or {}
         self._demotion = demotion
         self._salted = salted
-        self.losses = LossLog()
+        self.eviction_history = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self.num_retiring = 0
@@ -82,7 +82,7 @@ class KVCacheManager:
     ) -> None:
         """Empty tiers over an empty prefix tree."""
         num_tiers = 1 + max(self._lower, default=DEVICE)
-        tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.losses)
+        tree = PrefixTree(self.block_size, model_fingerprint, num_tiers, self.eviction_history)
         below: Tier | None = None
         self.hashed: dict[int, HashedTier] = {}
         for number, (size, costs) in sorted(self._lower.items(), reverse=True):
@@ -123,10 +123,10 @@ class KVCacheManager:
         assert tier is not None, f"the executor has no tier {number} below the device"
         return tier
 
-    # ---- restorable blocks ---------------------------------------------------------------------------
+    # ---- recoverable blocks ---------------------------------------------------------------------------
 
     def expect(self, inventory: Mapping[int, dict[BlockHash, int]]) -> None:
-        """The executor has offered these blocks of its tiers in its Hello: they are restorable. The tiers are empty.
+        """The executor has offered these blocks of its tiers in its Hello: they are recoverable. The tiers are empty.
 
         ``inventory``: block ids by block hash, by number of the tier.
 
@@ -143,14 +143,14 @@ class KVCacheManager:
                 self.tiers[number].expect(named)
 
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
-        """Put the restorable blocks of a sequence into the prefix tree. ``tokens_of``: returns its tokens as int32
+        """Put the recoverable blocks of a sequence into the prefix tree. ``tokens_of``: returns its tokens as int32
         bytes."""
-        tiers = [*filter(_RESTORABLE, self.tiers.values())]
+        tiers = [*filter(_RECOVERABLE, self.tiers.values())]
         if not tiers:
             return
         tokens, tree = tokens_of(), self.pool.tree
         hashes = hash_chain(tree.root_hash(cache_salt), tokens, 4 * self.block_size)
-        offered = (index for index, known in enumerate(hashes, 1) if any(known in one.restorable for one in tiers))
+        offered = (index for index, known in enumerate(hashes, 1) if any(known in one.recoverable for one in tiers))
         if not (length := max(offered, default=0)):
             return
         path = tree.extend(tree.root(cache_salt), block_keys(tokens, self.block_size, length * self.block_size))
@@ -172,9 +172,9 @@ class KVCacheManager:
             on_device -= 1
         if on_device < len(blocks):
             further = blocks[on_device:]
-            hole = sum(1 for _ in takewhile(lambda node: not node.num_places, further))
-            away = list(takewhile(lambda node: node.num_places, further[hole:]))
-            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, away, hole)
+            gap = sum(1 for _ in takewhile(lambda node: not node.num_places, further))
+            offloaded = list(takewhile(lambda node: node.num_places, further[gap:]))
+            return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, offloaded, gap)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
         if rest:
             last = blocks[-1] if blocks else self.pool.tree.root_of(cache_salt)
@@ -188,7 +188,7 @@ class KVCacheManager:
         """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
-        blocks = [node for node in ancestors(table.tip) if node.depth <= full]
+        blocks = [node for node in ancestors(table.last_node) if node.depth <= full]
         blocks.reverse()
         return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
 
@@ -202,7 +202,7 @@ class KVCacheManager:
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.away, prefix.hole)
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.offloaded, prefix.gap)
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
@@ -214,7 +214,7 @@ class KVCacheManager:
         assert not table.blocks
         shared = [node.block for node in prefix.blocks]
         self.pool.pin(shared)
-        table.tip = prefix.blocks[-1] if prefix.blocks else None
+        table.last_node = prefix.blocks[-1] if prefix.blocks else None
         if not prefix.partial_tokens:
             table.blocks = shared
             return ()
@@ -236,26 +236,26 @@ class KVCacheManager:
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
         """
-        size, pool, tip = self.block_size, self.pool, table.tip
-        first, last = 0 if tip is None else tip.depth, num_computed // size
+        size, pool, last_node = self.block_size, self.pool, table.last_node
+        first, last = 0 if last_node is None else last_node.depth, num_computed // size
         if first >= last:
             return []
         replaced: list[tuple[int, int, int]] = []
-        if tip is None:
-            tip = pool.tree.root(table.cache_salt)
+        if last_node is None:
+            last_node = pool.tree.root(table.cache_salt)
         for index in range(first, last):
             tokens = tokens_of(index * size, (index + 1) * size)
             own = table.blocks[index]
-            duplicate = tip.children.get(tokens)
+            duplicate = last_node.children.get(tokens)
             if duplicate is None or duplicate.block < 0:
-                tip = pool.cache_full_block(tip, tokens, own, duplicate, table.owner)
+                last_node = pool.cache_full_block(last_node, tokens, own, duplicate, table.owner)
             else:
                 other = duplicate.block
                 pool.pin([other])
                 table.blocks[index] = other
                 replaced.append((index, own, other))
-                tip = duplicate
-        table.tip = tip
+                last_node = duplicate
+        table.last_node = last_node
         return replaced
 
     # ---- growing and letting go ----------------------------------------------------------------------
@@ -286,8 +286,8 @@ class KVCacheManager:
 
     def _reserve(self, count: int, tables: Sequence[BlockTable]) -> tuple[list[int], Copies]:
         """Take ``count`` blocks for ``tables``."""
-        losses = self.losses
-        losses.taker, losses.num_takers = tables[0].owner if tables else None, len(tables)
+        eviction_history = self.eviction_history
+        eviction_history.taker, eviction_history.num_takers = tables[0].owner if tables else None, len(tables)
         return self.pool.reserve(count)
 
     def free(self, table: BlockTable, in_flight_step: int | None, ending: int | None = None) -> None:
@@ -297,8 +297,8 @@ class KVCacheManager:
         no use of them, or it has been counted.
         """
         if ending is not None and self.pool.policy.learns:
-            self.pool.policy.used(reversed(list(ancestors(table.tip))), ending)
-        blocks, table.blocks, table.tip = table.blocks, [], None
+            self.pool.policy.used(reversed(list(ancestors(table.last_node))), ending)
+        blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
@@ -324,7 +324,7 @@ class KVCacheManager:
 
         Tiers and nodes refer to each other, so without this they would stay until a garbage collection.
         """
-        self.losses.all_gone(self.pool.tree.roots, reason)
+        self.eviction_history.all_gone(self.pool.tree.roots, reason)
         for tier in self.tiers.values():
             tier.close()
         self.pool.tree.unlink()

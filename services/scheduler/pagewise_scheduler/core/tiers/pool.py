@@ -13,7 +13,7 @@ from pagewise_shared.block_hash import BlockHash
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
-from pagewise_scheduler.core.memory.losses import LossReason
+from pagewise_scheduler.core.memory.eviction_history import LossReason
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
@@ -38,7 +38,7 @@ class Pool:
     ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
     have ids too.
     ``num_cached``: blocks without references whose content may be used again.
-    ``states``: the state of each block, a byte, for the console. ``restorable``: cached blocks that the executor has
+    ``states``: the state of each block, a byte, for the console. ``recoverable``: cached blocks that the executor has
     offered by hash in its Hello, and that no prompt has asked for yet; they are evicted first. Reserving and releasing
     n blocks costs O(n), and O(log blocks) for each one that has to be evicted.
     """
@@ -59,7 +59,7 @@ class Pool:
         self.counters = counters
         self.below = below
         self.lower: tuple[HostTier, ...] = tuple(_pools_from(below))
-        self.restorable: dict[BlockHash, int] = {}
+        self.recoverable: dict[BlockHash, int] = {}
         self._caches = self.lower  # this tier, unless it is the device, and the lower ones: they hold copies alone
         self.states = bytearray(num_blocks)
         self._references = [0] * num_blocks
@@ -157,8 +157,8 @@ class Pool:
         """Evict the block that is worth the least; False: none can be evicted. ``copies``: the list to which copies
         that keep its content are added."""
         kept = False
-        if self.restorable:
-            self._set_free(self.restorable.popitem()[1])
+        if self.recoverable:
+            self._set_free(self.recoverable.popitem()[1])
         elif (node := self._evictable.pop()) is None:
             return False
         else:
@@ -203,18 +203,18 @@ class Pool:
 
     # ---- known content -------------------------------------------------------------------------------
 
-    def expect(self, restorable: dict[BlockHash, int]) -> None:
+    def expect(self, recoverable: dict[BlockHash, int]) -> None:
         """The executor has offered these blocks of the tier, which is empty so far, by their hashes."""
-        taken = set(restorable.values())
+        taken = set(recoverable.values())
         self._free = [block for block in self._free if block not in taken]
-        self.restorable = restorable
-        self.num_cached = len(restorable)
+        self.recoverable = recoverable
+        self.num_cached = len(recoverable)
         for block in taken:
             self.states[block] = CACHED
 
     def restore(self, node: CachedBlock) -> None:
-        """Let ``node``, a node of the tree, have the restorable block with its hash, if there is one."""
-        if node.block_id(self.number) < 0 and (block := self.restorable.pop(node.hash, NOWHERE)) >= 0:
+        """Let ``node``, a node of the tree, have the recoverable block with its hash, if there is one."""
+        if node.block_id(self.number) < 0 and (block := self.recoverable.pop(node.hash, NOWHERE)) >= 0:
             self._enter(node, block)
             self.offer(node)
 
@@ -238,7 +238,7 @@ class Pool:
             for tier in self._caches:
                 tier.forget(node)
         if not node.num_places:
-            self.tree.losses.note(node, reason, lay, self.policy, self._evictable.price)
+            self.tree.eviction_history.note(node, reason, lay, self.policy, self._evictable.price)
         stays = self.tree.prune(node)
         if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
             self._caches[-1].offer(stays)
@@ -252,7 +252,7 @@ class Pool:
             for tier in self._caches:
                 tier.forget(found)
             if lay != NOWHERE and not found.num_places:
-                self.tree.losses.note(found, reason, lay, self.policy, self._evictable.price)
+                self.tree.eviction_history.note(found, reason, lay, self.policy, self._evictable.price)
             if not found.children and not found.num_places:
                 self.tree.remove(found)
 

@@ -7,8 +7,7 @@ blocks come from makes no difference but for the costs.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from math import inf, isnan
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from pagewise_shared.protocol import DEVICE, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.requests.request import Sequence
+from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.requests.virtual_tokens import Account
 from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel, Link, together
 from pagewise_scheduler.core.tiers.hashed import HashedTier
@@ -39,13 +38,13 @@ _QUEUED_SECONDS = 0.1
 
 
 class Known(NamedTuple):
-    """A prompt of ``num_tokens``, of which ``start`` blocks are on the device. ``hole``, ``away``: see
+    """A prompt of ``num_tokens``, of which ``start`` blocks are on the device. ``gap``, ``offloaded``: see
     ``CachedPrefix``; ``stored``: see ``Request``."""
 
     num_tokens: int
     start: int
-    hole: int
-    away: ReadOnlyList[CachedBlock]
+    gap: int
+    offloaded: Sequence[CachedBlock]
     stored: Mapping[str, int]
 
 
@@ -66,9 +65,9 @@ class Recoveries:
         self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
         self.transfers = Transfers(kv, costs)
         self._kv = kv
-        self._active: dict[Sequence, Recovery] = {}
+        self._active: dict[RequestSequence, Recovery] = {}
         # Sequences that compute blocks which a lower tier has, and up to which token. Only their time is measured.
-        self._recomputing: dict[Sequence, tuple[Recovery, int]] = {}
+        self._recomputing: dict[RequestSequence, tuple[Recovery, int]] = {}
 
     def join(self, directory: PrefixDirectory, own: Peer) -> None:
         """Fetch from the peers in ``directory``, and let them fetch from here: ``own`` is this executor among them."""
@@ -85,13 +84,13 @@ class Recoveries:
 
     # ---- choosing ------------------------------------------------------------------------------------
 
-    def choose(self, prefix: CachedPrefix, share: float, sequence: Sequence | None = None) -> RecoveryPlan:
+    def choose(self, prefix: CachedPrefix, share: float, sequence: RequestSequence | None = None) -> RecoveryPlan:
         """How a sequence that begins with ``prefix`` gets the blocks that lie in lower tiers or at a peer.
 
         ``share``: the part of a step's token budget that the sequence would get for computing.
         """
         start = len(prefix.blocks)
-        offers = self._offers_below(start, prefix.hole, prefix.away)
+        offers = self._offers_below(start, prefix.gap, prefix.offloaded)
         if sequence is not None and sequence.sampling.prompt_logprobs is None:
             offers += self._offers_elsewhere(start, sequence)
         plans = self._plans(start, offers, share)
@@ -104,7 +103,7 @@ class Recoveries:
         ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
         """
         start, (peer, num_lent) = query.start, lender
-        offers = self._offers_below(start, query.hole, query.away)
+        offers = self._offers_below(start, query.gap, query.offloaded)
         if num_lent > start and self.can_fetch_from(peer):
             assert self.directory is not None
             source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
@@ -141,17 +140,17 @@ class Recoveries:
             plans.append(plan)
         return plans
 
-    def _offers_below(self, at: int, hole: int, away: ReadOnlyList[CachedBlock]) -> list[Offer]:
-        """The blocks ``away``, which lie in lower tiers of this executor, ``hole`` blocks behind ``at``."""
-        offers, at = list[Offer](), at + hole
-        for number, run in groupby(away, key=attrgetter("nearest_tier")):
+    def _offers_below(self, at: int, gap: int, offloaded: Sequence[CachedBlock]) -> list[Offer]:
+        """The blocks ``offloaded``, which lie in lower tiers of this executor, ``gap`` blocks behind ``at``."""
+        offers, at = list[Offer](), at + gap
+        for number, run in groupby(offloaded, key=attrgetter("nearest_tier")):
             tier, nodes = self._kv.cache_tier(number), list(run)
             assert tier is not None
             offers.append(Offer(tier, at, at + len(nodes), _holder(tier.hold, nodes, at)))
             at += len(nodes)
         return offers
 
-    def _offers_elsewhere(self, start: int, sequence: Sequence) -> Iterator[Offer]:
+    def _offers_elsewhere(self, start: int, sequence: RequestSequence) -> Iterator[Offer]:
         """The blocks of a sequence from ``start`` on that a peer has, and those in tiers without ids."""
         size = self._kv.block_size
         most = (sequence.num_tokens - 1) // size
@@ -198,7 +197,7 @@ class Recoveries:
             return False
         return own.block_format == other.block_format and self.costs.link(peer).rests == 0
 
-    def choose_victim(self, running: list[Sequence], account: Account | None = None) -> Sequence:
+    def choose_victim(self, running: list[RequestSequence], account: Account | None = None) -> RequestSequence:
         """The sequence to preempt: of the lowest priority, the cheapest to recover per block that really becomes free.
 
         Only the latest arrivals are weighed, and never the first in line: one sequence always gets on. A block that
@@ -212,7 +211,7 @@ class Recoveries:
         latest = heapq.nlargest(_VICTIMS, others, key=_arrival_order)
         return min(latest, key=self._seconds_per_block, default=first)
 
-    def _seconds_per_block(self, sequence: Sequence) -> float:
+    def _seconds_per_block(self, sequence: RequestSequence) -> float:
         costs, blocks = self.costs, sequence.table.blocks
         freed = self._kv.pool.num_freed(blocks)
         if not freed:
@@ -224,7 +223,7 @@ class Recoveries:
 
     # ---- running -------------------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
+    def begin(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
         """The sequence has taken ``prefix``, and will have room for the blocks that ``plan`` brings."""
         loads = plan.method in ("load", "both")
         places = [place for part in plan.parts if loads for place in part.hold(part.start, part.stop)]
@@ -251,7 +250,7 @@ class Recoveries:
                 self.reports.append(recovery)
         return recovery
 
-    def room(self, sequence: Sequence) -> int | None:
+    def room(self, sequence: RequestSequence) -> int | None:
         """How many of the sequence's next tokens may be computed now; None: as many as there are."""
         recovery = self._active.get(sequence)
         return None if recovery is None else self._front(recovery)
@@ -278,20 +277,20 @@ class Recoveries:
     def _front(self, recovery: Recovery) -> int:
         """How many tokens may be computed now."""
         size, start = self._kv.block_size, recovery.sequence.num_scheduled_tokens
-        hole = max(0, recovery.first * size - start)
+        gap = max(0, recovery.first * size - start)
         if recovery.method == "load":
-            return hole
-        gap = (recovery.first + recovery.back) * size - start
+            return gap
+        between = (recovery.first + recovery.back) * size - start
         # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
         # made up for; all of it once a step costs more than the tokens in it.
-        left = max(hole, self._split(recovery, gap))
+        left = max(gap, self._split(recovery, between))
         if not left and recovery.back > self._kv.blocks_for(start) - recovery.first:
             # The link brings the rest before a step could compute any of it. It brings whole blocks: a block that a
             # step has begun, because its budget ended there, is only ever completed by computing.
             return 0
         if self.costs.compute_seconds(start, left) > SMALL_STEPS * self.costs.compute_seconds(start, 1):
             left = -(-left // 2)
-        return min(gap, -(-max(1, left) // size) * size - start % size)
+        return min(between, -(-max(1, left) // size) * size - start % size)
 
     def _back(self, recovery: Recovery, *, alone: bool) -> int:
         """How many blocks of the last part may be asked for now, none if that is not positive. ``alone``: nothing else
@@ -321,13 +320,13 @@ class Recoveries:
             behind = (3 * (behind + coming) + 3) // 4 - coming
         return max(0, min(behind, recovery.back, piece if is_far else behind))
 
-    def _split(self, recovery: Recovery, gap: int) -> int:
-        """Of ``gap`` tokens between the two pointers, how many to compute: behind the tokens that steps in flight
+    def _split(self, recovery: Recovery, between: int) -> int:
+        """Of ``between`` tokens between the two pointers, how many to compute: behind the tokens that steps in flight
         compute and the link brings."""
         sequence, link = recovery.sequence, recovery.link
         start, done = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         computing = self.costs.compute_seconds(done, start - done)
-        return self.costs.split(start, gap, link, max(0.0, link.busy_until - self.transfers.now) - computing)
+        return self.costs.split(start, between, link, max(0.0, link.busy_until - self.transfers.now) - computing)
 
     def _request(self, step: int, recovery: Recovery, count: int, requested: Loads) -> None:
         """Ask for the last ``count`` of a recovery's blocks, which are of one part."""
@@ -341,7 +340,7 @@ class Recoveries:
             index += len(places)
             self.transfers.ask(step, requested, recovery, places, blocks)
 
-    def copied(self, message: Copied) -> list[Sequence]:
+    def copied(self, message: Copied) -> list[RequestSequence]:
         """The executor has made a list of copies, demotions included. Returns the sequences that have to start over
         because some of their device blocks did not get the right content."""
         bad = set(unpack_int32s(message.bad))
@@ -355,23 +354,23 @@ class Recoveries:
             load.link.observe(seconds, 1, load.num_blocks)
         missed = load.is_missed(bad)
         for receiver, places, blocks in load.parts:
-            spoiled = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            for node in places[0].source.came(places, spoiled, receiver.request):
-                self._kv.pool.drop(node, "spoiled")
-            receiver.came(places, spoiled, seconds)
+            corrupt = [place for place, block in zip(places, blocks, strict=True) if block in bad]
+            for node in places[0].source.came(places, corrupt, receiver.request):
+                self._kv.pool.drop(node, "corrupt")
+            receiver.came(places, corrupt, seconds)
         if missed and load.parts[0][1][0].source.has_failed(len(bad), load.num_blocks):
             load.link.failed()
-        return [sequence for sequence, recovery in self._active.items() if recovery.spoiled]
+        return [sequence for sequence, recovery in self._active.items() if recovery.corrupt]
 
-    def lose(self, peer: str) -> list[Sequence]:
+    def lose(self, peer: str) -> list[RequestSequence]:
         """A peer is gone: returns the sequences that waited for blocks of it, which must start over."""
         self.costs.forget_link(peer)
         self.transfers.cancel_unneeded()
         return [sequence for sequence, recovery in self._active.items() if recovery.plan.peer == peer]
 
-    def settle(self, now: float) -> list[tuple[Sequence, int]]:
+    def settle(self, now: float) -> list[tuple[RequestSequence, int]]:
         """Recoveries whose pointers have met: (sequence, tokens it has now, computed and loaded)."""
-        done: list[tuple[Sequence, int]] = []
+        done: list[tuple[RequestSequence, int]] = []
         size = self._kv.block_size
         for sequence, recovery in list(self._active.items()):
             meeting = (recovery.first + recovery.back) * size
@@ -401,7 +400,7 @@ class Recoveries:
         elif recovery.method == "load" and len(links) == 1:
             self.costs.load_waited(links.pop(), now - recovery.began - recovery.link_seconds)
 
-    def abandon(self, sequence: Sequence) -> None:
+    def abandon(self, sequence: RequestSequence) -> None:
         """The sequence lets go of its blocks. Loads under way for it keep theirs until they are done."""
         recovery = self._active.get(sequence)
         if recovery is not None:
@@ -425,7 +424,7 @@ class Recoveries:
         self.transfers.clear()
 
 
-def _arrival_order(sequence: Sequence) -> tuple[int, float, int]:
+def _arrival_order(sequence: RequestSequence) -> tuple[int, float, int]:
     return (*sequence.request.order, sequence.index)
 
 

@@ -1,12 +1,11 @@
 """How a sequence gets its KV back, how far it has come, and which KV is worth keeping for that in a tier below."""
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ReadOnlyList
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.requests.request import Request, Sequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, RecoveryEstimate, together
 from pagewise_scheduler.core.tiers.tier import Place, Source, Tier
 
@@ -32,7 +31,7 @@ class Offer(NamedTuple):
         return Offer(self.source, start, stop, self.hold)
 
 
-def compose(offers: ReadOnlyList[Offer]) -> list[Offer]:
+def compose(offers: Sequence[Offer]) -> list[Offer]:
     """The longest run of offered blocks, from the first one on. Each comes from the first of ``offers`` that has it."""
     parts: list[Offer] = []
     at = min(offer.start for offer in offers)
@@ -116,11 +115,11 @@ class Recovery:
             computed; NaN until then, for good if it was preempted or aborted before.
         loaded: tokens that came, by the name of the tier. link_seconds: the times of the transfers.
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
-        active: it has blocks to load or to compute before they are loaded. spoiled: a block came with wrong content, or
+        active: it has blocks to load or to compute before they are loaded. corrupt: a block came with wrong content, or
             not at all, so that the sequence has to start over.
     """
 
-    sequence: Sequence
+    sequence: RequestSequence
     plan: RecoveryPlan
     places: list[Place]
     back: int
@@ -134,7 +133,7 @@ class Recovery:
     behind_demotions: bool = False
     first_start: bool = False
     active: bool = False
-    spoiled: bool = False
+    corrupt: bool = False
 
     @property
     def request(self) -> Request:
@@ -146,11 +145,11 @@ class Recovery:
         """See ``Receiver``."""
         return self.active
 
-    def came(self, places: ReadOnlyList[Place], bad: ReadOnlyList[Place], seconds: float) -> None:
+    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
         """See ``Receiver``."""
         self.loading -= len(places)
         if bad:
-            self.spoiled = True
+            self.corrupt = True
         elif self.active:
             name = places[0].source.name
             self.loaded[name] = self.loaded.get(name, 0) + len(places) * self.sequence.table.block_size

@@ -69,7 +69,7 @@ class Source:
 
     def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
         """Count the blocks that have come for a request, of which ``bad`` do not have the right content. Returns the
-        nodes of this executor's tree whose content is spoiled."""
+        nodes of this executor's tree whose content is corrupt."""
         raise NotImplementedError
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:

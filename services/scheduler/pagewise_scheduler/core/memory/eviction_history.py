@@ -1,0 +1,154 @@
+"""Which cached blocks were lost, when, and for whom: what tells a later request why its prefix is not there any more.
+
+Nothing of this is content. A block is named by its *place*: a hash of its tokens and of all that come before them, down
+to its cache salt, which depends on the process's random hash seed and never leaves it. So a place is found only by who
+has the same tokens under the same salt.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import nan
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
+MOST_LOST = 65_536
+"""Blocks that are remembered after they were lost."""
+_MOST_AT_ONCE = 8_192
+"""Blocks that are noted of those that are lost with an executor, the beginnings of prefixes first."""
+
+_ONE_RUN_SECONDS = 1.0
+
+LossReason = Literal["evicted", "corrupt", "executor lost", "executor reset"]
+
+
+@dataclass(slots=True, eq=False)
+class RequestRef:
+    """A request as it is remembered: its id, the name of its API key and of its adapter, and when it first ran, in
+    seconds of the scheduler's clock, NaN until then."""
+
+    request_id: str
+    key: str = ""
+    adapter: str = ""
+    started: float = nan
+
+
+@dataclass(slots=True, eq=False)
+class LostRun:
+    """Blocks that were lost together: within a second, for one request, of those that one request had computed.
+
+    ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: who computed them, as far
+    as known. ``taker``: for whose blocks they were evicted, the first of ``num_takers``. ``policy``: class of the
+    eviction policy; ``price``: what it said that the first of them was worth. ``tier``: the last one that they lay in.
+    """
+
+    time: float
+    reason: LossReason
+    cached_by: RequestRef | None
+    taker: RequestRef | None
+    num_takers: int
+    policy: str
+    price: float
+    tier: int
+    executor_id: str
+    num_blocks: int = 0
+
+
+class LostBlocks:
+    """The last blocks that were lost, of all executors of a fleet: at most ``most``, and at least the last half of it.
+
+    Two dictionaries, of which the older one is dropped as a whole: that takes no time per block.
+    """
+
+    def __init__(self, most: int = MOST_LOST) -> None:
+        self._generation = most // 2
+        self._new: dict[int, LostRun] = {}
+        self._old: dict[int, LostRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._old)
+
+    def add(self, place: int, run: LostRun) -> None:
+        """The block at this place was lost."""
+        if len(self._new) >= self._generation:
+            self._old, self._new = self._new, {}
+        self._new[place] = run
+
+    def find(self, place: int) -> LostRun | None:
+        """How the block at this place was lost last; None: it was not, or too long ago."""
+        return self._new.get(place) or self._old.get(place)
+
+
+class LossLog:
+    """Notes what one executor loses. ``lost``: where to. ``now``: the time of the step that is being planned.
+
+    ``taker``, ``num_takers``: who takes blocks right now, for which others may be evicted.
+    """
+
+    def __init__(self) -> None:
+        self.lost = LostBlocks()
+        self.executor_id = ""
+        self.now = 0.0
+        self.taker: RequestRef | None = None
+        self.num_takers = 1
+        self._run: LostRun | None = None
+
+    def note(self, node: "CachedBlock", reason: LossReason, tier: int, policy: object, price: float) -> None:
+        """The content of ``node`` lies nowhere any more."""
+        run, taker = self._run, self.taker
+        if (
+            run is None
+            or self.now - run.time > _ONE_RUN_SECONDS
+            or run.cached_by is not node.cached_by
+            or run.taker is not taker
+            or run.reason != reason
+            or run.tier != tier
+        ):
+            run = self._run = LostRun(
+                self.now, reason, node.cached_by, taker, self.num_takers, type(policy).__name__, price, tier,
+                self.executor_id,
+            )  # fmt: skip
+        run.num_blocks += 1
+        self.lost.add(place_of(node), run)
+
+    def all_gone(self, roots: Iterable["CachedBlock"], reason: LossReason) -> None:
+        """Everything in the tree is lost at once."""
+        self.taker, runs = None, dict[RequestRef | None, LostRun]()
+        nodes = [child for root in roots for child in root.children.values()]
+        for node in nodes:  # grows while it is walked: beginnings come first
+            if len(nodes) < _MOST_AT_ONCE:
+                nodes += node.children.values()
+            if not node.num_places:
+                continue
+            run = runs.get(node.cached_by)
+            if run is None:
+                run = runs[node.cached_by] = LostRun(
+                    self.now, reason, node.cached_by, None, 0, "", nan, node.nearest_tier, self.executor_id
+                )
+            run.num_blocks += 1
+            self.lost.add(place_of(node), run)
+
+
+def root_key(cache_salt: str | None) -> int:
+    """The place at which the prefixes of a cache salt begin."""
+    return hash(("root", cache_salt)) or 1
+
+
+def place_after(place: int, tokens: bytes) -> int:
+    """The place of the block with these tokens (int32 bytes) behind a place."""
+    return hash((place, tokens)) or 1
+
+
+def place_of(node: "CachedBlock") -> int:
+    """The place of a block. Chains over as many ancestors as nobody has asked for yet, as ``hash_of`` does."""
+    path: list[CachedBlock] = []
+    current: CachedBlock | None = node
+    while current is not None and not current.place:
+        path.append(current)
+        current = current.parent
+    assert current is not None, "a root has its place from the beginning"
+    known = current.place
+    for below in reversed(path):
+        known = below.place = hash((known, below.tokens)) or 1
+    return known

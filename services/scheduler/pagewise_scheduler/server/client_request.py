@@ -1,0 +1,198 @@
+"""A request of the core that a gateway has submitted: which executor has it, and where its outputs go.
+
+Outputs are collected for each gateway until a round ends, and sent as one frame.
+"""
+
+import logging
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from pagewise_shared.logs import about
+from pagewise_shared.protocol import (
+    Outputs,
+    PromptFailed,
+    RequestRefused,
+    Started,
+    StreamFinished,
+    StreamPromptLogprobs,
+    TokenLogprobs,
+)
+
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_scheduler.core.routing.executor_view import Placement
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.server.executor_handle import ExecutorHandle
+
+log = logging.getLogger(__name__)
+
+FailureKind = Literal["internal", "unavailable", "invalid"]
+
+
+class OutputBuilder:
+    """Collects the fields of the next ``Outputs`` frame of one gateway.
+
+    ``streams`` and ``tokens`` are parallel, and sequences that take tokens append to them: it is their ``TokenSink``.
+    """
+
+    __slots__ = ("failed", "finished", "logprobs", "prompt_logprobs", "refused", "started", "streams", "tokens")
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.refused: list[RequestRefused] = []
+        self.started: list[Started] = []
+        self.prompt_logprobs: list[StreamPromptLogprobs] = []
+        self.finished: list[StreamFinished] = []
+        self.failed: list[PromptFailed] = []
+
+    def tell_logprobs(self, of_streams: dict[int, TokenLogprobs]) -> None:
+        """The log-probabilities of the newest token of each of these streams."""
+        found = []
+        for index in range(len(self.streams) - 1, -1, -1):
+            if (entry := of_streams.pop(self.streams[index], None)) is not None:
+                found.append(msgspec.structs.replace(entry, index=index))
+                if not of_streams:
+                    break
+        self.logprobs += reversed(found)
+
+    def take(self, epoch: int) -> Outputs | None:
+        """The frame with everything that was collected, None if there is nothing; empties the builder."""
+        if not (self.streams or self.finished or self.started or self.refused or self.failed or self.prompt_logprobs):
+            return None
+        outputs = Outputs(
+            epoch,
+            tuple(self.refused),
+            tuple(self.started),
+            tuple(self.prompt_logprobs),
+            array("i", self.streams).tobytes(),
+            array("i", self.tokens).tobytes(),
+            tuple(self.logprobs),
+            tuple(self.finished),
+            tuple(self.failed),
+        )
+        for collected in (self.streams, self.tokens):
+            collected.clear()
+        for pieces in (
+            self.logprobs, self.refused, self.started, self.prompt_logprobs, self.finished, self.failed,
+        ):  # fmt: skip
+            pieces.clear()
+        return outputs
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ClientRequest(Request):
+    """One prompt of a client's request. It outlives executors: what one leaves undone goes on at the next.
+
+    What becomes of it is told to its gateway through ``outputs``; output ``i`` is stream ``stream + i`` there.
+
+    Fields:
+        on_end: called once, when nothing of it runs any more.
+        arrived: when it came to the scheduler, seconds of ``clock``.
+        unfinished: outputs that take more tokens. done: nothing runs any more.
+        executor: the one it was placed on last, None: it waits for one. placement: why it is there.
+        deaths: executors in a row that died in a step of it, without a token of it in between.
+        unplaced_seconds: how long no executor could take it, since one did.
+        tokens_before: output tokens that it had when it came from another scheduler.
+        num_generated_tokens: output tokens computed for it by this one, also those of outputs that are not shown; known
+            when it has ended.
+        traceparent: the span of its gateway, "" if it is not traced. failure: why it failed, if it did.
+    """
+
+    outputs: OutputBuilder
+    on_end: Callable[["ClientRequest"], None]
+    arrived: float
+    unfinished: int
+    tokens_before: int = 0
+    num_generated_tokens: int = 0
+    done: bool = False
+    executor: "ExecutorHandle | None" = None
+    placement: Placement | None = None
+    deaths: int = 0
+    unplaced_seconds: float = 0.0
+    traceparent: str = ""
+    failure: FailureKind | None = None
+    _started: bool = False
+    _tokens_at_death: int = 0
+    _last_prompt_logprob: int = 0
+
+    def started(self, now: float) -> None:
+        """Its first token is there; harmless the second time. ``now``: seconds of ``clock``."""
+        if self.placement is not None:
+            self.placement.answered(now)
+        if self._started:
+            return
+        self._started = True
+        self.first_token_time = now
+        self.timeline.answered(now)
+        scheduled = self.scheduled_time if self.scheduled_time == self.scheduled_time else now  # NaN: never
+        self.outputs.started.append(
+            Started(
+                self.stream,
+                self.num_cached_tokens,
+                max(0, int((scheduled - self.arrived) * 1e6)),
+                max(0, int((now - scheduled) * 1e6)),
+            )
+        )
+
+    def take_prompt_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Prompt log-probabilities of one chunk; those of a chunk that is computed again are dropped."""
+        fresh = tuple(entry for entry in entries if entry.index > self._last_prompt_logprob)
+        if fresh:
+            self._last_prompt_logprob = fresh[-1].index
+            self.outputs.prompt_logprobs.append(StreamPromptLogprobs(self.stream, fresh))
+
+    def take_finish(self, sequence: RequestSequence, now: float, *, tell: bool = True) -> None:
+        """An output has ended, for the reason that ``sequence`` gives. ``tell``: False if its gateway has said so."""
+        if tell:
+            self.started(now)
+            stop_token = sequence.stop_reason if isinstance(sequence.stop_reason, int) else -1
+            reason = sequence.finish_reason or "abort"
+            self.outputs.finished.append(StreamFinished(self.stream + sequence.index, reason, stop_token))
+        self.unfinished -= 1
+        if self.unfinished <= 0:
+            self.end(now)
+
+    def report_failure(self, kind: FailureKind, message: str, now: float) -> None:
+        """All of it failed; it is the client's fault only if ``kind`` is "invalid"."""
+        if not self.done:
+            self.failure = kind
+            self.outputs.failed.append(PromptFailed(self.stream, kind, message))
+            self.end(now)
+
+    def tell_abort(self, now: float) -> None:
+        """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
+        self.started(now)
+        ended = set[int]() if self.params.beam is not None else {one.index for one in self.sequences if one.finished}
+        self.outputs.finished += [
+            StreamFinished(self.stream + index, "abort") for index in range(self.params.n) if index not in ended
+        ]
+
+    def end(self, now: float) -> None:
+        """Nothing of it runs any more, whether that is told or not."""
+        if self.done:
+            return
+        self.done = True
+        if self.placement is not None:
+            self.placement.end(now)
+            self.placement = None  # it refers to the request: nothing is left to the garbage collector
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences) - self.tokens_before
+        self.timeline.ended(now)
+        self.num_generated_tokens = max(tokens, self.num_sampled_tokens)
+        self.on_end(self)
+        self.replace_sequences([])
+
+    def log(self, level: int, text: str) -> None:
+        """Log a line about it, which names it and its executor."""
+        where = f"{self.executor.executor_id}: " if self.executor is not None else ""
+        log.log(level, "%srequest %s %s", where, self.request_id, text, extra=about(self.request_id, self.traceparent))
+
+    def blame(self) -> None:
+        """An executor died in a step of this request; tokens since the last time speak for its innocence."""
+        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences)
+        self.deaths = self.deaths + 1 if tokens <= self._tokens_at_death else 1
+        self._tokens_at_death = tokens

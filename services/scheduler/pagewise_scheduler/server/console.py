@@ -1,0 +1,441 @@
+"""What the scheduler answers to consoles: what they show, in bounded time, and the abort of a request."""
+
+import heapq
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from time import monotonic as clock
+from typing import NamedTuple
+
+import msgspec
+from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
+from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
+from pagewise_shared.version import package_version
+
+from pagewise_scheduler.core.console.block_colours import coloured_cells
+from pagewise_scheduler.core.console.block_details import block_details
+from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
+from pagewise_scheduler.core.console.executor_state import link_states
+from pagewise_scheduler.core.console.prefixes import PrefixesFrame, executor_prefixes, saved_blocks
+from pagewise_scheduler.core.console.reports import (
+    EndedReport,
+    ExecutorState,
+    FleetFrame,
+    GatewayState,
+    RequestLine,
+    RequestsFrame,
+    SchedulerState,
+)
+from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
+from pagewise_scheduler.core.inspection import tier_reports
+from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
+from pagewise_scheduler.server.executor_registry import ExecutorRegistry
+from pagewise_scheduler.server.gateways import Gateways
+from pagewise_scheduler.server.router import Router
+from pagewise_scheduler.server.sessions import SILENT_SECONDS, Loss
+
+_SHARED = 0.8
+"""An answer serves all who ask again within this share of the time between two updates."""
+_MOST_OF_CORE = 0.003
+"""The share of a core that answers may take: if they would take more, those that take the most are made less often."""
+_LONGEST_PAUSE = 10.0
+_GONE_SECONDS = 60.0
+"""For how many seconds a gateway that went is shown."""
+_FORGOTTEN_SECONDS = 5.0
+"""A gateway asks for what a console shows at least every two seconds."""
+_MOST_VIEWS = 256
+_SEEN_SECONDS = 0.6
+"""For so long copies are shown that were asked for: most take less than the time between two updates."""
+_MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 4096
+_MOST_REQUESTS, _MOST_ENDED = 100, 50
+
+_STATES = {
+    Life.SERVING: "ready",
+    Life.DRAINING: "draining",
+    Life.STOPPING: "draining",
+    Life.DRAINED: "draining",
+    Life.LOST: "gone",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+EVENTS = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied", "recalled", "written")
+"""The events of blocks whose rates are shown."""
+
+_RATE_SECONDS, _HIT_SECONDS = 2.0, 60.0
+_BETWEEN_SECONDS = 0.25
+_STALE_SECONDS = 30.0
+
+
+class _Sample(NamedTuple):
+    """What an executor had counted at a time. ``hits``: cached tokens by where they lay."""
+
+    time: float
+    generated: int
+    prompt: int
+    events: dict[str, int]
+    hits: dict[str, int]
+
+
+class Rates(NamedTuple):
+    """Per second, over the last two seconds. ``prompt_of_last_minute``, ``hits``: prompt tokens of the last minute, and
+    those of them that were found in a cache, by where they lay."""
+
+    tokens: float
+    prompt_tokens: float
+    events: dict[str, float]
+    prompt_of_last_minute: int
+    hits: dict[str, int]
+
+
+class ExecutorRates:
+    """Keeps what one executor had counted during the last minute, as far as somebody asked."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+
+    def of(self, executor: ExecutorHandle, now: float) -> Rates:
+        """Its rates at ``now``, in seconds of ``clock``; all of them 0 the first time."""
+        latest = _sample(executor, now)
+        samples = self._samples
+        if samples and now - samples[-1].time > _STALE_SECONDS:
+            samples.clear()
+        if not samples or now - samples[-1].time >= _BETWEEN_SECONDS:
+            samples.append(latest)
+        while now - samples[0].time > _HIT_SECONDS:
+            samples.popleft()
+        oldest = samples[0]
+        recent = next((one for one in samples if now - one.time <= _RATE_SECONDS), samples[-1])
+        seconds = max(now - recent.time, _BETWEEN_SECONDS)
+        return Rates(
+            round((latest.generated - recent.generated) / seconds, 1),
+            round((latest.prompt - recent.prompt) / seconds, 1),
+            {name: round((latest.events[name] - recent.events[name]) / seconds, 1) for name in EVENTS},
+            latest.prompt - oldest.prompt,
+            {source: latest.hits[source] - oldest.hits[source] for source in SOURCES},
+        )
+
+
+def _sample(executor: ExecutorHandle, now: float) -> _Sample:
+    counters, watch = executor.scheduler.kv.pool.counters, executor.watch
+    cached: Counter[str] = watch.cached_tokens
+    return _Sample(
+        now,
+        watch.num_generated,
+        executor.scheduler.prefix_hits[0],
+        {name: getattr(counters, name) for name in EVENTS},
+        {source: cached[source] for source in SOURCES},
+    )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer, when it was made, when it was last asked for, and how many seconds making it and the answer before it
+    took. The shorter of the two times counts, because a garbage collection may have been part of the longer one."""
+
+    body: bytes | None
+    time: float
+    asked: float
+    took: float
+    took_before: float = inf
+
+    @property
+    def seconds(self) -> float:
+        return min(self.took, self.took_before)
+
+
+def _load(view: ConsoleView, answer: _Answer) -> float:
+    """The share of a core that a view would take if it were made as often as gateways ask for it."""
+    return answer.seconds / UPDATE_SECONDS[view.part]
+
+
+def fair_share(loads: Iterable[float], most: float) -> float:
+    """What each load may be at most, so that all of them together are not more than ``most``: max-min fairness."""
+    ordered, left = sorted(loads), most
+    for position, load in enumerate(ordered):
+        share = left / (len(ordered) - position)
+        if load > share:
+            return share
+        left -= load
+    return inf
+
+
+class Console:
+    """Answers what gateways ask for their consoles.
+
+    Gateways ask a few times a second. All that ask for the same view within a time get the same answer. If all answers
+    together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, the views that take the most
+    share equally what the others leave of it, and are made as much less often, but every ten seconds. The others go on
+    as before. The first answer for a view is made at once.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        executor_registry: ExecutorRegistry,
+        router: Router,
+        gateways: Gateways,
+        *,
+        shows_text: bool,
+    ) -> None:
+        """``shows_text``: gateways get the tokens of cached blocks, which are those of all clients' prompts."""
+        self._model_name, self._shows_text = model_name, shows_text
+        self._executor_registry = executor_registry
+        self._router = router
+        self._gateways = gateways
+        self._started = clock()
+        self._answers: dict[ConsoleView, _Answer] = {}
+        self._share = inf
+        self._rates: dict[ExecutorHandle, ExecutorRates] = {}
+        self._cells: dict[ConsoleView, dict[ExecutorHandle, StateCells]] = {}
+        self._ended: dict[tuple[str, float], RequestLine] = {}
+
+    def answer(self, view: ConsoleView) -> bytes | None:
+        """What a view shows: lines of JSON, or None if there is no such thing."""
+        now = clock()
+        self._forget(now)
+        known = self._answers.pop(view, None)
+        if known is not None and now < known.time + self._pause(view, known):
+            known.asked = now
+            self._answers[view] = known  # what was asked for last comes last
+            return known.body
+        began = time.thread_time()
+        body = self._make(view, now, known)
+        took = time.thread_time() - began
+        self._answers[view] = _Answer(body, now, now, took, known.took if known is not None else inf)
+        self._divide()
+        return body
+
+    def _divide(self) -> None:
+        self._share = fair_share([_load(one, made) for one, made in self._answers.items()], _MOST_OF_CORE)
+
+    def _pause(self, view: ConsoleView, answer: _Answer | None) -> float:
+        """Seconds for which the answer for a view serves."""
+        shared = _SHARED * UPDATE_SECONDS[view.part]
+        if answer is None or _load(view, answer) <= self._share:
+            return shared
+        return min(max(shared, answer.seconds / self._share), _LONGEST_PAUSE)
+
+    def _forget(self, now: float) -> None:
+        """Forget what nobody has asked for lately."""
+        number = len(self._answers)
+        while self._answers:
+            oldest = next(iter(self._answers))
+            if len(self._answers) < _MOST_VIEWS and now - self._answers[oldest].asked < _FORGOTTEN_SECONDS:
+                break
+            del self._answers[oldest]
+            self._cells.pop(oldest, None)
+        if len(self._answers) < number:
+            self._divide()
+        if len(self._rates) > len(self._executor_registry):
+            alive = set(self._executor_registry.executors)
+            self._rates = {executor: rates for executor, rates in self._rates.items() if executor in alive}
+
+    def _make(self, view: ConsoleView, now: float, known: _Answer | None) -> bytes | None:
+        match view.part:
+            case "fleet":
+                return _encode(self._fleet_frame(now))
+            case "requests":
+                return _encode(self._requests_frame(now))
+            case "map":
+                # Copies are shown for as long as this answer may serve.
+                return self._maps(view, now - max(_SEEN_SECONDS, self._pause(view, known)))
+            case "prefixes":
+                return self._prefixes(view)
+            case "block":
+                return self._block(view)
+
+    def _shown(self, view: ConsoleView) -> list[ExecutorHandle]:
+        """The executors that a view shows, by their names."""
+        executors = sorted(self._executor_registry.executors, key=lambda executor: executor.executor_id)
+        return [executor for executor in executors if view.executor_id in ("", executor.executor_id)]
+
+    # ---- memory --------------------------------------------------------------------------------------
+
+    def _maps(self, view: ConsoleView, since: float) -> bytes | None:
+        """A line for each executor that is shown and has the tier. ``since``: copies that were asked for later are
+        marked."""
+        tiers = [(executor, tier) for executor in self._shown(view) if (tier := _tier(executor, view.tier)) is not None]
+        kept = self._cells.setdefault(view, {})
+        self._cells[view] = {executor: kept.get(executor) or StateCells() for executor, _ in tiers}
+        cells = max(1, min(view.cells // max(1, len(tiers)), view.cells if view.executor_id else _MOST_CELLS_EACH))
+        if not tiers and view.executor_id:
+            return None
+        return b"\n".join(_encode(self._map(view, executor, tier, cells, since)) for executor, tier in tiers)
+
+    def _map(self, view: ConsoleView, executor: ExecutorHandle, tier: Pool, most_cells: int, since: float) -> MapFrame:
+        first = min(view.first, tier.num_blocks - 1)
+        count = min(view.count or tier.num_blocks, tier.num_blocks - first)
+        size = cell_size(count, most_cells)
+        marked = MarkedBlocks(executor.scheduler, tier, since)
+        legend = list(enumerate(STATES))
+        if view.colour == "state":
+            cells = self._cells[view][executor].update(tier, first, count, size, marked)
+        else:
+            cells, legend = coloured_cells(executor.scheduler, tier, view.colour, first, count, size)
+        return MapFrame(
+            executor.executor_id,
+            view.tier,
+            first,
+            count,
+            tier.num_blocks,
+            size,
+            view.colour,
+            legend,
+            packed(cells),
+            marked.counts(tier),
+        )
+
+    def _prefixes(self, view: ConsoleView) -> bytes | None:
+        executors = self._shown(view)
+        if not executors and view.executor_id:
+            return None
+        room = _MOST_TREE_BLOCKS // max(1, len(executors))
+        trees = [
+            executor_prefixes(
+                executor.executor_id,
+                executor.scheduler,
+                executor.hello.bytes_per_block,
+                room,
+                tokens=view.tokens and self._shows_text,
+            )
+            for executor in executors
+        ]
+        return _encode(PrefixesFrame(trees))
+
+    def _block(self, view: ConsoleView) -> bytes | None:
+        for executor in self._shown(view):
+            tier = _tier(executor, view.tier)
+            if tier is None or view.block >= tier.num_blocks or not view.executor_id:
+                return None
+            others = [
+                (one.executor_id, one.scheduler) for one in self._executor_registry.executors if one is not executor
+            ]
+            return _encode(
+                block_details(
+                    executor.executor_id,
+                    executor.scheduler,
+                    tier,
+                    view.block,
+                    others,
+                    tokens=view.tokens and self._shows_text,
+                )
+            )
+        return None
+
+    # ---- processes -----------------------------------------------------------------------------------
+
+    def _fleet_frame(self, now: float) -> FleetFrame:
+        executors = self._shown(ConsoleView("fleet"))
+        names = {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
+        rates = {
+            executor: self._rates.setdefault(executor, ExecutorRates()).of(executor, now) for executor in executors
+        }
+        return FleetFrame(
+            round(time.time(), 3),
+            self._model_name,
+            self._scheduler_state(now, rates.values()),
+            self._gateway_states(now),
+            [_executor_state(executor, rates[executor], names, now) for executor in executors],
+        )
+
+    def _gateway_states(self, now: float) -> list[GatewayState]:
+        """Those that are in, and those that went a moment ago and have not come back under their name."""
+        states = [
+            GatewayState(
+                one.name,
+                "silent" if one.detector.silence(now) > SILENT_SECONDS else "ready",
+                len(one.peer.submissions),
+            )
+            for one in self._gateways
+        ]
+        here = {one.gateway_id for one in states}
+        gone = {
+            one.name: GatewayState(one.name, "left" if one.loss is Loss.LEFT else "lost", one.requests, one.reason)
+            for one in self._gateways.gone
+            if one.name not in here and now - one.time < _GONE_SECONDS
+        }
+        return [*states, *gone.values()]
+
+    def _scheduler_state(self, now: float, rates: Iterable[Rates]) -> SchedulerState:
+        rates = list(rates)
+        return SchedulerState(
+            round(now - self._started, 1),
+            package_version(),
+            sum(executor.scheduler.num_running for executor in self._executor_registry.executors),
+            self._router.waiting.sequences,
+            len(self._router.unplaced),
+            round(sum(one.tokens for one in rates), 1),
+            round(sum(one.prompt_tokens for one in rates), 1),
+            _hit_rate(rates),
+        )
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def _requests_frame(self, now: float) -> RequestsFrame:
+        running: list[RequestLine] = []
+        waiting = [request_line("", live, None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
+        truncated = len(waiting) < len(self._router.unplaced)
+        for executor in self._executor_registry.executors:
+            room = _MOST_REQUESTS - min(len(running), len(waiting))
+            run, wait, more = request_lines(executor.executor_id, executor.scheduler, now, max(1, room))
+            running += run
+            waiting += wait
+            truncated |= more
+        truncated |= max(len(running), len(waiting)) > _MOST_REQUESTS
+        return RequestsFrame(running[:_MOST_REQUESTS], waiting[:_MOST_REQUESTS], self._ended_lines(now), truncated)
+
+    def _ended_lines(self, now: float) -> list[RequestLine]:
+        """The requests that ended last. What was made of them is kept until the next time: nothing of it changes but
+        how long ago it was."""
+        latest = heapq.nlargest(_MOST_ENDED, self._gateways.ended.latest(_MOST_ENDED), key=lambda ended: ended.time)
+        known, self._ended = self._ended, {}
+        lines = []
+        for ended in latest:
+            key = ended.request_id, ended.time
+            line = known.get(key) or ended_line(EndedReport(ended.record.report, 0.0))
+            self._ended[key] = line
+            ago = round(line.arrived_seconds_ago + now - ended.time, 3)
+            lines.append(msgspec.structs.replace(line, arrived_seconds_ago=ago))
+        return lines
+
+
+def _tier(executor: ExecutorHandle, name: str) -> Pool | None:
+    tiers = executor.scheduler.kv.tiers
+    return next((tier for number, tier in tiers.items() if tier_name(number) == name), None)
+
+
+def _hit_rate(rates: list[Rates]) -> dict[str, float]:
+    """The share of the prompt tokens of the last minute that was found in a cache, by where."""
+    prompt = sum(one.prompt_of_last_minute for one in rates)
+    hits = {source: sum(one.hits[source] for one in rates) for source in SOURCES}
+    return {source: round(min(1.0, count / prompt), 4) if prompt else 0.0 for source, count in hits.items()}
+
+
+def _executor_state(executor: ExecutorHandle, rates: Rates, names: dict[str, str], now: float) -> ExecutorState:
+    scheduler, hello = executor.scheduler, executor.hello
+    pool = scheduler.kv.pool
+    return ExecutorState(
+        executor.executor_id,
+        _STATES[executor.life],
+        hello.role,
+        scheduler.kv.block_size,
+        hello.bytes_per_block,
+        pool.num_blocks,
+        MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
+        tier_reports(scheduler),
+        scheduler.num_running,
+        scheduler.num_waiting,
+        scheduler.num_preemptions,
+        rates.tokens,
+        rates.events,
+        round(scheduler.costs.prefill.error, 4),
+        link_states(scheduler, names),
+        saved_blocks(scheduler),
+        _hit_rate([rates]),
+    )

@@ -1,0 +1,363 @@
+"""The executor: one executor's scheduler, kept at most two steps ahead of it."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from time import monotonic as clock
+
+from pagewise_shared.errors import ProtocolError
+from pagewise_shared.logs import BoundedLog, about, printable
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    Hello,
+    LookUp,
+    Message,
+    StepResult,
+    TokenLogprobs,
+    Welcome,
+    tier_name,
+)
+
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_scheduler.core.requests.timeline import Reset
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
+from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
+from pagewise_scheduler.server.memory_watch import MemoryWatch
+from pagewise_scheduler.server.sessions import HEARTBEAT_MS, Loss
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS_IN_FLIGHT = 2
+
+_MAX_ERROR_TEXT = 1000
+
+
+class Life(Enum):
+    """SERVING -> DRAINING -> STOPPING -> DRAINED -> LOST; any of them may be followed by LOST at once.
+
+    SERVING: it takes requests. DRAINING: it takes no more of them, and goes on with those it has. STOPPING: it plans
+    nothing more; what is in flight comes back. DRAINED: its requests have moved, its cache may still be read by others.
+    LOST: its executor is gone.
+    """
+
+    SERVING = auto()
+    DRAINING = auto()
+    STOPPING = auto()
+    DRAINED = auto()
+    LOST = auto()
+
+
+class ExecutorLostError(Exception):
+    """An executor cannot go on; the text says why. Its executor may join anew."""
+
+
+class ExecutorHandle:
+    """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
+
+    A plain object of the coordinator's. ``send``: sends its executor a message; an unreachable one is lost soon.
+    ``next_epoch``: begins an epoch, higher than any before: messages of older ones are dropped from then on.
+    ``agenda``: executors that have something new to plan; it puts itself there. ``oldest_step_time``: when the oldest
+    step in flight was sent or became the oldest, in seconds of ``clock``. ``hello``: the Hello of the executor;
+    ``num_tasks``: of its event loop; ``counted``: the counts of its last heartbeat.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        scheduler: Scheduler,
+        send: Callable[[Message], None],
+        next_epoch: Callable[[], int],
+        agenda: dict["ExecutorHandle", None],
+        metrics: Metrics,
+    ) -> None:
+        self.hello = hello
+        self.executor_id = hello.executor_id
+        self.scheduler = scheduler
+        self.life = Life.SERVING
+        self.num_tasks, self.counted = 0, Counter[str]()
+        self.oldest_step_time: float | None = None
+        self._reset: Reset | None = None
+        self._send, self._next_epoch = send, next_epoch
+        self._agenda = agenda
+        self._metrics = metrics
+        self._live: dict[str, ClientRequest] = {}
+        self._complaints = BoundedLog(log)
+        self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
+
+    def touch(self) -> None:
+        """There may be something new to plan."""
+        self._agenda[self] = None
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    def serve(self, live: ClientRequest) -> None:
+        """Take a request on."""
+        live.executor = self
+        live.placed(self.executor_id, clock())
+        self._live[live.request_id] = live
+        self.touch()
+        try:
+            self.scheduler.add(live)
+        except ValueError as error:
+            del self._live[live.request_id]
+            live.report_failure("internal", str(error), clock())
+
+    def serves(self, request: Request) -> bool:
+        """Whether the request runs or waits here."""
+        return self._live.get(request.request_id) is request
+
+    def abort(self, live: ClientRequest) -> None:
+        """Nobody wants the request any more: free its blocks."""
+        if self.serves(live):
+            self.scheduler.abort(live.request_id)
+            del self._live[live.request_id]
+            self.touch()
+        live.end(clock())
+
+    def finish(self, live: ClientRequest, index: int) -> None:
+        """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
+        if not self.serves(live) or live.params.beam is not None or index >= len(live.sequences):
+            return
+        sequence = live.sequences[index]
+        if not sequence.finished:
+            self.scheduler.finish(sequence, "stop")
+            self._finish(sequence, clock(), tell=False)
+            self.touch()
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def plan_ahead(self) -> None:
+        """Send plans while there is something to run and room in flight."""
+        if self.life in (Life.SERVING, Life.DRAINING):
+            self._send_messages()
+            while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
+                now = clock()
+                if (plan := self.scheduler.schedule(now)) is None:
+                    break
+                if self.scheduler.num_in_flight == 1:
+                    self.oldest_step_time = now
+                self._send(plan)
+            self._send_messages()
+        self._cancel_fetches()
+
+    def _send_messages(self) -> None:
+        for message in self.scheduler.features.messages(clock()):
+            self._send(message)
+
+    def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
+        """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
+
+        Raises:
+            ExecutorLostError: the result does not answer that step.
+        """
+        self.touch()
+        if result.error is not None:
+            oldest = next(iter(self.scheduler.steps_in_flight), None)
+            self._tell_step(result.step, oldest.requests if oldest is not None else (), "has failed")
+            self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
+            return None
+        if result.failures:
+            self._fail_outputs(result)
+        try:
+            output = self.scheduler.update(result, tokens)
+        except (StepMismatchError, ProtocolError) as error:
+            # Not the request's fault, so it is not tried in smaller steps: the executor may join anew.
+            self._metrics.frames_dropped("out_of_step").inc()
+            raise ExecutorLostError(f"it is out of step: {error}") from error
+        now = clock()
+        self.oldest_step_time = now if self.scheduler.num_in_flight else None
+        if self._reset is not None:
+            self._reset.ended, self._reset = now, None
+        self._metrics.iteration_tokens.observe(output.num_tokens)
+        self.watch.num_generated += output.num_told
+        self._take_output(output, now)
+        return output
+
+    def _take_output(self, output: StepOutput, now: float) -> None:
+        """Tell the gateways what a step has changed, beside the tokens."""
+        for request, entries in output.prompt_logprobs:
+            if (live := self._live.get(request.request_id)) is not None:
+                live.take_prompt_logprobs(entries)
+        for sequence in output.begun:
+            sequence.request.timeline.goes_on(now)
+            if sequence.request.params.beam is None:
+                self._answered(self._live[sequence.request.request_id], now)
+        if output.logprobs:
+            self._tell_logprobs(output.logprobs)
+        for sequence in output.finished:
+            if sequence.request.params.beam is not None:
+                self._tell_chosen(sequence, now)
+            self._finish(sequence, now)
+
+    def _fail_outputs(self, result: StepResult) -> None:
+        """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
+        step = next(iter(self.scheduler.steps_in_flight), None)
+        for sequence, failure in failed(step, result, self._live):
+            self._metrics.grammar_failures.inc()
+            message = printable(failure.message, _MAX_ERROR_TEXT)
+            live = self._live[sequence.request.request_id]
+            live.log(logging.WARNING, f"fails: {message}")
+            self.scheduler.abort(sequence.request.request_id)
+            del self._live[live.request_id]
+            live.report_failure("invalid" if failure.invalid else "internal", message, clock())
+
+    def take_copied(self, copied: Copied) -> None:
+        """Copies have been made, or have failed."""
+        self.touch()
+        if copied.error is not None:
+            message = printable(copied.error.message)
+            running = {sequence.request.owner for sequence in self.scheduler.running}
+            self._tell_step(copied.step, running, "has asked for copies that failed")
+            self._start_over(f"copies of step {copied.step} failed: {message}", blame_step=False)
+            return
+        try:
+            self.scheduler.copied(copied)
+        except ProtocolError as error:
+            self._metrics.frames_dropped("undecodable").inc()
+            self._start_over(str(error), blame_step=False)
+
+    def take_answer(self, message: Message, error: str = "") -> None:
+        """An answer to what a feature has asked the executor. ``error``: why requests fail that need it."""
+        self.touch()
+        for request in self.scheduler.features.take(message, clock()):
+            self.fail(request, printable(error, _MAX_ERROR_TEXT))
+
+    def _answered(self, live: ClientRequest, now: float) -> None:
+        """The first token of a request has come here, or of one of its outputs."""
+        if (placement := live.placement) is not None and placement.waits:
+            self._metrics.placement_answered(placement.predicted, now - placement.time)
+        live.started(now)
+
+    def _tell_logprobs(self, logprobs: dict[RequestSequence, TokenLogprobs]) -> None:
+        told: dict[OutputBuilder, dict[int, TokenLogprobs]] = {}
+        for sequence, entry in logprobs.items():
+            live = self._live[sequence.request.request_id]
+            told.setdefault(live.outputs, {})[live.stream + sequence.index] = entry
+        for outputs, of_streams in told.items():
+            outputs.tell_logprobs(of_streams)
+
+    def _tell_chosen(self, sequence: RequestSequence, now: float) -> None:
+        """Tell an output that was chosen among several: nothing of it has been told before."""
+        live, tokens = self._live[sequence.request.request_id], sequence.output_token_ids
+        self._answered(live, now)
+        live.outputs.streams += [live.stream + sequence.index] * len(tokens)
+        live.outputs.tokens += tokens
+        self.watch.num_generated += len(tokens)
+
+    def _finish(self, sequence: RequestSequence, now: float, *, tell: bool = True) -> None:
+        live = self._live[sequence.request.request_id]
+        if live.unfinished == 1:
+            del self._live[live.request_id]
+        live.take_finish(sequence, now, tell=tell)
+
+    def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
+        """Something failed: reset the executor under a new epoch and recompute from the tokens."""
+        self._metrics.step_errors.inc()
+        log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
+        self.oldest_step_time, now = None, clock()
+        self._reset = self._reset or Reset(now, self.executor_id)
+        for live in self._live.values():
+            live.timeline.interrupted(self._reset, now)
+        for request in self.scheduler.fail(self._next_epoch(), blame_step=blame_step):
+            self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
+            self.fail(request, f"the executor could not run it: {reason}")
+        self._send(self.welcome())
+
+    def _tell_step(self, step: int, requests: Iterable[Request], text: str) -> None:
+        """Log what became of a step, and of which requests: lines of the executor have its epoch and number alone."""
+        epoch, names = self.scheduler.epoch, sorted(request.request_id for request in requests)
+        fields = about(executor=self.executor_id, epoch=epoch, step=step, request_ids=names)
+        where, of = f"{self.executor_id}: step {step} of epoch {epoch}", ", ".join(names) or "none"
+        log.warning("%s %s; its requests: %s", where, text, of, extra=fields)
+
+    def fail(self, request: Request, message: str) -> None:
+        """A request has failed in the scheduler: tell its gateway why."""
+        live = self._live[request.request_id]
+        del self._live[live.request_id]
+        live.report_failure("internal", message, clock())
+
+    def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
+        """What admits the executor under the scheduler's current epoch."""
+        limits = self.scheduler.limits
+        return Welcome(
+            epoch=self.scheduler.epoch,
+            max_num_seqs=limits.configured_num_seqs,
+            max_num_batched_tokens=limits.configured_num_batched_tokens,
+            heartbeat_ms=HEARTBEAT_MS,
+            keeps_blocks=keeps_blocks,
+            hello=hello,
+        )
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def _cancel_fetches(self) -> None:
+        """Tell the executor which fetches nobody waits for any more."""
+        for cancelled in self.scheduler.recoveries.transfers.take_cancelled():
+            self._send(CancelCopies(self.scheduler.epoch, *cancelled))
+
+    def cancel_late_fetches(self, now: float) -> None:
+        """The executor then tells what has not come, and those who wait for it go on without."""
+        for late in self.scheduler.recoveries.transfers.late(now):
+            place = printable(late.peer) if late.peer else tier_name(late.tier)
+            self._complaints.warning("%s: copies with %s take too long: cancelled", self.executor_id, place)
+            self._send(CancelCopies(self.scheduler.epoch, *late))
+
+    def peer_lost(self, endpoint: str) -> None:
+        """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
+        self.scheduler.peer_lost(endpoint)
+        self.touch()
+
+    def look_up(self, number: int, tier: int, cache_salt: str | None, tokens: bytes) -> None:
+        """Ask the executor how much of a prefix is in a tier of it; it answers with ``Found``."""
+        root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
+        self._send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
+
+    # ---- leaving -------------------------------------------------------------------------------------
+
+    def let_go(self, request: Request) -> ClientRequest:
+        """A request that has left the scheduler after its prompt, to go on at another executor."""
+        self._metrics.request_moves("decode").inc()
+        return self._live.pop(request.request_id)
+
+    def move_all(self) -> list[ClientRequest]:
+        """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""
+        self.scheduler.release_all()
+        self.life = Life.DRAINED
+        moved, self._live = list(self._live.values()), {}
+        self._metrics.request_moves("left").inc(len(moved))
+        return moved
+
+    def lose(self, loss: Loss) -> list[ClientRequest]:
+        """The executor is gone: all its requests, to go on elsewhere from their tokens."""
+        self.life = Life.LOST
+        self._agenda.pop(self, None)
+        try:
+            self.watch.report()
+            self._blame(loss)
+            self.scheduler.features.close()
+            self.scheduler.release_all()
+        except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
+            log.exception("%s cannot be put away", self.executor_id)
+        self.scheduler.kv.close()
+        self._send, self._next_epoch = lambda message: None, lambda: 0  # they held a session, which holds this executor
+        moved, self._live = list(self._live.values()), {}
+        self._metrics.request_moves("left" if loss.expected else "lost").inc(len(moved))
+        return moved
+
+    def _blame(self, loss: Loss) -> None:
+        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side; and
+        the drafts in these steps."""
+        if loss.expected:
+            return
+        suspects = set[Request](self.scheduler.requests if loss is Loss.FAILED else ())
+        for step in self.scheduler.steps_in_flight:
+            step.give_up_drafts()
+            suspects |= step.requests
+            self._tell_step(step.step, step.requests, "has not come back")
+        for live in self._live.values():
+            if live in suspects:
+                live.blame()

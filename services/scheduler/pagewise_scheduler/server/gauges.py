@@ -1,0 +1,75 @@
+"""Keeps the gauges of queues and memory fresh: sampled, because they change in every step."""
+
+import logging
+import traceback
+from collections import Counter
+
+from pagewise_shared.logs import BoundedLog
+from pagewise_shared.protocol import tier_name
+from pagewise_shared.service_process import num_tasks
+
+from pagewise_scheduler.collectors import ExecutorState
+from pagewise_scheduler.metrics import KV_BLOCKS, Metrics
+from pagewise_scheduler.server.executor_handle import ExecutorHandle
+from pagewise_scheduler.server.router import Router
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 1.0
+
+
+class Gauges:
+    """Refreshes the gauges. Requests are served whether that works or not."""
+
+    def __init__(self, router: Router, metrics: Metrics) -> None:
+        self._router = router
+        self._metrics = metrics
+        self._complaints = BoundedLog(log)
+        self._refreshed = float("-inf")
+
+    def refresh(self, now: float) -> None:
+        """Show what is the case now, if a second has passed since the last time. ``now``: seconds."""
+        if now - self._refreshed < _SECONDS:
+            return
+        self._refreshed = now
+        try:
+            refresh_gauges(self._router, self._metrics)
+            self._router.observe_backlog(now)
+        except Exception:
+            self._metrics.refresh_errors.inc()
+            self._complaints.warning("gauges could not be brought up to date: %s", traceback.format_exc())
+
+
+def refresh_gauges(router: Router, metrics: Metrics) -> None:
+    """Show the present state of all executors."""
+    states = [(executor.executor_id, _state(executor)) for executor in router.executors]
+    metrics.executors.show(states)
+    nothing = ExecutorState(*[0] * len(ExecutorState._fields))
+    totals = ExecutorState(*map(sum, zip(nothing, *(state for _, state in states), strict=True)))
+    metrics.num_requests_running.set(totals.running)
+    metrics.num_requests_waiting.set(router.waiting.sequences)
+    metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
+    metrics.num_requests_staying.set(router.placer.num_staying)
+    metrics.kv_cache_usage_perc.set(totals.in_use / max(1, totals.free + totals.cached + totals.in_use))
+    blocks = Counter({("device", state): getattr(totals, state) for state in ("free", "cached", "in_use")})
+    for tier in (tier for executor in router.executors for tier in executor.scheduler.kv.pool.lower):
+        blocks[tier_name(tier.number), "cached"] += tier.num_used
+        blocks[tier_name(tier.number), "free"] += tier.num_free
+    for tier_and_state in KV_BLOCKS:
+        metrics.kv_blocks(*tier_and_state).set(blocks[tier_and_state])
+    features = [executor.scheduler.features for executor in router.executors]
+    metrics.adapters_resident.set(sum(one.adapters.num_resident for one in features if one.options.adapters.slots))
+    metrics.scheduler_tasks.set(num_tasks())
+
+
+def _state(executor: ExecutorHandle) -> ExecutorState:
+    scheduler, pool = executor.scheduler, executor.scheduler.kv.pool
+    return ExecutorState(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        free=pool.num_free,
+        cached=pool.num_cached,
+        in_use=pool.num_in_use,
+        tasks=executor.num_tasks,
+        fallback=int(executor.hello.fallback),
+    )

@@ -1,0 +1,176 @@
+"""Executors' messages are checked beyond their types: nonsense is refused or dropped, and others are not affected."""
+
+import asyncio
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
+from pagewise_scheduler.server import offers
+from pagewise_scheduler.server.admission_error import ImpossibleError
+from pagewise_scheduler.server.executor_registry import check_copies, checked_tokens
+from pagewise_scheduler.server.offers import MAX_FLEET_BLOCKS, costs_of, flaw_of_offer
+from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    TIER_NAMES,
+    Copied,
+    MeasuredCosts,
+    PromptLogprobs,
+    Refused,
+    StepPlan,
+    StepResult,
+    TierInfo,
+    TokenLogprobs,
+    Welcome,
+    pack_float32s,
+    pack_int32s,
+)
+from pagewise_shared.sampling import BeamParams
+
+from tests.scheduler.server.stack import RawExecutor, executor, hello, running
+
+OFFERS = [
+    {"num_blocks": 0},
+    {"num_blocks": MAX_FLEET_BLOCKS + 1},
+    {"num_blocks": 2**62},
+    {"tiers": (TierInfo(HOST, -1),)},
+    {"tiers": (TierInfo(HOST, 0),)},
+    {"tiers": (TierInfo(HOST, 2**62),)},
+    {"tiers": (TierInfo(DEVICE, 1),)},
+    {"tiers": (TierInfo(-1, 1),)},
+    {"tiers": (TierInfo(len(TIER_NAMES), 1),)},
+    {"tiers": (TierInfo(HOST, 1), TierInfo(HOST, 1))},
+    {"tiers": (TierInfo(HOST, 1, float("nan")),)},
+    {"tiers": (TierInfo(HOST, 1, 0.0, -1.0),)},
+    {"tiers": (TierInfo(HOST, 1, 0.0, 0.0, 0.0, float("inf")),)},
+    {"block_size": 2**62},
+    {"max_model_len": 2**62},
+    {"vocab_size": 2**62},
+    {"max_num_seqs": -1},
+    {"max_num_batched_tokens": -1},
+    {"bytes_per_block": -1},
+    {"executor_id": "x" * 257},
+    {"executor_id": "a\n12:00:00 INFO forged"},
+    {"device": "\x1b[31m"},
+    {"block_endpoint": "tcp://" + "x" * 300},
+    {"block_endpoint": " ".join(["tcp://" + "x" * 200] * 90)},
+    {"block_format": "a\nb"},
+    {"costs": MeasuredCosts(float("nan"), 0, 0)},
+    {"costs": MeasuredCosts(0, 0, -1.0)},
+    {"costs": MeasuredCosts(0, float("inf"), 0)},
+]
+
+
+@pytest.mark.parametrize("fields", OFFERS, ids=repr)
+def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
+    assert flaw_of_offer(hello()) is None
+    good = hello(costs=MeasuredCosts(1.0, 0.0, 0.0), tiers=(TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0),))
+    assert flaw_of_offer(good) is None
+    assert flaw_of_offer(hello(**fields)) is not None
+
+
+def test_what_was_measured_of_a_tier_is_where_the_scheduler_begins() -> None:
+    measured = TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0)
+    costs = costs_of(hello(tiers=(measured,)))
+    assert astuple(costs.of_tier(HOST)) == pytest.approx((2e-6, 3e-6, 4e-6, 5e-6))
+    assert (costs.token, costs.fetch_block) == (Costs().token, Costs().fetch_block), "nothing was measured of the rest"
+    costs = costs_of(hello(costs=MeasuredCosts(1.0, 2.0, 3.0), bytes_per_block=10**6, tiers=(TierInfo(HOST, 1),)))
+    assert (costs.step, costs.token, costs.fetch_block) == pytest.approx((1e-6, 2e-6, 1e-3))
+    assert costs.of_tier(HOST) == CopyCosts()
+
+
+def entry(
+    index: int = 0,
+    token: int = 1,
+    logprob: float = -1.0,
+    rank: int = 1,
+    ids: tuple[int, ...] = (),
+    logprobs: tuple[float, ...] = (),
+) -> TokenLogprobs:
+    return TokenLogprobs(index, token, logprob, rank, pack_int32s(ids), pack_float32s(logprobs))
+
+
+ONE = pack_int32s([1])
+RESULTS = [
+    StepResult(1, 1, b"abc"),
+    StepResult(1, 1, pack_int32s([-1])),
+    StepResult(1, 1, pack_int32s([100])),
+    StepResult(1, 1, ONE, elapsed_us=-1),
+    StepResult(1, 1, ONE, (entry(1),)),
+    StepResult(1, 1, ONE, (entry(), entry())),
+    StepResult(1, 1, ONE, (entry(token=100),)),
+    StepResult(1, 1, ONE, (entry(logprob=float("nan")),)),
+    StepResult(1, 1, ONE, (entry(rank=0),)),
+    StepResult(1, 1, ONE, (entry(ids=(1, 2), logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(ids=(-1,), logprobs=(-1.0,)),)),
+    StepResult(1, 1, ONE, (entry(ids=(1,), logprobs=(float("inf"),)),)),
+    StepResult(1, 1, ONE, (entry(ids=(1, 2), logprobs=(-1.0, float("nan"))),)),
+    StepResult(1, 1, ONE, (TokenLogprobs(0, 1, -1.0, 1, b"1", b"1"),)),
+    StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(64),)),)),
+    StepResult(1, 1, ONE, (), (PromptLogprobs(0, (entry(2), entry(2))),)),
+]
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=range(len(RESULTS)))
+def test_results_that_cannot_be(result: StepResult) -> None:
+    good = entry(ids=(1, 2), logprobs=(-0.1, float("-inf")))
+    prompt = PromptLogprobs(0, (entry(1), entry(2)))
+    assert checked_tokens(StepResult(1, 1, ONE, (good,), (prompt,), 5), hello()) == [1]
+    with pytest.raises(ImpossibleError):
+        checked_tokens(result, hello())
+
+
+def test_copies_that_cannot_be() -> None:
+    check_copies(Copied(1, 1, HOST, DEVICE, "", 5, ONE))
+    for copied in (Copied(1, 1, HOST, DEVICE, "", -5), Copied(1, 1, HOST, DEVICE, "", 5, b"abc")):
+        with pytest.raises(ImpossibleError):
+            check_copies(copied)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_num_seqs": -1}, {"tiers": (TierInfo(HOST, 2**62),)}, {"vocab_size": 99}],
+    ids=["seqs", "host", "vocabulary"],
+)
+async def test_a_fleet_refuses_an_impossible_offer_and_goes_on(tmp_path: Path, fields: dict[str, object]) -> None:
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(**({"vocab_size": 4096} | fields)))
+        assert isinstance(await raw.receive(), Refused)
+        raw.close()
+        assert len(await stack.generate([1, 2, 3])) == 8
+
+
+async def test_a_full_fleet_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "MAX_EXECUTORS", 1)
+    async with running(tmp_path) as stack, executor(tmp_path):
+        await stack.ready(1)
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        answer = await raw.receive()
+        raw.close()
+        assert isinstance(answer, Refused)
+        assert "executors already" in answer.reason
+
+
+@pytest.mark.parametrize("beam", [False, True])
+async def test_an_executor_that_answers_nonsense_is_given_up_and_its_request_goes_on(
+    tmp_path: Path, beam: bool
+) -> None:
+    async with running(tmp_path) as stack:
+        raw = RawExecutor(tmp_path)
+        await raw.send(hello(vocab_size=4096))
+        assert isinstance(await raw.receive(), Welcome)
+        await stack.ready(1)
+        moving = asyncio.create_task(stack.generate([1, 2, 3], beam=BeamParams(2) if beam else None))
+        while not isinstance(plan := await raw.receive(), StepPlan):
+            pass
+        # A beam search without candidates would wait for ever; a token that does not exist would poison the others.
+        await raw.send(StepResult(plan.epoch, plan.step, pack_int32s([7 if beam else 2**31 - 1])))
+        await stack.ready(0)
+        assert stack.dropped("out_of_step" if beam else "impossible") == 1
+        raw.close()
+        async with executor(tmp_path), asyncio.timeout(20):
+            assert len(await moving) == 8
