@@ -86,7 +86,7 @@ def test_what_a_peer_has_computed_is_used(
     elif mode == "recompute":
         assert counters.fetched == 0
     assert counters.fetch_failed == 0
-    assert theirs.kv.pool.num_lent == theirs.kv.pool.num_in_use == 0
+    assert theirs.kv.pool.num_remote_pins == theirs.kv.pool.num_in_use == 0
     assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
 
 
@@ -105,7 +105,7 @@ def test_a_peer_that_was_reset_refuses_and_the_tokens_stay_right(
     assert again.sequences[0].output_token_ids.tolist() == expected
     assert scheduler.kv.pool.counters.fetch_failed == 10
     assert again.sequences[0].num_preemptions == 1, "tried once, then computed"
-    assert theirs.kv.pool.num_lent == 0
+    assert theirs.kv.pool.num_remote_pins == 0
 
 
 # ---- the mechanism by itself -------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ class ChainRules(RuleBasedStateMachine):
                 break
         for each in self.nodes:
             run(each.scheduler, each.executor)
-            assert each.scheduler.kv.pool.num_lent == 0
+            assert each.scheduler.kv.pool.num_remote_pins == 0
             assert_all_free(each.scheduler)
             assert not any(tier.writes_back or tier.num_arriving for tier in each.scheduler.kv.hashed.values())
         for request in self.requests:

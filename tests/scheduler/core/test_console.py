@@ -106,14 +106,14 @@ def test_a_map_follows_the_blocks_and_its_counts_add_up() -> None:
     assert (free + cached, rest) == (32, [0, 0, 0])
     assert cached >= 5
     (first,) = pool.tree.roots[0].children.values()
-    pool.lend([first.block])
-    pool.lend([first.block])
+    pool.pin_remote([first.block])
+    pool.pin_remote([first.block])
     assert counted()[3] == 1
-    pool.take_back([first.block])
+    pool.unpin_remote([first.block])
     assert counted()[3] == 1, "another executor still reads it"
-    pool.take_back([first.block])
+    pool.unpin_remote([first.block])
     assert counted()[3] == 0
-    assert not pool.lent
+    assert not pool.remote_pins
     evict(served.scheduler, 32)
     assert counted()[:3] == [32, 0, 0]
     assert served.scheduler.kv.tiers[HOST].states.count(CACHED) == cached

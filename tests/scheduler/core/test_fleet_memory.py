@@ -48,7 +48,7 @@ def test_what_another_executor_holds_is_fetched() -> None:
     assert (began.method, began.device_tokens, began.loaded_tokens, began.source) == ("load", 0, 48, "peer")
     assert fetcher.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
     assert holder.executor.num_computed == computed
-    assert holder.scheduler.kv.pool.num_lent == 0
+    assert holder.scheduler.kv.pool.num_remote_pins == 0
     serve(fetcher, prompt)
     assert fetcher.executor.num_fetched == 12, "it is cached here now"
 
@@ -146,10 +146,10 @@ def test_a_sequence_that_is_aborted_does_not_fetch_on() -> None:
     assert plan is not None
     fetcher.scheduler.abort(request.request_id)
     assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0", DEVICE)]
-    assert holder.scheduler.kv.pool.num_lent > 0, "until the executor has confirmed that nobody reads it"
+    assert holder.scheduler.kv.pool.num_remote_pins > 0, "until the executor has confirmed that nobody reads it"
     fetcher.scheduler.update(fetcher.executor.execute(plan))
     fetcher.deliver()
-    assert holder.scheduler.kv.pool.num_lent == 0
+    assert holder.scheduler.kv.pool.num_remote_pins == 0
     assert_all_free(fetcher.scheduler)
 
 
@@ -313,9 +313,12 @@ class FleetRules(RuleBasedStateMachine):
             references = sum(pool.references(block) for block in range(pool.num_blocks))
             assert (
                 references
-                == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + pool.num_lent
+                == scheduler.kv.num_retiring
+                + tables
+                + scheduler.recoveries.transfers.num_loading
+                + pool.num_remote_pins
             )
-            assert pool.num_lent <= sum(_most_lent(other.scheduler.recoveries, pool) for other in self.nodes)
+            assert pool.num_remote_pins <= sum(_most_lent(other.scheduler.recoveries, pool) for other in self.nodes)
 
     def teardown(self) -> None:
         if not hasattr(self, "nodes"):
@@ -337,17 +340,17 @@ class FleetRules(RuleBasedStateMachine):
                 ended = request.request_id in self.aborted
                 assert produced == (expected[: len(produced)] if ended else expected)
         for node in self.nodes:
-            assert node.scheduler.kv.pool.num_lent == 0
+            assert node.scheduler.kv.pool.num_remote_pins == 0
             assert_all_free(node.scheduler)
 
 
 def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
-    sources = [place.source for one in recoveries._active.values() for place in one.places]
+    sources = [place.source for one in recoveries._active.values() for place in one.locations]
     loads = chain.from_iterable(recoveries.transfers.from_afar().values())
     sources += [place.source for load in loads for part in load.parts for place in part[1]]
     unique = {source for source in sources if isinstance(source, PeerTiers) and source._device is pool}
-    return sum(len(source._lent) for source in unique)
+    return sum(len(source._pinned) for source in unique)
 
 
 def test_the_memory_rules_hold_in_a_fleet() -> None:

@@ -328,7 +328,10 @@ class RoleRules(RuleBasedStateMachine):
             references = sum(pool.references(block) for block in range(pool.num_blocks))
             assert (
                 references
-                == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + pool.num_lent
+                == scheduler.kv.num_retiring
+                + tables
+                + scheduler.recoveries.transfers.num_loading
+                + pool.num_remote_pins
             )
 
     def teardown(self) -> None:
@@ -344,7 +347,7 @@ class RoleRules(RuleBasedStateMachine):
                 assert produced == (expected[: len(produced)] if ended else expected)
         for where in self.served.alive:
             view = self.served.views[where]
-            assert view.scheduler.kv.pool.num_lent == 0
+            assert view.scheduler.kv.pool.num_remote_pins == 0
             assert view.load == view.num_expected == view.num_decoding == self.served.moves[where].num_staying == 0
             assert_all_free(view.scheduler)
 

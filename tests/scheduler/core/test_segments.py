@@ -247,3 +247,32 @@ def test_what_computes_originals_does_not_wait_for_the_garbage_collector() -> No
     run(scheduler, executor)
     assert len(known) == 4
     assert all(one.sequences == [] for one in known)
+
+
+@pytest.mark.parametrize("num_taken", range(4, 16))
+def test_originals_that_are_held_for_a_start_leave_less_room_for_it(num_taken: int) -> None:
+    """A prompt whose last block matches in part is cached but for a segment in that block. Its start holds the
+    original of the segment, which is cached too, and copies the last block: together that may be more than is free."""
+    scheduler = create_scheduler(num_blocks=24, block_size=5, max_num_batched_tokens=200)
+    executor = executor_for(scheduler)
+
+    def again() -> Request:
+        request = create_request(prompt=[*range(36), 800, 801, 802, 9], max_tokens=0)
+        request.segments = make_segments(40, [(36, 39)], root=0)
+        mark_segments(request.prompt_token_ids, request.segments)
+        return request
+
+    scheduler.add(again())
+    run(scheduler, executor)
+    aborted = create_request(prompt=[7] * (5 * num_taken - 1), max_tokens=4)
+    scheduler.add(aborted)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    result = executor.execute(plan)
+    scheduler.abort(aborted.request_id)  # its blocks are not free before the step is back, though nothing runs
+    scheduler.add(again())
+    further = scheduler.schedule(0.0)
+    scheduler.update(result)
+    if further is not None:
+        scheduler.update(executor.execute(further))
+    run(scheduler, executor)

@@ -46,7 +46,7 @@ def memory_report(executor_id: str, scheduler: Scheduler, now: float, limit: int
         block_endpoint=scheduler.recoveries.endpoint,
         block_size=kv.block_size,
         device=DeviceReport(
-            pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_lent
+            pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_remote_pins
         ),
         tiers=tier_reports(scheduler),
         running=scheduler.num_running,

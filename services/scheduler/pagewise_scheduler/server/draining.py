@@ -110,7 +110,7 @@ class Draining:
         if executor.life is not Life.DRAINED or not self._others(executor):
             return executor.life is Life.DRAINED
         settled = all(_has_started(live) for live in drain.moved) and all(live.done for live in drain.copies)
-        return settled and not executor.scheduler.kv.pool.num_lent
+        return settled and not executor.scheduler.kv.pool.num_remote_pins
 
     def _conclude(self, drain: _Drain, now: float) -> None:
         executor = drain.executor

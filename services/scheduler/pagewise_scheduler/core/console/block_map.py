@@ -56,7 +56,7 @@ class MarkedBlocks:
         """``since``: when copies have to have been asked for that may be over, in seconds of the caller's clock."""
         pool = scheduler.kv.pool
         self.copying = scheduler.recoveries.transfers.blocks(tier.number, since, MOST_MARKED)
-        lent = pool.lent if tier is pool else ()
+        lent = pool.remote_pins if tier is pool else ()
         self.lent = {block for block in list(lent)[:MOST_MARKED] if block not in self.copying}
 
     def counts(self, tier: Pool) -> BlockCounts:

@@ -16,7 +16,7 @@ from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix
 from pagewise_scheduler.core.tiers.peer import PeerTiers
-from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class FetchedPiece:
         """See ``Receiver``."""
         return not self.prefetch.stopped
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], seconds: float) -> None:
         """See ``Receiver``."""
         self.good = not bad
         self.prefetches.came(self.prefetch)
@@ -144,11 +144,11 @@ class Prefetches(Feature):
         nodes = found[1][start : start + min(room, _PIECE_BLOCKS, self._link_room(prefetch.peer))]
         for _, group in groupby(nodes, key=attrgetter("nearest_tier")):
             source = PeerTiers(found[0], self._costs.link(prefetch.peer), self._kv.pool.counters)
-            places = source.hold(list(group))
-            added, evicted = self._kv.grow(table, table.num_slots + len(places) * self._kv.block_size)
+            locations = source.hold(list(group))
+            added, evicted = self._kv.grow(table, table.num_slots + len(locations) * self._kv.block_size)
             self.scheduler.plan.copy(evicted)
             prefetch.pieces.append(FetchedPiece(self, prefetch, added))
-            recoveries.transfers.ask(step, loads, prefetch.pieces[-1], places, added)
+            recoveries.transfers.ask(step, loads, prefetch.pieces[-1], locations, added)
         return len(nodes)
 
     def _link_room(self, peer: str) -> int:

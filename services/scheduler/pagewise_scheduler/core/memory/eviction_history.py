@@ -69,15 +69,15 @@ class LostBlocks:
     def __len__(self) -> int:
         return len(self._new) + len(self._old)
 
-    def add(self, place: int, run: LostRun) -> None:
+    def add(self, key: int, run: LostRun) -> None:
         """The block at this place was lost."""
         if len(self._new) >= self._generation:
             self._old, self._new = self._new, {}
-        self._new[place] = run
+        self._new[key] = run
 
-    def find(self, place: int) -> LostRun | None:
+    def find(self, key: int) -> LostRun | None:
         """How the block at this place was lost last; None: it was not, or too long ago."""
-        return self._new.get(place) or self._old.get(place)
+        return self._new.get(key) or self._old.get(key)
 
 
 class LossLog:
@@ -110,7 +110,7 @@ class LossLog:
                 self.executor_id,
             )  # fmt: skip
         run.num_blocks += 1
-        self.lost.add(place_of(node), run)
+        self.lost.add(key_of(node), run)
 
     def all_gone(self, roots: Iterable["CachedBlock"], reason: LossReason) -> None:
         """Everything in the tree is lost at once."""
@@ -119,7 +119,7 @@ class LossLog:
         for node in nodes:  # grows while it is walked: beginnings come first
             if len(nodes) < _MOST_AT_ONCE:
                 nodes += node.children.values()
-            if not node.num_places:
+            if not node.num_tiers:
                 continue
             run = runs.get(node.cached_by)
             if run is None:
@@ -127,7 +127,7 @@ class LossLog:
                     self.now, reason, node.cached_by, None, 0, "", nan, node.nearest_tier, self.executor_id
                 )
             run.num_blocks += 1
-            self.lost.add(place_of(node), run)
+            self.lost.add(key_of(node), run)
 
 
 def root_key(cache_salt: str | None) -> int:
@@ -135,20 +135,20 @@ def root_key(cache_salt: str | None) -> int:
     return hash(("root", cache_salt)) or 1
 
 
-def place_after(place: int, tokens: bytes) -> int:
+def key_after(key: int, tokens: bytes) -> int:
     """The place of the block with these tokens (int32 bytes) behind a place."""
-    return hash((place, tokens)) or 1
+    return hash((key, tokens)) or 1
 
 
-def place_of(node: "CachedBlock") -> int:
+def key_of(node: "CachedBlock") -> int:
     """The place of a block. Chains over as many ancestors as nobody has asked for yet, as ``hash_of`` does."""
     path: list[CachedBlock] = []
     current: CachedBlock | None = node
-    while current is not None and not current.place:
+    while current is not None and not current.history_key:
         path.append(current)
         current = current.parent
     assert current is not None, "a root has its place from the beginning"
-    known = current.place
+    known = current.history_key
     for below in reversed(path):
-        known = below.place = hash((known, below.tokens)) or 1
+        known = below.history_key = hash((known, below.tokens)) or 1
     return known

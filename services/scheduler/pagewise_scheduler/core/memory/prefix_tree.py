@@ -34,12 +34,12 @@ class CachedBlock:
 
     Fields:
         block: its id on the device. copies: its ids in the tiers below, by their numbers; a tuple, because most blocks
-            have none and share one. ``NOWHERE``: it does not lie there. num_places: tiers in which it lies.
+            have none and share one. ``NOWHERE``: it does not lie there. num_tiers: tiers in which it lies.
         depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
         last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
         it. kind: an eviction policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``),
-        and ``PRIVATE``. cached_by: the request that computed it, if that is known. place: see ``eviction_history``,
-        0 until it is asked for.
+        and ``PRIVATE``. cached_by: the request that computed it, if that is known. history_key: its key in
+        ``eviction_history``, 0 until it is asked for.
     """
 
     __slots__ = (
@@ -50,12 +50,12 @@ class CachedBlock:
         "depth",
         "flags",
         "hash",
+        "history_key",
         "kind",
         "last_used",
         "num_on_device",
-        "num_places",
+        "num_tiers",
         "parent",
-        "place",
         "tokens",
     )  # fmt: skip
 
@@ -65,7 +65,7 @@ class CachedBlock:
         self.children: dict[bytes, CachedBlock] = {}
         self.block = NOWHERE
         self.copies = no_copies
-        self.num_places = self.num_on_device = self.last_used = self.kind = self.place = 0
+        self.num_tiers = self.num_on_device = self.last_used = self.kind = self.history_key = 0
         self.depth: int = 0
         self.flags: int = 0
         if parent is not None:
@@ -99,7 +99,7 @@ class _Root(CachedBlock):
         super().__init__(None, b"", no_copies)
         self.cache_salt = cache_salt
         self.hash = root_hash(model_fingerprint, cache_salt)
-        self.place = root_key(cache_salt)
+        self.history_key = root_key(cache_salt)
         self.flags = PRIVATE if is_private(without_rope(cache_salt)) else 0
 
 
@@ -252,7 +252,7 @@ class PrefixTree:
     @staticmethod
     def still_there(path: list[CachedBlock]) -> None:
         """Cut a path that ``walk`` gave once back to what is still cached of it."""
-        while path and not path[-1].num_places:
+        while path and not path[-1].num_tiers:
             path.pop()
 
     def find_partial(self, node: CachedBlock, tokens: bytes) -> tuple[CachedBlock, int] | None:
@@ -285,7 +285,7 @@ class PrefixTree:
 
         One that lies nowhere but leads somewhere stays: what hangs on it is of use once it is computed.
         """
-        while not node.children and not node.num_places and node.parent is not None:
+        while not node.children and not node.num_tiers and node.parent is not None:
             self.remove(node)
             node = node.parent
         return node

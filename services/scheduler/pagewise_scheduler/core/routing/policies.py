@@ -128,11 +128,11 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
     size = costs.block_size
     rest = costs.compute_seconds(match.reused, num_tokens - match.reused, share)
     computed = PredictedRecovery(rest, match.reused)
-    num_lent = (holder.match.device + holder.match.lower) // size
-    if not match.offloaded and not candidate.query.stored and num_lent <= match.device // size:
+    num_remote_pins = (holder.match.device + holder.match.lower) // size
+    if not match.offloaded and not candidate.query.stored and num_remote_pins <= match.device // size:
         return computed  # no other place has more of it: most prompts, so nothing else is looked at
     known = Known(num_tokens, match.device // size, match.gap, match.offloaded, candidate.query.stored)
-    lender = holder.executor.scheduler.recoveries.endpoint, num_lent
+    lender = holder.executor.scheduler.recoveries.endpoint, num_remote_pins
     plan = recoveries.predict(known, share, lender)
     if not plan.parts:
         return computed

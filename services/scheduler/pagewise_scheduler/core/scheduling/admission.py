@@ -74,9 +74,13 @@ class Admission:
             if head.status is not SequenceStatus.WAITING:
                 break  # it was to compute a segment, which another request has computed meanwhile
             own_room = room if head is self.favoured else room - watermark
+            available = self._kv.num_available
             best = self._best(head, oldest_step, own_room)
+            # Features that prepare a sequence hold blocks that were counted as room.
+            held = available - self._kv.num_available
+            room -= held
             if best is not None and best.status is SequenceStatus.WAITING:
-                return self._start(head, best, own_room)
+                return self._start(head, best, own_room - held)
         if changes == self._waiting.num_changes:
             return None
         return self.next(room, oldest_step, watermark)  # the queue has changed meanwhile
@@ -99,14 +103,14 @@ class Admission:
     def _may_begin(self, sequence: RequestSequence, oldest_step: int | None) -> bool:
         """Whether a sequence waits that may start, whatever is cached of it. Notes it in ``held`` if a feature does not
         let it."""
-        if not _first_has_begun(sequence):
+        # A sequence that was to compute a segment has ended, and its request has no sequences any more, if another
+        # request has computed the segment meanwhile.
+        if sequence.status is not SequenceStatus.WAITING or not _first_has_begun(sequence):
             return False
         holding = next((one for one in sequence.request.features if not one.may_start(sequence)), None)
         if holding is not None and holding.cause is not None:
             self.held[sequence] = holding.cause, None
-        # A sequence that was to compute a segment has ended if another request has computed it meanwhile.
-        waits = sequence.status is SequenceStatus.WAITING and not _is_in_flight(sequence, oldest_step)
-        return holding is None and waits
+        return holding is None and not _is_in_flight(sequence, oldest_step)
 
     def _best(self, head: RequestSequence, oldest_step: int | None, room: int) -> RequestSequence | None:
         """The sequence of the window of ``head`` that can start with the longest prefix; None: all of them wait for
@@ -158,7 +162,7 @@ class Admission:
         """Tokens of a prefix for which features have to prepare nothing: those in lower tiers too, if nothing between
         them is lacking."""
         size = self._kv.block_size
-        if all(node.num_places for node in found):
+        if all(node.num_tiers for node in found):
             return len(found) * size
         return size * next(number for number, node in enumerate(found) if node.block < 0)
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
-from pagewise_scheduler.core.memory.eviction_history import LostRun, place_after, place_of, root_key
+from pagewise_scheduler.core.memory.eviction_history import LostRun, key_after, key_of, root_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
@@ -47,11 +47,11 @@ def _look_for_lost(
     kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, missed: MissedPrefix, blocks: range
 ) -> None:
     size, lost = kv.block_size, kv.eviction_history.lost
-    place = root_key(sequence.cache_salt) if last_node is None else place_of(last_node)
+    key = root_key(sequence.cache_salt) if last_node is None else key_of(last_node)
     runs: dict[LostRun, int] = {}
     for index in blocks:
-        place = place_after(place, sequence.tokens_between(index * size, (index + 1) * size))
-        run = lost.find(place)
+        key = key_after(key, sequence.tokens_between(index * size, (index + 1) * size))
+        run = lost.find(key)
         if run is None or (run not in runs and len(runs) >= _RUNS):
             break
         runs[run] = runs.get(run, 0) + size

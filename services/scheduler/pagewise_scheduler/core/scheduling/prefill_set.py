@@ -223,7 +223,7 @@ class PrefillSet:
         for feature in sequence.request.features:
             feature.starts(sequence)
         size = self._size(sequence, budget)
-        num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.places else 0)
+        num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.locations else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])
         self._take_row(sequence)
         sequence.num_scheduled_tokens += size

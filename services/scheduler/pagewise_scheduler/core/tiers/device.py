@@ -22,8 +22,8 @@ class BlockPool(Pool):
     """The tier in which sequences compute: the content of blocks in use may not be known yet.
 
     Block tables hold references to its blocks. A cached block is evicted after those that follow it, so the ancestors
-    of a block that lies here lie here too. ``num_lent``: references of other executors that read blocks; ``lent``: how
-    many each of these blocks has.
+    of a block that lies here lie here too. ``num_remote_pins``: references of other executors that read blocks;
+    ``remote_pins``: how many each of these blocks has.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class BlockPool(Pool):
         if num_blocks < 1:
             raise ValueError(f"a pool holds at least one block, not {num_blocks}")
         super().__init__(DEVICE, num_blocks, tree, policy or LeastRecentlyUsed(), counters or MemoryCounters(), below)
-        self.num_lent = 0
-        self.lent = Counter[int]()
+        self.num_remote_pins = 0
+        self.remote_pins = Counter[int]()
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block, a sequence's last block first.
@@ -62,7 +62,7 @@ class BlockPool(Pool):
                     self.num_cached += 1
                     if not node.num_on_device:
                         self._evictable.push(node, NEAREST)
-                    if node.num_places > 1:
+                    if node.num_tiers > 1:
                         for tier in self.lower:  # where it was offered with an older tick
                             tier.offer(node)
         self._evictable.shrink(self.num_cached)
@@ -74,21 +74,21 @@ class BlockPool(Pool):
             node.last_used = self.policy.tick()
             super().restore(node)
 
-    def lend(self, blocks: list[int]) -> None:
+    def pin_remote(self, blocks: list[int]) -> None:
         """Pin blocks that another executor reads, until they are taken back."""
         self.pin(blocks)
-        self.num_lent += len(blocks)
-        self.lent.update(blocks)
+        self.num_remote_pins += len(blocks)
+        self.remote_pins.update(blocks)
 
-    def take_back(self, blocks: list[int]) -> None:
-        """The counterpart of ``lend``, a sequence's last block first."""
-        self.num_lent -= len(blocks)
+    def unpin_remote(self, blocks: list[int]) -> None:
+        """The counterpart of ``pin_remote``, a sequence's last block first."""
+        self.num_remote_pins -= len(blocks)
         if blocks:
-            lent = self.lent
+            remote_pins = self.remote_pins
             for block in blocks:
-                lent[block] -= 1
-                if not lent[block]:
-                    del lent[block]  # no executor reads it any more
+                remote_pins[block] -= 1
+                if not remote_pins[block]:
+                    del remote_pins[block]  # no executor reads it any more
             self.release(blocks)
 
     def cache_full_block(
@@ -107,7 +107,7 @@ class BlockPool(Pool):
         node = self.tree.add(parent, tokens) if known is None else known
         node.cached_by = owner
         node.block = block
-        node.num_places += 1
+        node.num_tiers += 1
         parent.num_on_device += 1
         self._nodes[block] = node
         if known is not None:
@@ -128,7 +128,7 @@ class BlockPool(Pool):
         assert parent is not None
         self._set_free(node.block)
         node.block = NOWHERE
-        node.num_places -= 1
+        node.num_tiers -= 1
         parent.num_on_device -= 1
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self._evictable.push(parent, NEAREST)
@@ -136,7 +136,7 @@ class BlockPool(Pool):
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None
         node.block = block
-        node.num_places += 1
+        node.num_tiers += 1
         node.parent.num_on_device += 1
         self._nodes[block] = node
 

@@ -16,7 +16,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
-from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
+from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Location, Tier
 
 MAX_ARRIVING = 256
 """Blocks that may be on their way to such a tier when another prefix is offered to it."""
@@ -82,7 +82,7 @@ class HashedTier(Tier):
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """See ``Tier``."""
-        if node.num_places == 1 and not node.flags & self._bit:  # else another tier has it, or this one
+        if node.num_tiers == 1 and not node.flags & self._bit:  # else another tier has it, or this one
             if not self._write(node, source, copies):
                 return False
             self._counters.demoted += source == DEVICE
@@ -175,18 +175,18 @@ class HashedTier(Tier):
 
     # ---- copies from this tier -----------------------------------------------------------------------
 
-    def places(self, root: BlockHash, tokens: bytes, block_size: int, start: int, stop: int) -> list[Place]:
+    def locations(self, root: BlockHash, tokens: bytes, block_size: int, start: int, stop: int) -> list[Location]:
         """Where the blocks ``start`` to ``stop`` of a prompt lie. Nothing is held.
 
         ``root``: where the block hashes of the prompt begin. ``tokens``: of the prompt (int32 bytes).
         """
         hashes = hash_chain(root, tokens, 4 * block_size)
         names = (BlockName(hashes[at], hashes[at - 1] if at else root) for at in range(start, stop))
-        return [Place(self, self.number, name=name) for name in names]
+        return [Location(self, self.number, name=name) for name in names]
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``. If a block is gone, the answer to the look-up is void."""
-        self._counters.recalled += len(places) - len(bad)
+        self._counters.recalled += len(locations) - len(bad)
         self._counters.recall_failed += len(bad)
         if bad:
             request.stored.pop(self.identity, None)

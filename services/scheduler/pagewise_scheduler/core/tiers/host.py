@@ -10,7 +10,7 @@ from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, Pre
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.pool import CACHED, Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Place, Tier
+from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Location, Tier
 
 MAX_ARRIVING = 1024
 """Blocks that may be on their way to a tier when another prefix is offered to it."""
@@ -56,7 +56,7 @@ class HostTier(Pool, Tier):
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """See ``Tier``."""
-        if node.num_places == 1:  # else it lies here already, or further down
+        if node.num_tiers == 1:  # else it lies here already, or further down
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
@@ -82,22 +82,26 @@ class HostTier(Pool, Tier):
 
     # ---- copies from this tier -----------------------------------------------------------------------
 
-    def hold(self, nodes: Iterable[CachedBlock]) -> list[Place]:
+    def hold(self, nodes: Iterable[CachedBlock]) -> list[Location]:
         """Keep these blocks here until they are let go of."""
-        places = [Place(self, self.number, node.copies[self.number], node) for node in nodes]
-        self.pin(place.block for place in places)
-        return places
+        locations = [Location(self, self.number, node.copies[self.number], node) for node in nodes]
+        self.pin(location.block for location in locations)
+        return locations
 
-    def let_go(self, places: Iterable[Place]) -> None:
+    def unhold(self, locations: Iterable[Location]) -> None:
         """See ``Source``."""
-        self.release(place.block for place in places)
+        self.release(location.block for location in locations)
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``."""
-        self.counters.loaded += len(places)
+        self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)
         # A generator, because the caller drops each node, and that takes others along.
-        return (place.node for place in bad if place.node is not None and self.node(place.block) is place.node)
+        return (
+            location.node
+            for location in bad
+            if location.node is not None and self.node(location.block) is location.node
+        )
 
     # ---- eviction ------------------------------------------------------------------------------------
 
@@ -112,7 +116,7 @@ class HostTier(Pool, Tier):
         block = node.copies[number]
         if block < 0 or self._references[block]:
             return None
-        if node.block >= 0 or (node.num_places > 1 and node.nearest_tier < number):
+        if node.block >= 0 or (node.num_tiers > 1 and node.nearest_tier < number):
             return REDUNDANT
         # What hangs on it goes first: here, or, where nothing can go further down, wherever it lies.
         return None if (self._num_children[block] if self._num_children else node.children) else NEAREST
@@ -126,7 +130,7 @@ class HostTier(Pool, Tier):
             node.copies = self._before + (block,) + self._after  # noqa: RUF005 - the faster way
         else:
             node.copies = (*copies[:number], block, *copies[number + 1 :])
-        node.num_places += 1
+        node.num_tiers += 1
         self._nodes[block] = node
         if self._num_children:
             self._num_children[block] = sum(child.copies[number] >= 0 for child in node.children.values())
@@ -139,8 +143,8 @@ class HostTier(Pool, Tier):
         """The cached block of ``node`` is free."""
         number, copies = self.number, node.copies
         block = copies[number]
-        node.num_places -= 1
-        if node.num_places == (node.block >= 0):
+        node.num_tiers -= 1
+        if node.num_tiers == (node.block >= 0):
             node.copies = self._no_copies
         else:
             node.copies = (*copies[:number], NOWHERE, *copies[number + 1 :])

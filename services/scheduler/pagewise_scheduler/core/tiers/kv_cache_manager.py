@@ -172,8 +172,8 @@ class KVCacheManager:
             on_device -= 1
         if on_device < len(blocks):
             further = blocks[on_device:]
-            gap = sum(1 for _ in takewhile(lambda node: not node.num_places, further))
-            offloaded = list(takewhile(lambda node: node.num_places, further[gap:]))
+            gap = sum(1 for _ in takewhile(lambda node: not node.num_tiers, further))
+            offloaded = list(takewhile(lambda node: node.num_tiers, further[gap:]))
             return CachedPrefix(blocks[:on_device], -1, 0, on_device * self.block_size, offloaded, gap)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size)
         if rest:
@@ -335,6 +335,6 @@ class KVCacheManager:
         Other executors that still read its blocks release them in the old tiers, which are not used any more.
         """
         pool = self.pool
-        assert pool.num_in_use <= pool.num_lent
+        assert pool.num_in_use <= pool.num_remote_pins
         self.close("executor reset")
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)

@@ -17,7 +17,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import Place, Source
+from pagewise_scheduler.core.tiers.tier import Location, Source
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -38,41 +38,41 @@ class PeerTiers(Source):
         self._peer = peer
         self._device: BlockPool = kv.pool
         self._tiers: Mapping[int, Pool] = kv.tiers
-        self._lent: list[int] = []  # blocks of the peer's device that are kept for this, in a sequence's order
+        self._pinned: list[int] = []  # blocks of the peer's device that are kept for this, in a sequence's order
         self._num_held = 0
 
-    def hold(self, nodes: Sequence[CachedBlock]) -> list[Place]:
+    def hold(self, nodes: Sequence[CachedBlock]) -> list[Location]:
         """Hold each of these blocks in the nearest tier that has it.
 
         The blocks before them on the peer's device are held too: a block in use needs its ancestors there.
         """
         before = takewhile(lambda node: node.block >= 0, ancestors(nodes[0].parent))
-        lent = [node.block for node in before]
-        lent.reverse()
-        places = []
+        pinned = [node.block for node in before]
+        pinned.reverse()
+        locations = []
         for node in nodes:
             number = node.nearest_tier
-            place = Place(self, number, node.block_id(number), node)
+            location = Location(self, number, node.block_id(number), node)
             if number == DEVICE:
-                lent.append(place.block)
+                pinned.append(location.block)
             else:
-                self._tiers[number].pin((place.block,))
-            places.append(place)
-        self._device.lend(lent)
-        self._lent += lent
-        self._num_held += len(places)
-        return places
+                self._tiers[number].pin((location.block,))
+            locations.append(location)
+        self._device.pin_remote(pinned)
+        self._pinned += pinned
+        self._num_held += len(locations)
+        return locations
 
-    def let_go(self, places: Iterable[Place]) -> None:
+    def unhold(self, locations: Iterable[Location]) -> None:
         """See ``Source``. The peer's device gets its blocks back all at once: else a block could be evicted while one
         of its descendants is still lent."""
-        for place in places:
+        for location in locations:
             self._num_held -= 1
-            if place.tier != DEVICE:
-                self._tiers[place.tier].release((place.block,))
+            if location.tier != DEVICE:
+                self._tiers[location.tier].release((location.block,))
         if not self._num_held:
-            lent, self._lent = self._lent, []
-            self._device.take_back(lent[::-1])
+            pinned, self._pinned = self._pinned, []
+            self._device.unpin_remote(pinned[::-1])
             self._peer.wake()
 
     def remote(self, tier: int) -> RemoteTier:
@@ -82,9 +82,9 @@ class PeerTiers(Source):
         step = 0 if tier == DEVICE else self._peer.scheduler.last_step
         return RemoteTier(self.peer, self.epoch, step, self._peer.key)
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
         """See ``Source``."""
-        self._counters.fetched += len(places) - len(bad)
+        self._counters.fetched += len(locations) - len(bad)
         self._counters.fetch_failed += len(bad)
         return ()
 
@@ -149,4 +149,4 @@ def _readable(path: list[CachedBlock], *, device_only: bool) -> list[CachedBlock
     """The beginning of a path that lies on the device, or in any tier unless ``device_only``."""
     if device_only:
         return [*takewhile(lambda node: node.block >= 0, path)]
-    return [*takewhile(lambda node: node.num_places, path)]
+    return [*takewhile(lambda node: node.num_tiers, path)]

@@ -164,9 +164,9 @@ class Pool:
         else:
             kept = self.below is not None and self._demote(node, copies)
             self._leave(node)
-            if not node.num_places:
+            if not node.num_tiers:
                 self.drop(node)
-            for tier in self.lower if node.num_places else ():  # it may be the nearest one there now
+            for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
                 tier.offer(node)
         self._count_evicted(kept=kept)
         return True
@@ -233,11 +233,11 @@ class Pool:
         if node.children:
             self._drop_below(node, reason)
         lay = self.number
-        if node.num_places:
+        if node.num_tiers:
             lay = node.nearest_tier
             for tier in self._caches:
                 tier.forget(node)
-        if not node.num_places:
+        if not node.num_tiers:
             self.tree.eviction_history.note(node, reason, lay, self.policy, self._evictable.price)
         stays = self.tree.prune(node)
         if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
@@ -251,9 +251,9 @@ class Pool:
             lay = found.nearest_tier
             for tier in self._caches:
                 tier.forget(found)
-            if lay != NOWHERE and not found.num_places:
+            if lay != NOWHERE and not found.num_tiers:
                 self.tree.eviction_history.note(found, reason, lay, self.policy, self._evictable.price)
-            if not found.children and not found.num_places:
+            if not found.children and not found.num_tiers:
                 self.tree.remove(found)
 
     def _demote(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:

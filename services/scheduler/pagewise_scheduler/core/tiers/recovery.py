@@ -24,7 +24,7 @@ from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, RecoveryPolicy, compose
-from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
 
 _REPORTS_KEPT = 4096
@@ -102,12 +102,12 @@ class Recoveries:
 
         ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
         """
-        start, (peer, num_lent) = query.start, lender
+        start, (peer, num_remote_pins) = query.start, lender
         offers = self._offers_below(start, query.gap, query.offloaded)
-        if num_lent > start and self.can_fetch_from(peer):
+        if num_remote_pins > start and self.can_fetch_from(peer):
             assert self.directory is not None
             source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
-            offers.append(Offer(source, start, num_lent, _hold_none))
+            offers.append(Offer(source, start, num_remote_pins, _hold_none))
         offers += [
             Offer(tier, start, end, _hold_none)
             for tier, end in self._looked_up(query.stored, query.num_tokens)
@@ -165,7 +165,7 @@ class Recoveries:
             if end > start:
                 root = self._kv.pool.tree.root_hash(sequence.cache_salt)
                 yield Offer(
-                    tier, start, end, partial(tier.places, root, sequence.token_bytes()[: 4 * end * size], size)
+                    tier, start, end, partial(tier.locations, root, sequence.token_bytes()[: 4 * end * size], size)
                 )
 
     def _looked_up(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[HashedTier, int]]:
@@ -226,12 +226,12 @@ class Recoveries:
     def begin(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> Recovery:
         """The sequence has taken ``prefix``, and will have room for the blocks that ``plan`` brings."""
         loads = plan.method in ("load", "both")
-        places = [place for part in plan.parts if loads for place in part.hold(part.start, part.stop)]
+        locations = [location for part in plan.parts if loads for location in part.hold(part.start, part.stop)]
         recovery = Recovery(
             sequence=sequence,
             plan=plan,
-            places=places,
-            back=len(places),
+            locations=locations,
+            back=len(locations),
             device_tokens=prefix.num_tokens,
             resumed=sequence.num_preemptions > 0,
             first_start=isnan(sequence.request.scheduled_time),
@@ -239,7 +239,7 @@ class Recoveries:
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
         sequence.note(recovery)
-        if places:
+        if locations:
             recovery.active = True
             self._active[sequence] = recovery
         elif plan.parts:
@@ -333,12 +333,12 @@ class Recoveries:
         recovery.back -= count
         recovery.loading += count
         index = recovery.first + recovery.back
-        held = recovery.places[recovery.back : recovery.back + count]
-        for _, run in groupby(held, key=lambda place: place.tier):
-            places = list(run)
-            blocks = recovery.sequence.table.blocks[index : index + len(places)]
-            index += len(places)
-            self.transfers.ask(step, requested, recovery, places, blocks)
+        held = recovery.locations[recovery.back : recovery.back + count]
+        for _, run in groupby(held, key=lambda location: location.tier):
+            locations = list(run)
+            blocks = recovery.sequence.table.blocks[index : index + len(locations)]
+            index += len(locations)
+            self.transfers.ask(step, requested, recovery, locations, blocks)
 
     def copied(self, message: Copied) -> list[RequestSequence]:
         """The executor has made a list of copies, demotions included. Returns the sequences that have to start over
@@ -353,11 +353,11 @@ class Recoveries:
         if not bad:
             load.link.observe(seconds, 1, load.num_blocks)
         missed = load.is_missed(bad)
-        for receiver, places, blocks in load.parts:
-            corrupt = [place for place, block in zip(places, blocks, strict=True) if block in bad]
-            for node in places[0].source.came(places, corrupt, receiver.request):
+        for receiver, locations, blocks in load.parts:
+            corrupt = [location for location, block in zip(locations, blocks, strict=True) if block in bad]
+            for node in locations[0].source.came(locations, corrupt, receiver.request):
                 self._kv.pool.drop(node, "corrupt")
-            receiver.came(places, corrupt, seconds)
+            receiver.came(locations, corrupt, seconds)
         if missed and load.parts[0][1][0].source.has_failed(len(bad), load.num_blocks):
             load.link.failed()
         return [sequence for sequence, recovery in self._active.items() if recovery.corrupt]
@@ -411,8 +411,10 @@ class Recoveries:
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
         recovery.active = False
-        for source, places in groupby(reversed(recovery.places[: recovery.back]), key=lambda place: place.source):
-            source.let_go(places)
+        for source, locations in groupby(
+            reversed(recovery.locations[: recovery.back]), key=lambda location: location.source
+        ):
+            source.unhold(locations)
         self.reports.append(recovery)
         if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):
             self.transfers.cancel_unneeded()
@@ -428,13 +430,13 @@ def _arrival_order(sequence: RequestSequence) -> tuple[int, float, int]:
     return (*sequence.request.order, sequence.index)
 
 
-def _hold_none(start: int, stop: int) -> list[Place]:
+def _hold_none(start: int, stop: int) -> list[Location]:
     """Stand for ``Offer.hold`` in a prediction."""
     raise AssertionError("a prediction holds no blocks")
 
 
 def _holder(
-    hold: Callable[[list[CachedBlock]], list[Place]], nodes: list[CachedBlock], at: int
-) -> Callable[[int, int], list[Place]]:
+    hold: Callable[[list[CachedBlock]], list[Location]], nodes: list[CachedBlock], at: int
+) -> Callable[[int, int], list[Location]]:
     """Hold blocks of a prompt from one index to another, of which ``nodes`` are those from ``at`` on."""
     return lambda start, stop: hold(nodes[start - at : stop - at])

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, RecoveryEstimate, together
-from pagewise_scheduler.core.tiers.tier import Place, Source, Tier
+from pagewise_scheduler.core.tiers.tier import Location, Source, Tier
 
 Method = Literal["device", "load", "recompute", "both"]
 RecoveryMode = Literal["auto", "swap", "recompute", "both"]
@@ -24,7 +24,7 @@ class Offer(NamedTuple):
     source: Source
     start: int
     stop: int
-    hold: Callable[[int, int], list[Place]]
+    hold: Callable[[int, int], list[Location]]
 
     def part(self, start: int, stop: int) -> "Offer":
         """Of these blocks, those from ``start`` to ``stop``."""
@@ -121,7 +121,7 @@ class Recovery:
 
     sequence: RequestSequence
     plan: RecoveryPlan
-    places: list[Place]
+    locations: list[Location]
     back: int
     device_tokens: int
     resumed: bool
@@ -145,14 +145,14 @@ class Recovery:
         """See ``Receiver``."""
         return self.active
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], seconds: float) -> None:
         """See ``Receiver``."""
-        self.loading -= len(places)
+        self.loading -= len(locations)
         if bad:
             self.corrupt = True
         elif self.active:
-            name = places[0].source.name
-            self.loaded[name] = self.loaded.get(name, 0) + len(places) * self.sequence.table.block_size
+            name = locations[0].source.name
+            self.loaded[name] = self.loaded.get(name, 0) + len(locations) * self.sequence.table.block_size
             self.link_seconds += seconds
 
     @property

@@ -33,7 +33,7 @@ Copies = Sequence[BlockCopy]
 """Copies in an order in which each of them reads the right content."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a block lies that is held for a recovery: the number of the tier, and the id or the name there.
 
     ``node``: the block in the prefix tree of the executor that holds it, if it is in one.
@@ -60,14 +60,14 @@ class Source:
     epoch: int = 0
     is_far: bool = False
 
-    def let_go(self, places: Iterable[Place]) -> None:
+    def unhold(self, locations: Iterable[Location]) -> None:
         """Release blocks that were held, the last one of a sequence first."""
 
     def remote(self, tier: int) -> RemoteTier | None:
         """How a copy from there names the executor that has the tier; None: it is this executor."""
         return None
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], request: Request) -> Iterable[CachedBlock]:
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
         """Count the blocks that have come for a request, of which ``bad`` do not have the right content. Returns the
         nodes of this executor's tree whose content is corrupt."""
         raise NotImplementedError

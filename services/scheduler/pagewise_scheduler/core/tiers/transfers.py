@@ -11,7 +11,7 @@ from pagewise_shared.protocol import DEVICE, BlockCopies, Copied, pack_int32s, u
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.tiers.tier import Place
+from pagewise_scheduler.core.tiers.tier import Location
 
 _LATE = 4.0
 """A list of copies is late once it takes so many times the predicted seconds: only one that is lost is late by much."""
@@ -52,8 +52,9 @@ class Receiver(Protocol):
         """Whether the blocks are still of use to it."""
         ...
 
-    def came(self, places: Sequence[Place], bad: Sequence[Place], seconds: float) -> None:
-        """The blocks at ``places`` have been copied, in a list that took ``seconds``, but those at ``bad`` wrongly."""
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], seconds: float) -> None:
+        """The blocks at ``locations`` have been copied, in a list that took ``seconds``, but those at ``bad``
+        wrongly."""
         ...
 
 
@@ -67,7 +68,7 @@ class Load:
 
     link: Link
     epoch: int = 0
-    parts: list[tuple[Receiver, list[Place], list[int]]] = field(default_factory=list)
+    parts: list[tuple[Receiver, list[Location], list[int]]] = field(default_factory=list)
     num_blocks: int = 0
     predicted: float = 0.0
 
@@ -79,13 +80,13 @@ class Load:
         """How a plan asks for it."""
         pairs: list[int] = []
         names: list[BlockName] = []
-        for _, places, blocks in self.parts:
-            for place, block in zip(places, blocks, strict=True):
-                if place.name is None:
-                    pairs += (place.block, block)
+        for _, locations, blocks in self.parts:
+            for location, block in zip(locations, blocks, strict=True):
+                if location.name is None:
+                    pairs += (location.block, block)
                 else:
                     pairs += (len(names), block)
-                    names.append(place.name)
+                    names.append(location.name)
         remote = self.parts[0][1][0].source.remote(key.source)
         return BlockCopies(key.source, key.target, pack_int32s(pairs), remote, pack_names(names))
 
@@ -142,14 +143,16 @@ class Transfers:
         tier = max(key.source, key.target)
         return Cancelled(key.step, "", tier) if self._kv.lower_tier(tier).is_far else None
 
-    def ask(self, step: int, requested: Loads, receiver: Receiver, places: list[Place], blocks: list[int]) -> None:
-        """Let the plan of ``step`` bring the blocks held at ``places`` of one tier to these blocks of the device."""
-        source, count = places[0].source, len(places)
-        key = TransferKey(step, places[0].tier, DEVICE, source.peer)
+    def ask(
+        self, step: int, requested: Loads, receiver: Receiver, locations: list[Location], blocks: list[int]
+    ) -> None:
+        """Let the plan of ``step`` bring the blocks held at ``locations`` of one tier to these blocks of the device."""
+        source, count = locations[0].source, len(locations)
+        key = TransferKey(step, locations[0].tier, DEVICE, source.peer)
         load = requested.setdefault(key, Load(source.link, source.epoch))
         # Pinned, so that no other sequence gets a block before its content has arrived, even if the receiver ends.
         self._kv.pool.pin(blocks)
-        load.parts.append((receiver, places, blocks))
+        load.parts.append((receiver, locations, blocks))
         load.num_blocks += count
         load.predicted += load.link.asked(count, self.now)
         self.num_loading += count
@@ -175,8 +178,8 @@ class Transfers:
         """Release the source and target blocks of a load. ``seconds``: the time that its link took; 0: unknown."""
         self.num_loading -= load.num_blocks
         load.link.done(load.num_blocks, load.predicted, seconds)
-        for _, places, blocks in load.parts:
-            places[0].source.let_go(reversed(places))
+        for _, locations, blocks in load.parts:
+            locations[0].source.unhold(reversed(locations))
             self._kv.drop(blocks, None)
 
     def clear(self) -> None:
