@@ -8,8 +8,8 @@ class BlockTable:
     """Blocks of one sequence in order: token ``i`` lives in block ``i // block_size`` at slot ``i % block_size``.
 
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
-    tree; the blocks up to it are the tree's own, those after it are the sequence's alone. ``owner``: the request
-    that it is of.
+    tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
+    of the sequence.
     """
 
     __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner")

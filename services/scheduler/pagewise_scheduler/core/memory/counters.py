@@ -1,4 +1,4 @@
-"""What has happened to blocks since the executor joined."""
+"""Counts of events of blocks since the executor joined."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ class MemoryCounters:
     """Blocks, counted up only.
 
     Fields:
-        evicted: lost their place on the device to others. demoted: those of them that went to a tier below;
-            dropped: those that went nowhere, and would have to be computed again. The rest had a copy there already.
-        lower_evicted: lost their place in a tier below the device to others, by the number of the tier.
+        evicted: left the device to make room. demoted: evicted ones that were copied to a tier below;
+            dropped: evicted ones of which no copy exists. The other evicted blocks had a copy below already.
+        lower_evicted: left a tier below the device to make room, by the number of the tier.
         stored, loaded: copies to and from such tiers that were confirmed.
-        corrupt: came back from there with another content than was stored; they are computed again.
+        corrupt: were loaded from such a tier with a wrong content; they are computed again.
         fetched: came from other executors. fetch_failed: did not come, or not whole; they are computed.
         recalled: came from tiers without ids. recall_failed: were not there any more, or not whole; they are computed.
         written: went to such tiers. not_written: were to go there, but were evicted before, not worth it, or not taken.
-        copied: copied on the device because somebody had to write into a shared block.
+        copied: copied on write: a sequence had to write into a shared block.
     """
 
     evicted: int = 0
@@ -38,7 +38,7 @@ class MemoryCounters:
     not_written: int = 0
 
     def by_name(self) -> dict[str, int]:
-        """All of them by what people call them: what the host has evicted is "host_evicted"."""
+        """All counts by their names in metrics: the host's evicted blocks are "host_evicted"."""
         counts = {name: getattr(self, name) for name in self.__slots__ if name != "lower_evicted"}
         for name in POOL_TIERS[1:]:
             counts[f"{name}_evicted"] = self.lower_evicted[TIER_NAMES.index(name)]

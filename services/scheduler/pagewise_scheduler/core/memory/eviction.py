@@ -1,4 +1,4 @@
-"""In which order cached blocks give way."""
+"""Eviction policies, and the queue of evictable blocks that they order."""
 
 import heapq
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.memory.use_history import UseHistory
 
 PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
-"""Endings that say more than the length of the answer, which is told by lower numbers: see ``ending``."""
+"""Endings that predict the next use better than the length of the answer, which has lower numbers: see ``ending``."""
 NUM_ENDINGS = 13
 
 _HOURS, _DAYS = 900.0, 4 * 3600.0
@@ -18,12 +18,12 @@ _HOURS, _DAYS = 900.0, 4 * 3600.0
 
 
 def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = False, priority: int = 0) -> int:
-    """How a use of a prefix ended, as far as that tells when it is used again.
+    """The class of the end of a prefix's use, which predicts when the prefix is used again.
 
-    What its client or the protocol says counts more than the length of the answer, which tells people who read from
-    programs that ask for one word. The result of a tool that was called comes behind the prefix, and a sequence that
-    was ``PREEMPTED`` comes back. ``retention``: seconds for which the client wants the prefix kept; 0: it says nothing.
-    ``priority``: that of the request; a request that runs late is mostly one of a batch.
+    A hint of the client or of the protocol counts more than the length of the answer, which distinguishes people who
+    read from programs that ask for one word. A tool's result follows the prefix that called the tool, and a sequence
+    that was ``PREEMPTED`` comes back. ``retention``: seconds for which the client wants the prefix kept; 0: no hint.
+    ``priority``: of the request; late requests mostly belong to a batch.
     """
     if retention > 0:
         return RETAINED_MINUTES + (retention >= _HOURS) + (retention >= _DAYS)
@@ -41,8 +41,8 @@ REDUNDANT, NEAREST = 0, 1
 class EvictionPolicy(Protocol):
     """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses.
 
-    Blocks of one group go in an order that does not change while they wait; which group gives up its first block next
-    is decided by what that block is worth at that time.
+    Blocks of one group are evicted in an order that does not change while they wait. The group whose first block has
+    the lowest value at that time gives up this block next.
     """
 
     learns: bool
@@ -60,7 +60,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def value(self, block: CachedBlock) -> float:
-        """What the first block of a group is worth now; the group whose first one is worth the least gives it up."""
+        """The value of the first block of a group now; the group with the lowest value gives up its first block."""
         ...
 
     def probability(self, block: CachedBlock) -> float:
@@ -109,7 +109,7 @@ class CostAware:
     """By hit density: the uses per unit of time that keeping a block brings (see ``UseHistory``), times the seconds
     that each saves.
 
-    A block takes the same room as any other, so the room goes to those that bring the most seconds per unit of time.
+    All blocks take the same room, so the blocks that save the most seconds per unit of time keep it.
     ``seconds(block)``: the cheapest way back if its tier loses the block.
     """
 
@@ -145,7 +145,7 @@ class CostAware:
         return self._history.probability(block.kind, block.last_used)
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
-        """Count the return of those used before, and put each into its class."""
+        """Count the return of blocks that were used before, and put each block into its class."""
         self._history.used(blocks, ending)
 
 
@@ -163,23 +163,23 @@ _POPS_BETWEEN_LOOKS = 128
 
 
 class EvictionQueue:
-    """Blocks of one tier that may be evicted now, those of the lowest ``rank`` first, then by the policy.
+    """Blocks of one tier that may be evicted now, the lowest ``rank`` first, then by the policy.
 
     Nothing is taken out when a block stops being evictable: its entry is stale, and skipped when its turn comes.
-    ``rank_of`` says as what a block may be evicted now, None: not at all.
+    ``rank_of`` returns the rank of a block now, None: it may not be evicted.
 
-    Each group is a heap. A heap of the groups, by what their first blocks are worth, says which is next: a group that
-    gave up a block is looked at again at once, all of them now and then, because what a block is worth changes with
+    Each group is a heap. A heap of the groups, by the values of their first blocks, has the next one on top. A group
+    that gave up a block is valued again at once, all groups now and then, because values change with
     time. ``_valued``: the block of each group whose worth that is. A prefix is evicted from its end, and each of its
     blocks enters the queue only when the one behind it has gone, so meanwhile the others of its group stay as they are.
-    ``price``: what the block that was taken last was worth, or the first one of its group a moment before.
+    ``price``: the value of the block that was taken last, or of the first block of its group a moment before.
     """
 
     def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
         self._policy = policy
         self._rank_of = rank_of
         self._groups: dict[_Key, list[_Entry]] = {}  # none of them empty
-        self._worth: list[tuple[int, float, _Key]] = []  # rank, what the first block is worth, group: one of each group
+        self._worth: list[tuple[int, float, _Key]] = []  # rank, value of the first block, group: one of each group
         self._valued: dict[_Key, CachedBlock] = {}
         self._size = self._tie = 0
         self.price = 0.0

@@ -1,8 +1,8 @@
-"""Which cached blocks were lost, when, and for whom: what tells a later request why its prefix is not there any more.
+"""Lost blocks, with the time and the requests involved: they explain to a later request why its prefix is not cached.
 
-Nothing of this is content. A block is named by its *place*: a hash of its tokens and of all that come before them, down
-to its cache salt, which depends on the process's random hash seed and never leaves it. So a place is found only by who
-has the same tokens under the same salt.
+Nothing of this is content. A block is named by a *key*: a hash of its tokens and of all tokens before them, down
+to its cache salt, which depends on the process's random hash seed and never leaves it. So only a request that has the
+same tokens under the same salt finds a key.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_LOST = 65_536
 """Blocks that are remembered after they were lost."""
 _MOST_AT_ONCE = 8_192
-"""Blocks that are noted of those that are lost with an executor, the beginnings of prefixes first."""
+"""The most blocks that are noted when an executor is lost, the beginnings of prefixes first."""
 
 _ONE_RUN_SECONDS = 1.0
 
@@ -36,11 +36,12 @@ class RequestRef:
 
 @dataclass(slots=True, eq=False)
 class LostRun:
-    """Blocks that were lost together: within a second, for one request, of those that one request had computed.
+    """Blocks of one request that were lost together: within a second, and for one other request.
 
-    ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: who computed them, as far
-    as known. ``taker``: for whose blocks they were evicted, the first of ``num_takers``. ``policy``: class of the
-    eviction policy; ``price``: what it said that the first of them was worth. ``tier``: the last one that they lay in.
+    ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: the request that
+    computed them, if known. ``taker``: the first of the ``num_takers`` requests for whose blocks they were evicted.
+    ``policy``: class of the eviction policy; ``price``: the value that it gave to the first of them. ``tier``: the
+    last tier that had them.
     """
 
     time: float
@@ -70,20 +71,21 @@ class LostBlocks:
         return len(self._new) + len(self._old)
 
     def add(self, key: int, run: LostRun) -> None:
-        """The block at this place was lost."""
+        """The block with this key was lost."""
         if len(self._new) >= self._generation:
             self._old, self._new = self._new, {}
         self._new[key] = run
 
     def find(self, key: int) -> LostRun | None:
-        """How the block at this place was lost last; None: it was not, or too long ago."""
+        """How the block with this key was lost last; None: it was not, or too long ago."""
         return self._new.get(key) or self._old.get(key)
 
 
 class LossLog:
-    """Notes what one executor loses. ``lost``: where to. ``now``: the time of the step that is being planned.
+    """Notes the losses of one executor. ``lost``: the log, shared by all executors. ``now``: the time of the step
+    that is being planned.
 
-    ``taker``, ``num_takers``: who takes blocks right now, for which others may be evicted.
+    ``taker``, ``num_takers``: the first request for which blocks are being reserved right now, and their number.
     """
 
     def __init__(self) -> None:
@@ -95,7 +97,7 @@ class LossLog:
         self._run: LostRun | None = None
 
     def note(self, node: "CachedBlock", reason: LossReason, tier: int, policy: object, price: float) -> None:
-        """The content of ``node`` lies nowhere any more."""
+        """No tier has the content of ``node`` any more."""
         run, taker = self._run, self.taker
         if (
             run is None
@@ -131,23 +133,23 @@ class LossLog:
 
 
 def root_key(cache_salt: str | None) -> int:
-    """The place at which the prefixes of a cache salt begin."""
+    """The key at which the prefixes of a cache salt begin."""
     return hash(("root", cache_salt)) or 1
 
 
 def key_after(key: int, tokens: bytes) -> int:
-    """The place of the block with these tokens (int32 bytes) behind a place."""
+    """The key of the block with these tokens (int32 bytes) behind a block or root with ``key``."""
     return hash((key, tokens)) or 1
 
 
 def key_of(node: "CachedBlock") -> int:
-    """The place of a block. Chains over as many ancestors as nobody has asked for yet, as ``hash_of`` does."""
+    """The key of a block. Computes the missing keys of its ancestors too, as ``hash_of`` does."""
     path: list[CachedBlock] = []
     current: CachedBlock | None = node
     while current is not None and not current.history_key:
         path.append(current)
         current = current.parent
-    assert current is not None, "a root has its place from the beginning"
+    assert current is not None, "a root has its key from the beginning"
     known = current.history_key
     for below in reversed(path):
         known = below.history_key = hash((known, below.tokens)) or 1

@@ -1,9 +1,9 @@
-"""Which contents lie in which blocks: a tree of full blocks, one level per block of tokens.
+"""The prefix tree, which maps contents to blocks: full blocks, one level per block of tokens.
 
-The way from the root to a node spells the tokens of a prefix, so a node stands for what its chained block hash stands
-for (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the tree knows a
-block's descendants, which eviction asks for. Hashes name blocks outside of it; they are made when somebody asks. Each
-cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+The way from the root to a node spells the tokens of a prefix, so a node stands for the same content as its chained
+block hash (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the
+tree knows a block's descendants, which eviction asks for. Hashes name blocks outside of it; they are computed on
+demand. Each cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
 """
 
 from array import array
@@ -20,7 +20,7 @@ NOWHERE = -1
 """The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
 
 PRIVATE = 1
-"""The bit of ``CachedBlock.flags`` that says that the block's cache salt is of some clients only."""
+"""The bit of ``CachedBlock.flags`` of blocks whose cache salt belongs to some clients only."""
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -28,7 +28,7 @@ _UNKNOWN = BlockHash(b"")
 
 
 class CachedBlock:
-    """A full block whose content is known: ``tokens`` (int32 bytes) after those of its ancestors.
+    """A full block whose content is known: ``tokens`` (int32 bytes) after its ancestors' tokens.
 
     It lies in one tier or in several; a root lies nowhere. On the device its ancestors lie there too.
 
@@ -110,7 +110,7 @@ def name_of(node: CachedBlock) -> BlockName:
 
 
 def hash_of(node: CachedBlock) -> BlockHash:
-    """The block hash of a node. Chains over as many ancestors as nobody has asked for yet."""
+    """The block hash of a node. Computes the missing hashes of its ancestors too."""
     path: list[CachedBlock] = []
     current: CachedBlock | None = node
     while current is not None and not current.hash:  # not recursive: a chain may be longer than the interpreter's stack
@@ -133,7 +133,7 @@ def hash_chain(root: BlockHash, tokens: bytes, size: int) -> tuple[BlockHash, ..
 
 
 def ancestors(node: CachedBlock | None) -> Iterator[CachedBlock]:
-    """A block, and those that come before it, the nearest first; without the root."""
+    """A block and its ancestors, the nearest first; without the root."""
     while node is not None and node.parent is not None:
         yield node
         node = node.parent
@@ -158,7 +158,7 @@ class PrefixTree:
     """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
 
     ``num_tiers``: one more than the highest number of a tier in which blocks may lie. ``no_copies``: the ids of one
-    that lies in none below the device. ``eviction_history``: of what leaves its last tier.
+    that lies in none below the device. ``eviction_history``: the log of blocks that leave their last tier.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class PrefixTree:
         return root_hash(self.model_fingerprint, cache_salt) if known is None else known.hash
 
     def unlink(self) -> None:
-        """Take all nodes apart, when nobody looks into this tree any more.
+        """Take all nodes apart, when the tree is not used any more.
 
         Parents and children hold each other, so they would stay until a garbage collection, which is rare here.
         """
@@ -233,7 +233,7 @@ class PrefixTree:
         return path
 
     def extend(self, node: CachedBlock, keys: Iterable[bytes]) -> list[CachedBlock]:
-        """The blocks that spell ``keys`` below ``node``, of which those are added that the tree does not have."""
+        """The blocks that spell ``keys`` below ``node``; missing ones are added."""
         path: list[CachedBlock] = []
         for key in keys:
             node = node.children.get(key) or self.add(node, key)
@@ -251,7 +251,7 @@ class PrefixTree:
 
     @staticmethod
     def still_there(path: list[CachedBlock]) -> None:
-        """Cut a path that ``walk`` gave once back to what is still cached of it."""
+        """Cut a path that ``walk`` returned once back to the blocks that are still cached."""
         while path and not path[-1].num_tiers:
             path.pop()
 
@@ -281,9 +281,10 @@ class PrefixTree:
         return node
 
     def prune(self, node: CachedBlock) -> CachedBlock:
-        """Take out ``node`` and what leads to it alone, as far as they lie nowhere; returns the first that stays.
+        """Remove ``node`` and the ancestors that lead to it alone, while no tier has them; returns the first that
+        stays.
 
-        One that lies nowhere but leads somewhere stays: what hangs on it is of use once it is computed.
+        A node without a tier that has children stays: they are of use once it is computed.
         """
         while not node.children and not node.num_tiers and node.parent is not None:
             self.remove(node)

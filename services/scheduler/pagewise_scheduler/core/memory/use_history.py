@@ -1,11 +1,12 @@
-"""What becomes of prefixes after they were used: how likely they are used again, by class and by age.
+"""The further life of prefixes after a use: the probability that they are used again, by class and by age.
 
-A prefix that is used, used again, or forgotten is a lifetime, so what is learned is a life table, as actuaries and
-survival analysis have it: for each class and each span of ages, how many prefixes reached that age unused, and how many
-of them were used again within the span. Prefixes that are still waiting count for the ages they have reached. From it
-follows what eviction asks for: the uses per block and unit of time that keeping a prefix for a while can bring, if it
-is kept for the best while. That is the Gittins index of a job whose service time is unknown (Gittins, 1979), with a use
-in place of the job's end; the hit density of LHD (Beckmann, Chen and Cidon, NSDI 2018) is its relative.
+A prefix that is used, used again, or forgotten is a lifetime, so the history is a life table, as in actuarial
+science and survival analysis: for each class and each span of ages, how many prefixes reached that age unused, and
+how many of them were used again within the span. Prefixes that are still waiting count for the ages they have
+reached. From it follows the number that eviction needs: the uses per block and unit of time that keeping a prefix
+for a while can bring, if it is kept for the best while. That is the Gittins index of a job whose service time is
+unknown (Gittins, 1979), with a use in place of the job's end; the hit density of LHD (Beckmann, Chen and Cidon, NSDI
+2018) is its relative.
 """
 
 from array import array
@@ -24,7 +25,7 @@ _STRIDE = 16
 _LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
 """How many prefixes are remembered; each takes about 160 bytes."""
 _LEAST_HALF_LIFE = 1 << 15
-"""Counted uses after which what was learned weighs half; as many as prefixes are remembered, if these are more."""
+"""Counted uses after which old counts weigh half; as many as prefixes are remembered, if these are more."""
 _MOST_BETWEEN_LESSONS = 1 << 10
 _MOST_USES_KEPT = 4
 """Uses that are kept for each prefix that is remembered: one that is used often leaves many."""
@@ -38,10 +39,10 @@ _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 """Where nothing is known, one in twenty of the prefixes that reach a span is used again in it, three times as many in
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
 _CLASS_WEIGHT = 4.0
-"""How many prefixes of a class weigh as much as what is known of all classes."""
+"""The number of a class's prefixes that weighs as much as the counts of all classes."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
-not in more than half of all cases. If clients announce what they do not do, their classes become worth little."""
+not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
 
 
 def _span(age: int) -> int:
@@ -50,14 +51,14 @@ def _span(age: int) -> int:
 
 
 class UseHistory:
-    """What is known of prefixes that were used and came back, in one executor's cache or in those of a fleet.
+    """Counts of prefixes that were used and came back, in one executor's cache or in the caches of a fleet.
 
-    Executors of one model may share it: the same users ask all of them, and each alone would learn from a part of what
-    there is to learn. Prefixes are remembered after their blocks were evicted too, so that a return is noticed.
+    Executors of one model may share it: the same users ask all of them, and each alone would see only a part of
+    the returns. Prefixes are remembered after their blocks were evicted too, so that a return is noticed.
     Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one before
-    them. A class is told by how often a block was used before, how its last use ended (see ``eviction.ending``), and
-    whether it was a new end on a known beginning. Nothing is known about the workload in advance, and classes that mean
-    nothing come out equal.
+    them. A class is given by the number of times a block was used before, how its last use ended (see
+    ``eviction.ending``), and whether it was a new end on a known beginning. Nothing is known about the workload in
+    advance, and classes that mean nothing come out equal.
 
     ``now``: the blocks that have come into the caches, which is the time in which ages are counted.
     """
@@ -71,8 +72,8 @@ class UseHistory:
         # has been forgotten.
         self._first = 0
         self._times, self._classes = array("q"), bytearray()
-        # By class and span: the prefixes that have reached the span unused, and those of them that were used again in
-        # it. Uses before the number in ``_counted`` have been asked whether their prefix reaches the span.
+        # By class and span: the prefixes that have reached the span unused, and the ones among them that were used
+        # again in it. Uses before the number in ``_counted`` have been asked whether their prefix reaches the span.
         self._reached = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
         self._returned = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
         self._counted = [0] * _SPANS
@@ -84,7 +85,7 @@ class UseHistory:
     def serve(self, num_blocks: int) -> None:
         """Remember enough prefixes for a pool of ``num_blocks`` blocks.
 
-        These are four times as many as it has blocks, and so stand for 64 times what it holds, because every sixteenth
+        These are four times as many as it has blocks, and so stand for 64 times its content, because every sixteenth
         block is remembered.
         """
         self._most = max(self._most, min(_REMEMBERED_PER_BLOCK * num_blocks, _MOST_REMEMBERED))
@@ -94,15 +95,15 @@ class UseHistory:
         return self._densities[kind][_span(self.now - last_used)]
 
     def probability(self, kind: int, last_used: int) -> float:
-        """How likely a block of that class and age is used again, by what became of others that reached that age."""
+        """The probability that a block of that class and age is used again: the share of earlier ones of that age."""
         reached, returned = self._reached[kind], self._returned[kind]
         span = _span(self.now - last_used)
         at_any_age = (sum(returned) + 0.5) / (reached[0] + 1.0)
         return min(1.0, (sum(returned[span:]) + at_any_age) / (reached[span] + 1.0))
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
-        """A sequence lets go of ``blocks``, in order: count the return of those used before, and put each into its
-        class. ``ending``: how this use of them ended."""
+        """A sequence lets go of ``blocks``, in order: count the return of blocks that were used before, and put each
+        block into its class. ``ending``: how this use of them ended."""
         remembered = parent_uses = 0
         key = None
         for block in blocks:
@@ -110,7 +111,7 @@ class UseHistory:
                 assert block.parent is not None
                 key = hash(hash_of(block.parent))
             # Python's hashes do: they differ from process to process, but nothing that is learned outlives this one.
-            # Those of the tokens are known, because they are keys of dictionaries.
+            # Python has computed the hashes of the tokens already, because they are keys of dictionaries.
             key = hash((key, block.tokens))
             counted = (block.depth - 1) % _STRIDE == 0
             if counted:
@@ -149,10 +150,10 @@ class UseHistory:
         self._reached[kind][0] += 1.0
 
     def _learn(self) -> None:
-        """Count which prefixes have reached which spans, and find from that what blocks are worth."""
+        """Count the prefixes that have reached each span, and compute the densities of blocks from that."""
         self._forget()
         self._count_reached()
-        reached, returned = self._reached[1:], self._returned[1:]  # without what was used again, or forgotten
+        reached, returned = self._reached[1:], self._returned[1:]  # without prefixes that were used again, or forgotten
         common = [
             (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
             for all_, back, rate in zip(
@@ -184,7 +185,7 @@ class UseHistory:
             self._returned = [[count / 2 for count in counts] for counts in self._returned]
 
     def _forget(self) -> None:
-        """Keep to what may be remembered: the prefixes that have not been used for the longest go."""
+        """Forget the prefixes that have not been used for the longest, down to the limit."""
         remembered, classes = self._remembered, self._classes
         oldest = self._first
         while remembered:
@@ -204,16 +205,16 @@ def _is_announced(kind: int) -> bool:
 
 
 def _expected(rates: list[float]) -> tuple[list[float], list[float]]:
-    """What to expect of a class of which nothing is known, and of one whose return is announced, if all return at
-    these ``rates``."""
+    """The expected rates of an unknown class, and of a class whose return is announced, if all classes together return
+    at these ``rates``."""
     return rates, [max(rate, min(_ANNOUNCED * rate, _MOST_ANNOUNCED)) for rate in rates]
 
 
 def _densities(rates: list[float]) -> list[float]:
     """For each span of ages: the uses per unit of time that keeping a block of that age brings until the best moment.
 
-    ``rates``: how many of those that reach a span are used again within it. The sums over the spans that are waited for
-    grow from the last span on: a span joins those after it as long as that raises its uses per time.
+    ``rates``: the share of the blocks reaching a span that are used again within it. The sums over the spans that are
+    waited for grow from the last span on: a span joins its successors as long as that raises its uses per time.
     """
     uses, times, alive = [], [], 1.0
     for rate, width in zip(rates, _WIDTHS, strict=True):

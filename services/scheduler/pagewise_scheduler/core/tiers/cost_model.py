@@ -1,7 +1,7 @@
-"""What it costs to get KV back: by computing it again, by loading it from another tier, or by both at once.
+"""The cost of recovering KV: by computing it again, by loading it from another tier, or by both at once.
 
-All times are in seconds. Copies are linear in the number of their blocks. The constants start from what the executor
-measured when it started, and follow what every step and every transfer really took.
+All times are in seconds. Copies are linear in the number of their blocks. The constants start from the measurements
+of the executor's start, and follow the times of every step and every transfer.
 
 Source: the costs of a transfer and of a prefill as LMCache (arXiv 2510.09665) and the vLLM paper (arXiv 2309.06180,
 section 7.3) compare them, put into closed form; the split for both at once follows from setting the two equal.
@@ -23,7 +23,7 @@ _WAIT_GAIN = 0.2
 _LATELY = 0.05
 _SMALL_STEP_GAIN, _LEAST_SMALL_STEP = 0.3, 1e-3
 SMALL_STEPS = 6
-"""What costs no more than so many empty steps is computed in one."""
+"""Work that costs no more than so many empty steps is done in one step."""
 
 
 class OnlineLine:
@@ -62,10 +62,10 @@ class OnlineLine:
             for constant, gain, scale in zip(before, gains, self._scales, strict=True)
         ]
         if abs(seconds - self.predict(*features)) > abs(residual):
-            # What was kept from falling below zero would have made up for others that rose: scale all of them instead,
-            # by as much as this observation tells beside those before it.
-            told = 1 - _FORGETTING / weight
-            ratio = 1 + told * (seconds / predicted - 1) if predicted > 0 else 1.0
+            # A constant that was kept from falling below zero would have made up for others that rose: scale all of
+            # them instead, by the weight of this observation beside the earlier ones.
+            share = 1 - _FORGETTING / weight
+            ratio = 1 + share * (seconds / predicted - 1) if predicted > 0 else 1.0
             self.constants = [constant * ratio for constant in before]
         self._forget(gains, weight)
 
@@ -81,7 +81,7 @@ class OnlineLine:
 
 
 class Link(OnlineLine):
-    """What copies from one place cost: from a tier below the device, or from a peer. Features: lists of copies, blocks.
+    """The cost of copies from one source: a tier below the device, or a peer. Features: lists of copies, blocks.
 
     ``num_loading``: blocks asked for that have not arrived. ``busy_until``: when they are predicted to be there.
     ``wait``: seconds that a load takes beside the link's own, lately: behind a step in progress, and until the next one
@@ -111,7 +111,7 @@ class Link(OnlineLine):
         return seconds
 
     def done(self, num_blocks: int, predicted: float, seconds: float) -> None:
-        """A list of blocks has arrived. ``predicted``: the sum of what ``asked`` returned for it. ``seconds``: how long
+        """A list of blocks has arrived. ``predicted``: the sum of the times that ``asked`` returned for it. ``seconds``: how long
         it has occupied the link; 0 if that is unknown."""
         self.num_loading -= num_blocks
         if not self.num_loading:
@@ -132,14 +132,14 @@ class Link(OnlineLine):
             self.constants[index] += _FADE * min(0.0, first - self.constants[index])
 
     def failed(self) -> None:
-        """What was asked for did not come."""
+        """A list that was asked for did not come."""
         self.rests = _RESTS
 
 
 def together(blocks: Mapping[Link, int], queued: Callable[[Link], int] = lambda link: 0) -> tuple[Link, int]:
     """A link that stands for several which bring ``blocks`` at the same time, and how many blocks are queued there.
 
-    ``queued``: says how many are queued at each.
+    ``queued``: returns the number of blocks queued at each.
     """
     if len(blocks) == 1:
         (link,) = blocks
@@ -169,7 +169,7 @@ class CopyCosts:
 
 @dataclass(slots=True, frozen=True)
 class TierCosts:
-    """What copies between the device and a tier below it cost: ``load`` from there, ``store`` to there."""
+    """The costs of copies between the device and a tier below it: ``load`` from there, ``store`` to there."""
 
     load: Link
     store: OnlineLine
@@ -191,7 +191,7 @@ class Costs:
     Fields:
         step: of any step. token: of computing one more. attention: of one token attending to one. context: of each
             token before the end of a chunk, which the chunk reads once.
-        tiers: of copies between the device and the tiers below it, by their numbers; ``CopyCosts()`` for those that are
+        tiers: of copies between the device and the tiers below it, by their numbers; ``CopyCosts()`` for tiers that are
             not in it. fetch_setup, fetch_block: of a list of copies from another executor, and of each block in it.
     """
 
@@ -231,10 +231,10 @@ class RecoveryEstimate:
 class CostModel:
     """Predicts, and learns from the measured times.
 
-    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: what copies
-    between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links to peers by
-    endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes than the two
-    by themselves would. ``small_step``: the seconds of a step that computes no more than a block, lately.
+    ``chunk``: tokens of one prefill chunk, the step's budget. ``block_size``: tokens per block. ``tiers``: the costs
+    of copies between the device and each tier below it cost, by its number, the nearest first; ``peers``: the links
+    to peers by endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes
+    than the two by themselves would. ``small_step``: the seconds of a step that computes no more than a block, lately.
     ``decoding``: the sequences that have decoded in a step, and ``token``: the seconds between two of their tokens,
     both lately.
     """
@@ -256,7 +256,7 @@ class CostModel:
         self.prefill.observe(seconds, 1, num_tokens, attention, context)
         if num_tokens <= self.block_size:
             # Bounded, for a step that once waited for something else would have all recoveries recompute from then on,
-            # and few steps that could correct it follow those.
+            # and few steps that could correct it follow them.
             seconds = min(seconds, 4 * max(self.small_step, _LEAST_SMALL_STEP))
             self.small_step += _SMALL_STEP_GAIN * (seconds - self.small_step)
 
@@ -266,8 +266,8 @@ class CostModel:
         self.token += _LATELY * (seconds - self.token)
 
     def token_seconds(self, num_sequences: int) -> float:
-        """Between two tokens of each of ``num_sequences`` that decode: a step of none, and for each what it took
-        lately."""
+        """Between two tokens of each of ``num_sequences`` that decode: a step of none, and for each the time that it
+        adds lately."""
         step = min(self.prefill.constants[0], self.token)
         return step + (self.token - step) * num_sequences / max(1.0, self.decoding)
 
@@ -280,7 +280,7 @@ class CostModel:
         return of_step * steps + of_token * tokens + of_pair * pairs + of_context * context
 
     def features(self, start: int, count: int, share: float = 1.0) -> tuple[float, float, float, float]:
-        """What ``prefill`` knows of computing that: steps, tokens, pairs that attend, and context of the chunks."""
+        """The features of ``prefill`` for that work: steps, tokens, pairs that attend, and context of the chunks."""
         chunk = max(1, int(self._chunk * share))
         steps = -(-count // chunk)
         pairs = start * count + count * count / 2
@@ -378,7 +378,7 @@ class CostModel:
         return (step + context * end) * size / self._chunk + size * (token + attention * (end - size / 2))
 
     def seconds_lost(self, depth: int, tier: int) -> float:
-        """What it costs if ``tier`` gives up the block at ``depth``, which the next one further down keeps if there is
+        """The cost of losing the block at ``depth`` from ``tier``, which the next one further down keeps if there is
         one."""
         recompute = self._block_recompute_seconds(depth)
         link = self.link_below(tier) if self.tiers else None

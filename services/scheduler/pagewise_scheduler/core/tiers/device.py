@@ -21,7 +21,7 @@ from pagewise_scheduler.core.tiers.tier import Tier
 class BlockPool(Pool):
     """The tier in which sequences compute: the content of blocks in use may not be known yet.
 
-    Block tables hold references to its blocks. A cached block is evicted after those that follow it, so the ancestors
+    Block tables hold references to its blocks. A cached block is evicted after its descendants, so the ancestors
     of a block that lies here lie here too. ``num_remote_pins``: references of other executors that read blocks;
     ``remote_pins``: how many each of these blocks has.
     """
@@ -43,7 +43,7 @@ class BlockPool(Pool):
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block, a sequence's last block first.
 
-        Those without any left are cached if their content is known, else free at once.
+        Blocks without any reference left are cached if their content is known, else free at once.
         """
         references, nodes, free, states = self._references, self._nodes, self._free, self.states
         tick = self.policy.tick()
@@ -68,7 +68,7 @@ class BlockPool(Pool):
         self._evictable.shrink(self.num_cached)
 
     def restore(self, node: CachedBlock) -> None:
-        """See ``Pool``. Only behind blocks that lie on the device."""
+        """Restore a block as ``Pool`` does, but only behind blocks that are on the device."""
         parent = node.parent
         if node.hash in self.recoverable and parent is not None and (not parent.depth or parent.block >= 0):
             node.last_used = self.policy.tick()

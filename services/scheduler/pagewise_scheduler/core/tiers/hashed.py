@@ -81,7 +81,7 @@ class HashedTier(Tier):
         return bool(node.flags & self._bit)
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
-        """See ``Tier``."""
+        """Take over a block that ``source`` evicts, as ``Tier`` describes."""
         if node.num_tiers == 1 and not node.flags & self._bit:  # else another tier has it, or this one
             if not self._write(node, source, copies):
                 return False
@@ -101,7 +101,7 @@ class HashedTier(Tier):
             self._wait(self._lacking(last_node, num_stored))
 
     def forgot(self, nodes: list[CachedBlock]) -> None:
-        """These blocks of a prefix, and those behind them, do not lie here any more, unless they are on their way."""
+        """The tier has lost these blocks of a prefix and their descendants, unless they are on their way."""
         for node in (behind := [*nodes]):  # grows while it is walked
             if node.flags & self._bit and hash_of(node) not in self._arriving:
                 node.flags &= ~self._bit
@@ -151,7 +151,7 @@ class HashedTier(Tier):
         """Copy a block from the tier ``source`` to here if it is wanted."""
         if node.flags & PRIVATE and not self._salted:
             return False
-        # What comes before a block that is here is written in any case.
+        # Blocks before a block that is here are written in any case.
         if self.num_arriving >= _MOST_ARRIVING or not (node.flags & self._begun or self.wants(node)):
             return False
         node.flags |= self._bit
@@ -161,7 +161,7 @@ class HashedTier(Tier):
         return True
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
-        """See ``Tier``."""
+        """Copies to this tier were made."""
         names = unpack_names(copies.names)
         self.num_arriving -= len(names)
         for index, name in enumerate(names):
@@ -185,7 +185,7 @@ class HashedTier(Tier):
         return [Location(self, self.number, name=name) for name in names]
 
     def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
-        """See ``Source``. If a block is gone, the answer to the look-up is void."""
+        """Count loaded blocks. If a block is gone, the answer to the look-up is void."""
         self._counters.recalled += len(locations) - len(bad)
         self._counters.recall_failed += len(bad)
         if bad:

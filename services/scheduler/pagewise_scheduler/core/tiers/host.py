@@ -55,7 +55,7 @@ class HostTier(Pool, Tier):
         return node.copies[self.number] >= 0
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
-        """See ``Tier``."""
+        """Take over a block that ``source`` evicts, as ``Tier`` describes."""
         if node.num_tiers == 1:  # else it lies here already, or further down
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
@@ -73,7 +73,7 @@ class HostTier(Pool, Tier):
         return True
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
-        """See ``Tier``. A block that could not be stored is found when it is loaded."""
+        """Copies to this tier were made. A block that could not be stored is noticed when it is loaded."""
         count = len(copies.pairs) // 8
         self.num_arriving -= count
         self.counters.stored += count
@@ -83,17 +83,17 @@ class HostTier(Pool, Tier):
     # ---- copies from this tier -----------------------------------------------------------------------
 
     def hold(self, nodes: Iterable[CachedBlock]) -> list[Location]:
-        """Keep these blocks here until they are let go of."""
+        """Keep these blocks here until they are released by ``unhold``."""
         locations = [Location(self, self.number, node.copies[self.number], node) for node in nodes]
         self.pin(location.block for location in locations)
         return locations
 
     def unhold(self, locations: Iterable[Location]) -> None:
-        """See ``Source``."""
+        """Unpin these blocks."""
         self.release(location.block for location in locations)
 
     def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
-        """See ``Source``."""
+        """Count loaded blocks, and return the nodes of the corrupt ones."""
         self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)
         # A generator, because the caller drops each node, and that takes others along.
@@ -118,7 +118,7 @@ class HostTier(Pool, Tier):
             return None
         if node.block >= 0 or (node.num_tiers > 1 and node.nearest_tier < number):
             return REDUNDANT
-        # What hangs on it goes first: here, or, where nothing can go further down, wherever it lies.
+        # Its children go first: the ones here, or, where nothing can go further down, all of them.
         return None if (self._num_children[block] if self._num_children else node.children) else NEAREST
 
     def _count_evicted(self, *, kept: bool) -> None:

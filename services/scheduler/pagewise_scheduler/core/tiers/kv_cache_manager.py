@@ -48,10 +48,10 @@ class KVCacheManager:
     ``HashedTier``.
 
     ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
-    device's blocks. ``tiers``: those with ids by number, the device too; ``hashed``: those without. A block that is
-    freed while a step that touches it is in flight is *retiring*: it keeps its reference until that step has returned,
-    so no other sequence can write into it before; ``num_retiring``: such references. ``eviction_history``: a log of
-    cached content that was lost.
+    device's blocks. ``tiers``: the tiers with ids by number, the device too; ``hashed``: the tiers without ids. A
+    block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until that
+    step has returned, so no other sequence can write into it before; ``num_retiring``: such references.
+    ``eviction_history``: a log of cached content that was lost.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class KVCacheManager:
 
     def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
         """The cached prefix of a prompt. ``blocks``: its full blocks in the tree. ``rest``: the tokens after them
-        (int32 bytes), of which those of one block matter. Changes nothing."""
+        (int32 bytes), of which one block's matter. Changes nothing."""
         on_device = len(blocks)
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
@@ -185,7 +185,7 @@ class KVCacheManager:
         return found
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
-        """What a sequence shares that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
+        """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
         blocks = [node for node in ancestors(table.last_node) if node.depth <= full]
@@ -208,8 +208,8 @@ class KVCacheManager:
         """Begin an empty table with a prefix, as far as it is on the device.
 
         Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
-        it. Returned are the copies that the next step has to make before anything is computed: that one, and those
-        that make room for it. The caller has seen to it that a block is available.
+        it. Returns the copies that the next step has to make before it computes: this one, and the demotions that
+        make room for it. The caller has checked that a block is available.
         """
         assert not table.blocks
         shared = [node.block for node in prefix.blocks]
@@ -231,7 +231,7 @@ class KVCacheManager:
     ) -> list[tuple[int, int, int]]:
         """Let others find the table's full blocks among its first ``num_computed`` tokens.
 
-        Those are tokens whose K and V a step that came back has computed; ``tokens_of(start, stop)`` gives them as
+        They are tokens whose K and V a step that came back has computed; ``tokens_of(start, stop)`` gives them as
         int32 bytes. Where another sequence has cached the same content meanwhile, the table takes that block instead of
         its own: returned are (index in the table, own block, the other's block), and the caller says when the
         references on the own blocks are dropped.
@@ -274,7 +274,7 @@ class KVCacheManager:
         return added, copies
 
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
-        """Let each table have one block more; the copies are those of ``grow``.
+        """Let each table have one block more; returns copies as ``grow`` does.
 
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.

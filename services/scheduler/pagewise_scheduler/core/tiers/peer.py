@@ -64,7 +64,7 @@ class PeerTiers(Source):
         return locations
 
     def unhold(self, locations: Iterable[Location]) -> None:
-        """See ``Source``. The peer's device gets its blocks back all at once: else a block could be evicted while one
+        """Release these blocks. The peer's device gets its blocks back all at once: else a block could be evicted while one
         of its descendants is still lent."""
         for location in locations:
             self._num_held -= 1
@@ -76,14 +76,14 @@ class PeerTiers(Source):
             self._peer.wake()
 
     def remote(self, tier: int) -> RemoteTier:
-        """See ``Source``."""
+        """How a copy names the peer, and the step of the peer that has to be back before."""
         # Blocks of its device that are in the tree were computed by steps that are back. Copies to its other tiers may
         # be under way.
         step = 0 if tier == DEVICE else self._peer.scheduler.last_step
         return RemoteTier(self.peer, self.epoch, step, self._peer.key)
 
     def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
-        """See ``Source``."""
+        """Count fetched blocks."""
         self._counters.fetched += len(locations) - len(bad)
         self._counters.fetch_failed += len(bad)
         return ()

@@ -35,8 +35,8 @@ class Pool:
     *Cached* means that its content is known, so that it is a node of the prefix tree, and that it has no
     reference.
 
-    ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: those below that
-    have ids too.
+    ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: the tiers
+    below that have ids too.
     ``num_cached``: blocks without references whose content may be used again.
     ``states``: the state of each block, a byte, for the console. ``recoverable``: cached blocks that the executor has
     offered by hash in its Hello, and that no prompt has asked for yet; they are evicted first. Reserving and releasing
@@ -107,7 +107,7 @@ class Pool:
         return sum(references[block] == 1 for block in blocks)
 
     def node(self, block: int) -> CachedBlock | None:
-        """The block's place in the prefix tree, if its content is known."""
+        """The block's node in the prefix tree, if its content is known."""
         return self._nodes[block]
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Pool:
             if count > self.num_available:
                 raise OutOfBlocksError(f"{count} blocks asked for, {self.num_available} of {self.num_blocks} available")
             copies = self.evict(count - len(free))
-            if count > len(free):  # in a lower tier what is pinned may hang on what is not
+            if count > len(free):  # in a lower tier, children of evictable blocks may be pinned
                 raise OutOfBlocksError(f"{count} blocks asked for, of which only {len(free)} could be freed")
         elif not count:
             return [], ()
@@ -144,7 +144,7 @@ class Pool:
         return blocks, copies
 
     def evict(self, count: int) -> Copies:
-        """Free ``count`` blocks, those first that are worth the least, or as many as may go.
+        """Free ``count`` blocks, or as many as may be evicted, the ones with the lowest value first.
 
         Returns the copies that keep their content.
         """
@@ -240,7 +240,7 @@ class Pool:
         if not node.num_tiers:
             self.tree.eviction_history.note(node, reason, lay, self.policy, self._evictable.price)
         stays = self.tree.prune(node)
-        if self._caches:  # where nothing can go further down, whatever hangs on a block goes before it
+        if self._caches:  # where nothing can go further down, the children of a block are evicted before it
             self._caches[-1].offer(stays)
 
     def _drop_below(self, node: CachedBlock, reason: LossReason) -> None:
@@ -286,7 +286,7 @@ class Pool:
 
 
 def _pools_from(tier: Tier | None) -> Iterator[Any]:
-    """Of a tier and those below it, the ones that have ids."""
+    """The tiers with ids among ``tier`` and all tiers below it."""
     while tier is not None:
         if isinstance(tier, Pool):
             yield tier

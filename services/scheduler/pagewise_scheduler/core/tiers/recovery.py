@@ -75,7 +75,7 @@ class Recoveries:
         directory.peers[own.endpoint] = own
 
     def _queued(self, link: Link) -> int:
-        """Blocks that a link has before it: asked for, or likely to be by those that are under way."""
+        """Blocks that a link has before it: asked for, or likely to be by recoveries that are under way."""
         queued = link.num_loading
         for one in self._active.values():
             wanted = one.plan.blocks_of(one.first + one.back).get(link, 0)
@@ -98,7 +98,7 @@ class Recoveries:
         return self._fastest(plans, start, share)
 
     def predict(self, query: Known, share: float, lender: tuple[str, int] = ("", 0)) -> RecoveryPlan:
-        """What ``choose`` would say of a prompt now. Changes nothing, and holds no block.
+        """The plan that ``choose`` would return for a prompt now. Changes nothing, and holds no block.
 
         ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
         """
@@ -151,7 +151,7 @@ class Recoveries:
         return offers
 
     def _offers_elsewhere(self, start: int, sequence: RequestSequence) -> Iterator[Offer]:
-        """The blocks of a sequence from ``start`` on that a peer has, and those in tiers without ids."""
+        """The blocks of a sequence from ``start`` on that a peer has, and the ones in tiers without ids."""
         size = self._kv.block_size
         most = (sequence.num_tokens - 1) // size
         if most > start and self.directory is not None and len(self.directory.peers) > 1:
@@ -281,8 +281,8 @@ class Recoveries:
         if recovery.method == "load":
             return gap
         between = (recovery.first + recovery.back) * size - start
-        # Half of what is predicted to be computed until the pointers meet, so that what was predicted wrongly can be
-        # made up for; all of it once a step costs more than the tokens in it.
+        # Half of the tokens that are predicted to be computed until the pointers meet, so that a wrong prediction
+        # can be corrected; all of them once a step costs more than the tokens in it.
         left = max(gap, self._split(recovery, between))
         if not left and recovery.back > self._kv.blocks_for(start) - recovery.first:
             # The link brings the rest before a step could compute any of it. It brings whole blocks: a block that a
@@ -295,8 +295,8 @@ class Recoveries:
     def _back(self, recovery: Recovery, *, alone: bool) -> int:
         """How many blocks of the last part may be asked for now, none if that is not positive. ``alone``: nothing else
         was asked for in this step."""
-        # While the front computes, the next step that asks for more may be tens of milliseconds away. What comes behind
-        # others of the same step is confirmed with them, so that only the first asks for so much.
+        # While the front computes, the next step that asks for more may be tens of milliseconds away. Loads behind
+        # others of the same step are confirmed with them, so only the first one asks for so much.
         part, most = recovery.last_part, 2 * _PIECE_BLOCKS
         link = part.source.link
         if recovery.method == "both" and not part.source.is_far and alone:
@@ -309,7 +309,7 @@ class Recoveries:
         if recovery.method == "load" or not recovery.back:
             return min(recovery.back, piece)
         # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
-        # it twice before the link is asked again. What is left goes to whichever turns out to be the faster one: all of
+        # it twice before the link is asked again. The rest goes to the faster one of the two: all of
         # it to the link if no step is worth while any more.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
@@ -438,5 +438,5 @@ def _hold_none(start: int, stop: int) -> list[Location]:
 def _holder(
     hold: Callable[[list[CachedBlock]], list[Location]], nodes: list[CachedBlock], at: int
 ) -> Callable[[int, int], list[Location]]:
-    """Hold blocks of a prompt from one index to another, of which ``nodes`` are those from ``at`` on."""
+    """Hold blocks of a prompt from one index to another; ``nodes`` are its blocks from ``at`` on."""
     return lambda start, stop: hold(nodes[start - at : stop - at])

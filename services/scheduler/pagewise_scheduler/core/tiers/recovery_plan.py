@@ -27,7 +27,7 @@ class Offer(NamedTuple):
     hold: Callable[[int, int], list[Location]]
 
     def part(self, start: int, stop: int) -> "Offer":
-        """Of these blocks, those from ``start`` to ``stop``."""
+        """The part of these blocks from ``start`` to ``stop``."""
         return Offer(self.source, start, stop, self.hold)
 
 
@@ -89,7 +89,7 @@ class RecoveryPlan:
 
     @property
     def seconds(self) -> float:
-        """What it is predicted to take."""
+        """The predicted time."""
         if self.estimate is None or self.method == "device":
             return 0.0
         return self.estimate.by_method[self.method]
@@ -142,11 +142,11 @@ class Recovery:
 
     @property
     def waits(self) -> bool:
-        """See ``Receiver``."""
+        """Whether the blocks are still of use to it."""
         return self.active
 
     def came(self, locations: Sequence[Location], bad: Sequence[Location], seconds: float) -> None:
-        """See ``Receiver``."""
+        """Blocks of the recovery have been copied."""
         self.loading -= len(locations)
         if bad:
             self.corrupt = True
@@ -177,7 +177,7 @@ class Recovery:
 
     @property
     def estimate(self) -> RecoveryEstimate | None:
-        """What each method was predicted to cost; None if there was nothing to get."""
+        """The predicted cost of each method; None if there was nothing to recover."""
         return self.plan.estimate
 
     @property
@@ -198,7 +198,7 @@ class Recovery:
 
     @property
     def link(self) -> Link:
-        """What is still to be asked for comes over this link, or over several that this one stands for."""
+        """The link over which the rest comes, or one that stands for several."""
         return together(self.plan.blocks_of(self.first + max(1, self.back)))[0]
 
 

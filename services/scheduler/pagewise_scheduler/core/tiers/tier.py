@@ -1,10 +1,10 @@
 """The two interfaces of tiers: a ``Source`` brings blocks to the device, and a ``Tier`` also takes blocks over.
 
-A block's place is a tier and a reference there: an id, or the block's name where the tier has no ids. Sequences compute
-on the device, which has a class of its own (``BlockPool``) and neither of the two interfaces. The other tiers are one
-below the other; a block that one tier evicts may go to a further one.
+A block's location is a tier and a reference there: an id, or the block's name where the tier has no ids. Sequences
+compute on the device, which has a class of its own (``BlockPool``) and neither of the two interfaces. The other
+tiers are one below the other; a block that one tier evicts may go to a further one.
 
-- ``HostTier``, for host memory, is *exact*: the prefix tree says which blocks lie there, and pinned blocks stay.
+- ``HostTier``, for host memory, is *exact*: the prefix tree knows which blocks it has, and pinned blocks stay.
 - ``HashedTier``, for the disk cache and the store: an executor is asked for its blocks, and the tier may forget any
   block. Several executors may share it.
 - ``PeerTiers``, for the tiers of another executor, are exact, and only read: they are a ``Source`` and no ``Tier``.
@@ -34,7 +34,7 @@ Copies = Sequence[BlockCopy]
 
 
 class Location(NamedTuple):
-    """Where a block lies that is held for a recovery: the number of the tier, and the id or the name there.
+    """The location of a block that is held for a recovery: the number of the tier, and the id or the name there.
 
     ``node``: the block in the prefix tree of the executor that holds it, if it is in one.
     """
@@ -100,7 +100,7 @@ class Tier(Source):
 
     @property
     def link(self) -> Link:  # type: ignore[override]
-        """What copies from it to the device cost."""
+        """The cost of copies from it to the device."""
         return self.costs.load
 
     def wants(self, node: CachedBlock) -> bool:
@@ -121,7 +121,7 @@ class Tier(Source):
         raise NotImplementedError
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
-        """The executor has made ``copies`` to the tier, except for those to the targets ``bad``."""
+        """The executor has made ``copies`` to the tier, except to the targets ``bad``."""
         raise NotImplementedError
 
 

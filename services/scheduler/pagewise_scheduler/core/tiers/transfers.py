@@ -53,8 +53,8 @@ class Receiver(Protocol):
         ...
 
     def came(self, locations: Sequence[Location], bad: Sequence[Location], seconds: float) -> None:
-        """The blocks at ``locations`` have been copied, in a list that took ``seconds``, but those at ``bad``
-        wrongly."""
+        """The blocks at ``locations`` have been copied, in a list that took ``seconds``; the content of ``bad`` is
+        wrong."""
         ...
 
 
@@ -117,7 +117,7 @@ class Transfers:
         self._recent: deque[tuple[float, BlockCopies]] = deque(maxlen=_MOST_RECENT)
 
     def requested(self, step: int, copies: Iterable[BlockCopies], loads: dict[TransferKey, Load]) -> None:
-        """A plan asks for ``copies``; those to the device are ``loads``."""
+        """A plan asks for ``copies``; ``loads`` are the copies to the device."""
         now = self.now
         for one in copies:
             peer = one.peer.endpoint if one.peer is not None else ""
@@ -129,7 +129,7 @@ class Transfers:
             self._under_way.setdefault(key, deque()).append(_UnderWay(due, one, loads.get(key)))
 
     def _predicted(self, key: TransferKey) -> float:
-        """Seconds until a list of copies is done that was just asked for, with those before it."""
+        """Seconds until a list of copies that was just asked for is done, after the lists before it."""
         if key.target != DEVICE:
             tier = self._kv.lower_tier(key.target)
             return tier.costs.store.predict(1, tier.num_arriving)
@@ -158,7 +158,7 @@ class Transfers:
         self.num_loading += count
 
     def confirmed(self, message: Copied, bad: Collection[int]) -> Load | None:
-        """The executor has made a list of copies, except for those to the targets ``bad``. Returns the load, if the
+        """The executor has made a list of copies, except to the targets ``bad``. Returns the load, if the
         list goes to the device. Unknown lists are ignored."""
         key = TransferKey(message.step, message.source, message.target, message.peer)
         entries = self._under_way.get(key)
