@@ -111,8 +111,8 @@ class Link(OnlineLine):
         return seconds
 
     def done(self, num_blocks: int, predicted: float, seconds: float) -> None:
-        """A list of blocks has arrived. ``predicted``: the sum of the times that ``asked`` returned for it. ``seconds``: how long
-        it has occupied the link; 0 if that is unknown."""
+        """A list of blocks has arrived. ``predicted``: the sum of the times that ``asked`` returned for it.
+        ``seconds``: how long it has occupied the link; 0 if that is unknown."""
         self.num_loading -= num_blocks
         if not self.num_loading:
             self.busy_until = 0.0

@@ -64,8 +64,8 @@ class PeerTiers(Source):
         return locations
 
     def unhold(self, locations: Iterable[Location]) -> None:
-        """Release these blocks. The peer's device gets its blocks back all at once: else a block could be evicted while one
-        of its descendants is still lent."""
+        """Release these blocks. The peer's device gets its blocks back all at once: else a block could be evicted
+        while one of its descendants is still lent."""
         for location in locations:
             self._num_held -= 1
             if location.tier != DEVICE:
