@@ -126,6 +126,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty"),  # dividing by it would overflow in the executor
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a", 1]}, "stop[1]"),
