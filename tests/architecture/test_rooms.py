@@ -45,6 +45,8 @@ LONGER_FILES: dict[str, str] = {
     f"{_CORE}/scheduling/step.py": "a step: its limits, its plan with the copies in it, and its result",
     f"{_CORE}/tiers/recovery.py": "how sequences get their KV back, and which is the cheapest to get back",
     "shared/pagewise_shared/config/options.py": "the options of every command",
+    "shared/pagewise_shared/protocol/gateway_messages.py": "every message between gateways and the scheduler",
+    "shared/pagewise_shared/protocol/messages.py": "every message of executors",
 }
 """Files that may be longer, each with the reason."""
 

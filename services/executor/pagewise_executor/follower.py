@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, StepPlan, Welcome, encode
-from pagewise_shared.protocol.base import Message
+from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, Message, StepPlan, Welcome, encode
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
 from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, free_unused

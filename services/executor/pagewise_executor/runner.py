@@ -17,12 +17,12 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     MeasuredCosts,
+    Message,
     StepPlan,
     StepResult,
     TierInfo,
     Welcome,
 )
-from pagewise_shared.protocol.base import Message
 
 BesideSteps = CancelCopies | LookUp | LoadAdapter | CompileGrammar
 """What a scheduler asks for that waits for no step, and that no step waits for."""

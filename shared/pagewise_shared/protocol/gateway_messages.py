@@ -1,54 +1,60 @@
-"""The messages between gateways and the scheduler; ``docs/wire-protocol.md`` tells how they are used.
+"""The messages between gateways and the scheduler; docs/wire-protocol.md describes their use.
 
-They follow the rules of ``base.py``: one tagged, frozen, array-like struct per frame, fields are only appended.
-
-A gateway numbers its *streams*: every output of every prompt is one, identified by an int32 that the gateway gives out
-in ascending order under one epoch. The outputs of a prompt have consecutive numbers, the prompts of a ``Submit`` follow
-each other, so output ``j`` of prompt ``i`` is stream ``submit.stream + i * params.n + j``.
+A gateway numbers its *streams*: every output of every prompt is a stream, with an int32 number that the gateway assigns
+in ascending order under one epoch. Output ``j`` of prompt ``i`` of a ``Submit`` is stream ``submit.stream + i *
+params.n + j``.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pagewise_shared.protocol.adapter_messages import (
-    Adapter,
-    AdapterAnswer,
-    AdapterList,
-    AdapterState,
-    RegisterAdapter,
-    UnregisterAdapter,
-)
-from pagewise_shared.protocol.base import Message, Piece
-from pagewise_shared.protocol.console_messages import AbortRequest, ConsoleView
-from pagewise_shared.protocol.limits import MAX_PROMPTS
+from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_PROMPTS
 from pagewise_shared.protocol.messages import (
+    Adapter,
     Goodbye,
     Heartbeat,
     HeartbeatAck,
+    Message,
+    Piece,
     Refused,
     Rejoin,
+    TokenLogprobs,
 )
-from pagewise_shared.protocol.step_messages import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 from pagewise_shared.segments import ALL_BEFORE
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+AdapterList = Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)]
+
+MAX_CELLS = 4096
+"""Maximum cells of all memory maps in one answer."""
+
+ConsolePart = Literal["fleet", "requests", "map", "prefixes", "block"]
+"""The parts of the console. All but "block" change all the time, so consoles poll them."""
+
+UPDATE_SECONDS: dict[str, float] = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "prefixes": 2.0, "block": 1.0}
+"""Seconds between two queries of a gateway for a part while a console shows it; "block" while the pointer is on a
+block."""
+
+Colour = Literal["state", "request", "prefix", "age", "tier"]
+"""The property of a block that the colours of a memory map show."""
+
 # ---- gateway -> scheduler -----------------------------------------------------------------------------
 
 
 class GatewayHello(Message, frozen=True):
-    """A gateway offers itself. Sent again, with growing pauses, until ``GatewayWelcome`` or ``Refused`` arrives.
+    """A gateway asks to join. It repeats this, with growing pauses, until ``GatewayWelcome`` or ``Refused`` arrives.
 
     Fields:
-        gateway_id: a name for people and metrics. model_name: what its clients call the model, as the scheduler does.
-        instance: tells this process from all others, also from those that had its name before.
-        ready_executors: how many executors took work when the gateway was last told; 0: it does not know. A scheduler
-            that has just started waits for them for a moment before it places requests.
-        rejoins: how often it had joined a scheduler before, this one or another.
-        adapters_version, adapters: the last ``AdapterState`` that it was told; a scheduler that knows none as new as
-            this one takes it over.
+        gateway_id: a name for people and metrics. model_name: the name that clients use, equal to the scheduler's.
+        instance: identifies this process among all others, including earlier ones with the same name.
+        ready_executors: executors that took work in the last ``FleetState``; 0: unknown. A scheduler that has just
+            started waits for them for a moment before it places requests.
+        rejoins: how often the gateway had joined a scheduler before, this one or another.
+        adapters_version, adapters: the last ``AdapterState`` that the gateway received; a scheduler without a newer one
+            adopts it.
     """
 
     protocol_major: int
@@ -63,9 +69,9 @@ class GatewayHello(Message, frozen=True):
 
 
 class KeyLimits(Piece, frozen=True):
-    """What the holders of one API key may do; None: as much as there is room for.
+    """The limits of one API key; None: no limit.
 
-    ``concurrent``: requests at once. ``tokens_per_minute``: of prompts and outputs together.
+    ``concurrent``: requests at a time. ``tokens_per_minute``: of prompts and outputs together.
     """
 
     concurrent: int | None = None
@@ -74,10 +80,10 @@ class KeyLimits(Piece, frozen=True):
 
 
 class ReuseHints(Piece, frozen=True):
-    """What is known of when the prefix of a request is used again; eviction learns how far it can be relied on.
+    """Hints on when the prefix of a request will be used again; eviction learns how reliable they are.
 
-    ``retention``: seconds for which its client wants it kept, 0 if it says nothing. ``tool_call_ids``: tokens with
-    which the model calls a tool, whose result then comes behind this prefix and the answer.
+    ``retention``: seconds for which the client wants the prefix kept, 0 if not given. ``tool_call_ids``: tokens with
+    which the model calls a tool, whose result then follows this prefix and the answer.
     """
 
     retention: int = 0
@@ -85,7 +91,7 @@ class ReuseHints(Piece, frozen=True):
 
 
 class StreamProgress(Piece, frozen=True, gc=False):
-    """What a gateway has already received of an output, when it submits a request to another scheduler.
+    """The tokens of an output that a gateway has received before it submits the request to another scheduler.
 
     ``tokens``: its output tokens so far (int32 bytes). ``finished``: it takes no more tokens.
     """
@@ -95,10 +101,11 @@ class StreamProgress(Piece, frozen=True, gc=False):
 
 
 class PromptSegments(Piece, frozen=True):
-    """The segments of a prompt (see ``segments.py``).
+    """The segments of a prompt (``segments.py``).
 
-    ``ranges``: start and stop of each, int32 bytes. ``root``: how many first tokens of the prompt they attend to.
-    ``boundary``: so many first tokens of each are computed in their place, and attend to everything before them.
+    ``ranges``: start and stop of each, int32 bytes. ``root``: the number of first tokens of the prompt that segments
+    attend to. ``boundary``: the first tokens of each segment that are computed in place, and attend to everything
+    before them.
     """
 
     ranges: bytes
@@ -111,7 +118,7 @@ class Prompt(Piece, frozen=True):
 
     Fields:
         tokens: int32 bytes, at least one token.
-        max_tokens: most output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
+        max_tokens: maximum output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
         progress: of each of its n outputs, if the request is resumed; else empty.
         segments: of the prompt, if it has any.
     """
@@ -128,18 +135,18 @@ class Prompt(Piece, frozen=True):
 
 
 class RequestParams(Piece, frozen=True):
-    """How all prompts of a request are computed, and for whom. The scheduler keeps it with each of them.
+    """How all prompts of a request are computed, and for whom. The scheduler keeps them with each prompt.
 
     Fields:
         sampling: of output 0; the seed of output i is derived from its seed and i.
         n: outputs of each prompt.
         beam: search for the n likeliest outputs instead of sampling.
         priority: lower runs earlier.
-        cache_salt: only requests with the same one share cached KV.
-        key: name of the API key it came with, "" without one.
-        client_request_id: what its client calls it (X-Request-Id), at most 128 printable characters; "" if nothing.
-        reuse: of its prefix, as far as anything is known.
-        adapter: with which it is computed; None: with the model alone.
+        cache_salt: only requests with the same salt share cached KV.
+        key: name of the request's API key, "" without one.
+        client_request_id: the client's X-Request-Id, at most 128 printable characters; "" if there is none.
+        reuse: hints on the reuse of its prefix.
+        adapter: computes the request together with the model; None: the model alone.
     """
 
     sampling: SamplingParams
@@ -154,31 +161,31 @@ class RequestParams(Piece, frozen=True):
 
     @property
     def num_sequences(self) -> int:
-        """The most sequences of a prompt that may run at a time."""
+        """The maximum sequences of a prompt that run at a time."""
         return max(self.n, self.beam.width if self.beam is not None else 0)
 
 
 class Submit(Message, frozen=True):
-    """One request of a client: taken as a whole, or refused as a whole (``RequestRefused``).
+    """One request of a client: accepted as a whole, or refused as a whole (``RequestRefused``).
 
-    The gateway makes it when it has checked the client's request, and keeps it as long as the request lives. Each time
-    it is sent, it gets the epoch, the stream and the progress of that moment.
+    The gateway makes it after checking the client's request, and keeps it as long as the request lives. Each time it is
+    sent, it gets the current epoch, stream and progress.
 
-    A request without prompts only counts against the limits of its key until the gateway aborts it, and is answered by
-    ``Started`` or ``RequestRefused``. It stands for work of the gateway itself (tokenizing), or for a request whose
-    body the gateway has not read yet; the request that is in that body takes its place (``counted_as``).
+    A request without prompts only counts against the limits of its key until the gateway aborts it; ``Started`` or
+    ``RequestRefused`` answers. It stands for work of the gateway itself (tokenizing), or for a request whose body the
+    gateway has not read yet; the request in that body replaces it (``counted_as``).
 
     Fields:
         epoch: of the scheduler's welcome, as in every message from here on.
-        stream: the first stream number; also names the request in ``Abort``.
+        stream: the first stream number; it also identifies the request in ``Abort``.
         request_id: for people, logs and ``/debug``; unique among live requests.
-        params: of all its prompts. limits: what its API key may do.
+        params: of all its prompts. limits: of its API key.
         age_us: microseconds since the client's request arrived at the gateway.
-        resumed: another scheduler has accepted it before. It is accepted again, whatever waits and whatever its key has
-            used, and goes on behind the progress of its prompts.
-        counted_as: the stream of the request without prompts, of the same key, that this one was counted as. It takes
-            over its place, and is not counted again; -1: it was not counted yet.
-        traceparent: the gateway's span, as W3C writes it, whose children the scheduler makes; "": it is not traced.
+        resumed: another scheduler has accepted it before. It is accepted again regardless of queues and limits, and
+            continues behind the progress of its prompts.
+        counted_as: the stream of the request without prompts, of the same key, that this request replaces without being
+            counted again; -1: it was not counted yet.
+        traceparent: the gateway's span (W3C), the parent of the scheduler's spans; "": it is not traced.
     """
 
     epoch: int
@@ -194,14 +201,14 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Nobody reads the request any more whose first stream is ``stream``: end what runs of it."""
+    """The client of the request whose first stream is ``stream`` is gone: abort its outputs."""
 
     epoch: int
     stream: int
 
 
 class FinishStream(Message, frozen=True):
-    """An output is complete: a stop string was found in its text. Tokens sampled since then are dropped."""
+    """An output is complete: its text contains a stop string. The scheduler drops tokens sampled since then."""
 
     epoch: int
     stream: int
@@ -216,7 +223,7 @@ class MetricSample(Piece, frozen=True):
 
 
 class MetricFamily(Piece, frozen=True):
-    """A metric family as Prometheus knows it. ``type``: "counter", "gauge" or "histogram"."""
+    """A metric family of Prometheus. ``type``: "counter", "gauge" or "histogram"."""
 
     name: str
     documentation: str
@@ -226,24 +233,46 @@ class MetricFamily(Piece, frozen=True):
 
 class MetricsSnapshot(Message, frozen=True):
     """The gateway's own metrics, absolute values since its process started; sent every second and with a query for
-    metrics. The scheduler adds those of all gateways, living and gone."""
+    metrics. The scheduler adds up all gateways, past ones too."""
 
     epoch: int
     families: tuple[MetricFamily, ...]
 
 
+class ConsoleView(Piece, frozen=True):
+    """The subject of a ``Query`` of the kind "console". Equal views have the same answer for every client.
+
+    Fields:
+        part: of the console.
+        executor_id: the executor to show; empty: all, each with a share of the cells.
+        tier, first, count: the range of blocks to map; a count of 0: all from the first one on.
+        colour: the property that the colours of the map show. cells: maximum cells of all maps together.
+        block: the block to describe, if ``part`` is "block".
+        tokens: add token ids to blocks and prefixes, because the gateway shows their text.
+    """
+
+    part: ConsolePart
+    executor_id: Annotated[str, Meta(max_length=256)] = ""
+    tier: Annotated[str, Meta(max_length=16)] = "device"
+    first: Annotated[int, Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=0)] = 0
+    colour: Colour = "state"
+    cells: Annotated[int, Meta(ge=1, le=MAX_CELLS)] = 2048
+    block: Annotated[int, Meta(ge=0)] = 0
+    tokens: bool = False
+
+
 class Query(Message, frozen=True):
-    """Ask for a report: answered by ``QueryAnswer`` with the same ``number``.
+    """Ask for a report: ``QueryAnswer`` with the same ``number`` answers.
 
-    ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: what the KV memory of every
-    executor holds, lists cut to ``limit``), "request" (JSON: what the request called ``argument`` holds, by our id or
-    its client's) or "console" (lines of JSON: what ``view`` asks for).
+    ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: the content of every executor's KV
+    memory, lists cut to ``limit``), "request" (JSON: the memory of the request ``argument``, by our id or its client's)
+    or "console" (lines of JSON: the ``view``).
 
-    ``detail``: "explain" asks of a request where its time went and where its cached prefix was lost, instead; a
-    scheduler that does not know this answers with what it holds.
+    ``detail``: "explain" asks instead where the request's time went and where its cached prefix was lost; a scheduler
+    that does not know this reports its memory.
 
-    ``key``: name of the API key whose view it is: it sees its own requests, without block hashes, and nothing else.
-    Empty: everything.
+    ``key``: restricts the report to this API key's own requests, without block hashes. Empty: everything.
     """
 
     epoch: int
@@ -254,6 +283,40 @@ class Query(Message, frozen=True):
     key: str = ""
     view: ConsoleView | None = None
     detail: str = ""
+
+
+class AbortRequest(Message, frozen=True):
+    """An operator aborts the request ``request_id``, by our id or its client's, from any gateway.
+
+    Its client receives the finish reason "abort". ``QueryAnswer`` with the same ``number`` answers; it is found if
+    there was such a request.
+    """
+
+    epoch: int
+    number: int
+    request_id: str
+
+
+class RegisterAdapter(Message, frozen=True):
+    """Serve an adapter from now on: ``AdapterAnswer`` comes once executors have loaded it, or failed to.
+
+    ``replace``: replace an adapter of this name; running requests keep theirs. ``waits``: without an executor, load and
+    list the adapter when one joins, and answer then.
+    """
+
+    epoch: int
+    number: int
+    adapter: Adapter
+    replace: bool = False
+    waits: bool = False
+
+
+class UnregisterAdapter(Message, frozen=True):
+    """Stop serving the adapter of this name: ``AdapterAnswer`` answers. Running requests keep it."""
+
+    epoch: int
+    number: int
+    name: str
 
 
 FromGateway = (
@@ -274,15 +337,15 @@ FromGateway = (
 
 
 class FleetState(Message, frozen=True):
-    """What the executors that are ready could hold: the limits that requests are checked against. Sent with the
-    welcome and whenever it changes.
+    """The capacity of the executors that are ready: the limits that requests are checked against. Sent with the welcome
+    and whenever it changes.
 
     Fields:
         ready_executors: executors that take work now.
-        max_model_len: most tokens (prompt and output) one sequence may reach; 0: no executor has joined yet.
+        max_model_len: maximum tokens (prompt and output) of a sequence; 0: no executor has joined yet.
         vocab_size: of the model; 0: not known yet.
-        no_grammars: why no output can be made to match a grammar; empty: some executor can.
-        problems: a sentence for each process of the server that is started again and again, and does not become ready.
+        no_grammars: why no output can be constrained by a grammar; empty: some executor can do it.
+        problems: a sentence for each process of the server that keeps restarting and does not become ready.
     """
 
     epoch: int
@@ -294,21 +357,21 @@ class FleetState(Message, frozen=True):
 
 
 class GatewayWelcome(Message, frozen=True):
-    """The gateway is in. What it submitted under another epoch is not known here: it submits it again."""
+    """The gateway has joined. The scheduler has no requests of it from another epoch: it submits them again."""
 
     epoch: int
     heartbeat_ms: int = 1000
 
 
 class RequestRefused(Piece, frozen=True):
-    """A request was not taken, and why.
+    """A request was not accepted.
 
     Fields:
         stream: the request's first stream.
-        kind: "never_fits" (it exceeds what any executor could hold), "overloaded" (a queue or a limit is full),
+        kind: "never_fits" (it exceeds the capacity of any executor), "overloaded" (a queue or a limit is full),
             "unavailable" (there is no executor).
-        message: for the client. retry_after: seconds after which there should be room; 0: nothing is known.
-        invalid: it never fits for another reason than its length, so a shorter conversation would not help.
+        message: for the client. retry_after: seconds after which there should be room; 0: unknown.
+        invalid: the reason of "never_fits" is not the length, so a shorter conversation would not help.
     """
 
     stream: int
@@ -319,7 +382,7 @@ class RequestRefused(Piece, frozen=True):
 
 
 class Started(Piece, frozen=True):
-    """The first token of a prompt has been computed (told with or before it), or a request without prompts may run.
+    """The first token of a prompt has been computed (sent with or before it), or a request without prompts may run.
 
     Fields:
         stream: the first stream of the prompt (of the request, if it has no prompts).
@@ -334,7 +397,7 @@ class Started(Piece, frozen=True):
 
 
 class StreamFinished(Piece, frozen=True):
-    """An output takes no more tokens. ``stop_token``: the token that ended it, if one did, else -1."""
+    """An output takes no more tokens. ``stop_token``: the token that ended it, or -1."""
 
     stream: int
     reason: FinishReason
@@ -342,10 +405,10 @@ class StreamFinished(Piece, frozen=True):
 
 
 class PromptFailed(Piece, frozen=True):
-    """What was to be generated from a prompt failed after it was accepted.
+    """A prompt failed after it was accepted.
 
     ``stream``: the prompt's first stream. ``kind``: "internal", "unavailable" if no executor came that could run it, or
-    "invalid" if its grammar makes no sense with the model's tokenizer.
+    "invalid" if its grammar cannot be used with the model's tokenizer.
     """
 
     stream: int
@@ -361,16 +424,15 @@ class StreamPromptLogprobs(Piece, frozen=True):
 
 
 class Outputs(Message, frozen=True):
-    """Everything that is new for one gateway since the last frame: one frame per gateway and round.
+    """All news for one gateway since the last frame: at most one frame per gateway and round.
 
-    Applied in the order of the fields. Outputs of beam searches come whole, in the frame that finishes them.
+    Applied in the order of the fields. All tokens of a beam search are in the frame that finishes its outputs.
 
     Fields:
-        refused: requests that were not taken.
+        refused: requests that were not accepted.
         started: prompts whose first token is in this frame.
         prompt_logprobs: of prompts, as their chunks are computed.
-        streams, tokens: parallel (int32 bytes): a token for each stream that is named, several in order if it is named
-            several times.
+        streams, tokens: parallel (int32 bytes): the stream of each token; tokens of a stream are in order.
         logprobs: for tokens of this frame; ``TokenLogprobs.index`` is the index in ``tokens``, ascending.
         finished: outputs that have ended. failed: prompts that have failed.
     """
@@ -387,11 +449,34 @@ class Outputs(Message, frozen=True):
 
 
 class QueryAnswer(Message, frozen=True):
-    """The answer to a ``Query``. ``found``: whether there is one; ``body``: as the query's kind says."""
+    """The answer to a ``Query``. ``found``: whether there is one; ``body``: in the format of the query's kind."""
 
     number: int
     found: bool
     body: bytes = b""
+
+
+class AdapterAnswer(Message, frozen=True):
+    """The result of a ``RegisterAdapter`` or ``UnregisterAdapter``.
+
+    ``kind``: "" on success, else "refused" (``message`` has the reason), "unknown" (no adapter has that name) or
+    "unavailable" (no executor could try).
+    """
+
+    number: int
+    kind: str = ""
+    message: str = ""
+
+
+class AdapterState(Message, frozen=True):
+    """The adapters that are served. Sent after the welcome and whenever they change.
+
+    ``version``: greater than that of any state before, across restarts of the scheduler too.
+    """
+
+    epoch: int
+    version: int = 0
+    adapters: AdapterList = ()
 
 
 ToGateway = (

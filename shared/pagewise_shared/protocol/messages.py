@@ -1,43 +1,82 @@
-"""The messages between scheduler and executor; ``docs/wire-protocol.md`` tells how they are used.
+"""The messages between the scheduler and executors, and between executors; docs/wire-protocol.md describes their use.
 
-Steps are in ``step_messages.py``; ``base.py`` has the rules that all messages follow.
+A frame is one message: a tagged, frozen, array-like msgpack struct. Fields are only appended, with defaults, so that
+minor versions understand each other; any other change raises ``PROTOCOL_MAJOR``. Arrays of integers are little-endian
+int32 bytes (``pack_int32s``).
 """
 
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from pagewise_shared.protocol.adapter_messages import NO_ADAPTERS, AdapterCapacity, AdapterLoaded, LoadAdapter
-from pagewise_shared.protocol.base import Message, Piece
-from pagewise_shared.protocol.limits import MAX_TIERS
-from pagewise_shared.protocol.step_messages import StepError, StepPlan, StepResult
-from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
+from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_ROWS, MAX_TIERS
+from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
 PROTOCOL_MAJOR = 5
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST, DISK, REDIS = 0, 1, 2, 3
-"""The tiers of KV memory by their numbers, the nearest to the computing first: blocks are demoted in this order."""
+"""The numbers of the KV tiers, from the fastest to the slowest: blocks are demoted in this order."""
 HASH_TIERS = (DISK, REDIS)
-"""The tiers whose blocks have no ids, and are found by their block hashes."""
+"""The tiers whose blocks have no ids and are found by their block hashes."""
 
 TIER_NAMES = ("device", "host", "disk", "redis")
 """The names of the tiers, by number."""
 POOL_TIERS = tuple(name for number, name in enumerate(TIER_NAMES) if number not in HASH_TIERS)
 """The names of the tiers whose blocks have ids."""
 SOURCES = (*TIER_NAMES, "peer")
-"""The places that KV may come from: the own tiers, and those of other executors."""
+"""Where KV may come from: the executor's own tiers, or another executor."""
 
 Role = Literal["prefill", "decode", "both"]
-"""What an executor is for: computing prompts, which go on elsewhere; decoding what was computed elsewhere; or both."""
+"""An executor's role in disaggregated serving: computing prompts, decoding prompts that others have computed, or
+both."""
 ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):
+    """Base of all messages: the class name in lower case is the tag."""
+
+
+class Piece(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Base of the structs inside messages."""
+
+
+class Adapter(Piece, frozen=True):
+    """An adapter in PEFT's format.
+
+    Fields:
+        name: which clients use. path: its folder on the executors, or a hub id.
+        content: hash of its files (32 bytes), from ``read_adapter``; KV belongs to this hash, not to the name.
+        num_bytes: size of its weights. rank: the largest of its modules. created: seconds since 1970.
+    """
+
+    name: str
+    path: str
+    content: bytes
+    num_bytes: int = 0
+    rank: int = 0
+    created: int = 0
 
 
 # ---- executor -> scheduler ----------------------------------------------------------------------------
 
 
+class AdapterCapacity(Piece, frozen=True):
+    """The adapters that an executor can serve.
+
+    ``slots``: adapters on its device at a time; 0: it serves none. ``max_rank``: the largest rank.
+    """
+
+    slots: int = 0
+    max_rank: int = 0
+
+
+NO_ADAPTERS = AdapterCapacity()
+"""The capacity of an executor that serves no adapters."""
+
+
 class MeasuredCosts(Piece, frozen=True):
-    """What steps took when the executor started, in microseconds; the scheduler learns from there.
+    """The times of steps that the executor measured when it started, in microseconds: the scheduler's first estimates.
 
     Fields:
         step: any step. token: each token of a prefill. attention: one token attending to one. context: each token
@@ -51,14 +90,15 @@ class MeasuredCosts(Piece, frozen=True):
 
 
 class TierInfo(Piece, frozen=True):
-    """A tier below the device that an executor has.
+    """A tier of an executor below the device.
 
     Fields:
-        number: see ``TIER_NAMES``. num_blocks: at least 1; 0 for ``HASH_TIERS``.
-        load_setup, load_block: what a list of copies from it to the device took when the executor started, and each
-            block in the list, in microseconds; store_setup, store_block: the same from the device to it. All of them
-            are 0 if nothing was measured.
-        identity: executors with the same one share the content of the tier; empty: the executor has it alone.
+        number: index in ``TIER_NAMES``. num_blocks: at least 1; 0 for ``HASH_TIERS``.
+        load_setup, load_block: time of a list of copies from the tier to the device, and of each block in the list, in
+            microseconds; store_setup, store_block: the same from the device to the tier. All are 0 if nothing was
+            measured.
+        identity: executors with the same identity share the content of the tier; empty: the tier belongs to one
+            executor.
     """
 
     number: int
@@ -71,33 +111,31 @@ class TierInfo(Piece, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An executor offers itself. Sent again, with growing pauses, until Welcome or Refused arrives.
+    """An executor asks to join. It repeats this, with growing pauses, until Welcome or Refused arrives.
 
     Fields:
-        executor_id: stable name of the executor, for people and metrics; the socket identity is another thing.
+        executor_id: stable name of the executor, for people and metrics; not the socket's identity.
         model_fingerprint: equal fingerprints mean equal weights and configuration.
-        max_model_len: most tokens a sequence may reach, by the model and the executor's options.
+        max_model_len: maximum tokens of a sequence, by the model and the executor's options.
         block_size: tokens per block. num_blocks: blocks in the device pool. bytes_per_block: all layers, K and V.
-        max_num_seqs, max_num_batched_tokens: what the executor has prepared room for, by its options or its device; 0:
-            as the Welcome says.
+        max_num_seqs, max_num_batched_tokens: limits of a step that the executor has memory for; 0: the Welcome decides.
         device: for people, such as "cpu" or "cuda:0 (NVIDIA H200)".
-        tiers: those that it has below the device, the nearest first. costs: what it has measured of its steps, if
-            anything.
-        block_endpoint: ZeroMQ endpoint where other executors fetch blocks, or those of its ranks with spaces between
-            them; empty: it lends none. block_format: those with the same one can use each other's blocks. inventory:
-            blocks it holds from before; None: nothing.
-        number: of the inventory; one that is offered again has the same.
-        kernels: what computes the model, for people, such as "triton". fallback: other kernels would have been chosen,
-            but cannot compute this model, or have not been built for this processor; or CUDA graphs were to be used,
-            but could not be captured.
+        tiers: its tiers below the device, the fastest first. costs: measured times of its steps, if there are any.
+        block_endpoint: ZeroMQ endpoint where other executors fetch blocks, or the endpoints of all ranks, separated by
+            spaces; empty: others cannot fetch from it. block_format: executors with equal formats can use each other's
+            blocks. inventory: blocks that it holds from an earlier session; None: none.
+        number: of the inventory; it changes with the inventory only.
+        kernels: the implementation that computes the model, for people, such as "triton". fallback: the preferred
+            kernels cannot compute this model or were not built for this processor, or CUDA graphs could not be
+            captured.
         no_segments: why requests cannot have segments; empty: they can.
-        role: one of ``ROLES``: what the executor is for.
-        no_grammars: why outputs cannot be made to match a grammar; empty: they can.
-        adapters: which adapters it can serve.
-        max_grammars: those that it keeps compiled; 0: it compiles none before their sequences join.
-        short_rope_len: most tokens of a sequence that it computes with the short factors of LongRoPE. All KV of a
-            longer one has the long factors, so a sequence that outgrows this leaves its row and joins anew without
-            KV. 0: the length of a sequence does not matter.
+        role: one of ``ROLES``.
+        no_grammars: why outputs cannot be constrained by a grammar; empty: they can.
+        adapters: the adapters that it can serve.
+        max_grammars: grammars that it keeps compiled; 0: it compiles a grammar only when its sequence joins.
+        short_rope_len: maximum tokens of a sequence that uses the short factors of LongRoPE. All KV of a longer
+            sequence has the long factors, so a sequence that outgrows this limit leaves its row and joins again without
+            KV. 0: the factors do not depend on the length.
     """
 
     protocol_major: int
@@ -133,8 +171,7 @@ class NamedBlocks(Piece, frozen=True):
     """Full blocks of one tier.
 
     Fields:
-        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each,
-            one after the other).
+        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each).
     """
 
     tier: int
@@ -148,16 +185,91 @@ class Inventory(Piece, frozen=True):
     tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
-class Copied(Message, frozen=True):
-    """One list of a step's copies has been made: that between these tiers, and from this peer if it is one of those.
-
-    If a step has several such lists, their confirmations come in the order of the plan.
+class TokenLogprobs(Piece, frozen=True, gc=False):
+    """Log-probabilities for one token of a row: log-softmax of the raw logits in float32, before penalties and
+    temperature.
 
     Fields:
-        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: it was an own tier.
-        elapsed_us: from the first copy's beginning to the last one's end, without waiting for others, microseconds.
-        bad: the targets in ``BlockCopies.pairs`` that do not hold what they should (int32 bytes): the source was
-            corrupt, or did not arrive, or could not be written.
+        index: of the token in ``StepResult.tokens``; for prompt tokens the absolute position.
+        rank: of the token, from 1.
+        top_ids, top_logprobs: the alternatives, best first (int32 and float32 bytes): packed, because a step may have
+            tens of thousands.
+    """
+
+    index: int
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class PromptLogprobs(Piece, frozen=True):
+    """Log-probabilities of the prompt tokens that one chunk predicted: positions start + 1 to the end of the chunk.
+
+    The prompt's token 0 has none. Positions past the prompt (of a resumed sequence) are not reported.
+    """
+
+    row: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class StepError(Piece, frozen=True):
+    """Why a step failed. ``kind``: "out_of_memory", "invalid_plan" or "internal". ``message``: for people."""
+
+    kind: str
+    message: str
+
+
+class RowFailure(Piece, frozen=True):
+    """A sequence that cannot continue, because no token can make its output match its grammar.
+
+    ``index``: of its token in ``StepResult.tokens``, which is to be ignored. ``message``: the reason, for the client.
+    ``invalid``: the grammar cannot be used with the model's tokenizer.
+    """
+
+    index: int
+    message: str
+    invalid: bool = False
+
+
+class StepResult(Message, frozen=True):
+    """The result of one step.
+
+    After a failed step (``error``), the executor answers every further plan of the epoch with the same error and waits
+    for a Welcome with a new epoch, which empties all rows.
+
+    Fields:
+        tokens: sampled tokens (int32 bytes): one for every row of the decode set without a draft, in its order; then,
+            for every draft of the plan, one more than the draft has tokens; then one for every chunk of the plan that
+            completed its row's known tokens, in the plan's order.
+        logprobs: of these tokens, for rows that ask for them. prompt_logprobs: of the chunks of such rows.
+        elapsed_us: time of the step on the executor, microseconds.
+        error: why the step failed; None: it succeeded.
+        failures: sequences that fail alone, in ascending order.
+    """
+
+    epoch: int
+    step: int
+    tokens: bytes = b""
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
+    prompt_logprobs: Annotated[tuple[PromptLogprobs, ...], Meta(max_length=MAX_ROWS)] = ()
+    elapsed_us: int = 0
+    error: StepError | None = None
+    failures: Annotated[tuple[RowFailure, ...], Meta(max_length=MAX_ROWS)] = ()
+
+
+class Copied(Message, frozen=True):
+    """The executor has made one list of a step's copies, which ``source``, ``target`` and ``peer`` identify.
+
+    Several such lists of a step are confirmed in the order of the plan.
+
+    Fields:
+        source, target: as in ``BlockCopies``. peer: the endpoint that the blocks came from; empty: an own tier.
+        elapsed_us: from the beginning of the first copy to the end of the last one, without waiting for other lists,
+            microseconds.
+        bad: the targets in ``BlockCopies.pairs`` whose content is wrong (int32 bytes): the source was corrupt or did
+            not arrive, or the target could not be written.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
     """
 
@@ -172,7 +284,7 @@ class Copied(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answers ``LookUp``: of the prefix's full blocks, the first ``num_blocks`` are there, as far as can be told."""
+    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix."""
 
     epoch: int
     number: int
@@ -180,7 +292,7 @@ class Found(Message, frozen=True):
 
 
 class GrammarCompiled(Message, frozen=True):
-    """Answers ``CompileGrammar``: steps do not wait for that grammar now, also if it turned out to make no sense."""
+    """Answers ``CompileGrammar``: steps do not wait for this grammar now, even if it could not be compiled."""
 
     epoch: int
     number: int
@@ -189,10 +301,10 @@ class GrammarCompiled(Message, frozen=True):
 class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
 
-    ``refused``: connections to its block socket that were refused because of their keys, a running total: all that the
-    scheduler which let it in has not been told of in an earlier life. ``tasks``: of an executor's event loop.
-    ``storage_errors``: reads and writes of storage that have failed, since the executor started. ``grammar_waits``:
-    steps that have waited for a grammar to be compiled, likewise.
+    The counters grow from the start of the executor. ``refused``: connections to its block socket that were refused
+    because of their keys, except those reported to this scheduler in an earlier session. ``tasks``: tasks of the
+    executor's event loop. ``storage_errors``: failed reads and writes of storage. ``grammar_waits``: steps that waited
+    for a grammar to be compiled.
     """
 
     epoch: int
@@ -203,7 +315,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The executor was told to stop: it asks to be drained, and goes on until ``Drain`` lets it go, or for
+    """The executor received a signal to stop. It asks to be drained, and works on until ``Drain``, or for
     ``timeout_ms``."""
 
     epoch: int
@@ -217,16 +329,33 @@ class Goodbye(Message, frozen=True):
     reason: str = ""
 
 
+class AdapterLoaded(Message, frozen=True):
+    """An adapter was loaded, or could not be.
+
+    Fields:
+        elapsed_us: reading it, checking it and copying it to its slot, without waiting for others, microseconds.
+        from_host: the host had it already. evicted: adapters that the host evicted for it (their contents).
+        error: why it could not be loaded; then the slot is empty.
+    """
+
+    epoch: int
+    number: int
+    elapsed_us: int = 0
+    from_host: bool = False
+    evicted: Annotated[tuple[bytes, ...], Meta(max_length=MAX_ADAPTERS)] = ()
+    error: str = ""
+
+
 # ---- scheduler -> executor ----------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
-    """The executor is in. Whatever it held under another epoch is void: all rows are emptied.
+    """The executor has joined. Everything it held under another epoch is void: all rows are emptied.
 
-    Sent again with a higher epoch to reset an executor whose step failed.
+    A further Welcome with a higher epoch resets an executor whose step failed.
 
-    ``keeps_blocks``: what the inventory of the Hello with the number ``hello`` offered stays valid; else nothing in the
-    pools is. One for another inventory than the last is not taken.
+    ``keeps_blocks``: the inventory of the Hello with the number ``hello`` stays valid; otherwise the pools are empty.
+    The executor ignores a Welcome for an older inventory.
     """
 
     epoch: int
@@ -238,7 +367,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The executor cannot join; it says so and exits."""
+    """The executor cannot join; it logs the reason and exits."""
 
     reason: str
 
@@ -250,14 +379,134 @@ class HeartbeatAck(Message, frozen=True):
 
 
 class Rejoin(Message, frozen=True):
-    """The scheduler does not know the sender (it was restarted, or it gave the executor up): say Hello again."""
+    """The scheduler does not know the sender (the scheduler was restarted, or gave the executor up): say Hello
+    again."""
+
+
+class NewSequence(Piece, frozen=True):
+    """A sequence takes row ``row``: everything the executor has to know about it.
+
+    Fields:
+        row: 0 <= row < max_num_seqs; free until now, or freed by this plan's ``left``.
+        tokens: all known tokens, prompt then output (int32 bytes), with marked segments (``segments.py``).
+        num_prompt_tokens: tokens of the prompt.
+        num_computed_tokens: first tokens whose K and V ``blocks`` hold already.
+        blocks: the block table so far (int32 bytes).
+        root: the parent hash of its first block.
+        constraints: index in ``StepPlan.constraints``, which complete ``sampling``; -1: none.
+        adapter: the slot of its adapter, which is loaded; -1: none.
+    """
+
+    row: int
+    tokens: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    blocks: bytes
+    sampling: SamplingParams
+    root: bytes = b""
+    constraints: int = -1
+    adapter: int = -1
+
+
+class RemoteTier(Piece, frozen=True):
+    """A tier of another executor, from which blocks are copied.
+
+    Fields:
+        endpoint: its block endpoint. epoch: its epoch; under another epoch it refuses.
+        step: it answers once it has begun this step, because this step may write the blocks.
+        key: its public key (Z85 text), empty where connections have none.
+    """
+
+    endpoint: str
+    epoch: int
+    step: int = 0
+    key: str = ""
+
+
+class BlockCopies(Piece, frozen=True):
+    """Copies of blocks from one tier to another, or inside the device.
+
+    Fields:
+        source, target: numbers of tiers. pairs: source block and target block (int32 bytes). If a target below the
+            device occurs more than once, its last source counts. Blocks of a tier without ids are indices in ``names``.
+        peer: the other executor that the source belongs to; None: the executor itself.
+        names: of copies from and to a tier without ids, the names of the blocks there (``pack_names``).
+    """
+
+    source: int
+    target: int
+    pairs: bytes
+    peer: RemoteTier | None = None
+    names: bytes = b""
+
+
+class SegmentMove(Piece, frozen=True):
+    """K and V of a part of a segment, moved to the segment's position in a sequence.
+
+    Tokens ``start`` to ``stop`` of ``row`` get the K and V of tokens ``start - distance`` to ``stop - distance`` of the
+    block table ``blocks``; K is rotated by ``distance`` positions.
+
+    Fields:
+        row: of the sequence. start, stop: the tokens there. distance: from the original to there, in tokens.
+        first: the index of the first of ``blocks`` in the original's table. blocks: of the original, from there on
+            (int32 bytes).
+    """
+
+    row: int
+    start: int
+    stop: int
+    distance: int
+    first: int
+    blocks: bytes
+
+
+class StepPlan(Message, frozen=True):
+    """Everything about one step: changes to rows, block copies, forward, sampling.
+
+    A plan carries changes, not state. The executor keeps an ordered *decode set*: each of its rows computes exactly one
+    token, the one sampled for it by the step before, in every step until it leaves. A row whose chunk reaches the end
+    of its known tokens samples in that step and joins the end of the decode set, in the order of ``chunks``, for the
+    next step. Applied in this order:
+
+    Fields:
+        left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
+        copies: of blocks, begun in this order. The executor reads a source on the device before it begins the next
+            list; the rest of such a copy takes its time. Inside the device it reads all sources before it writes any
+            target, and finishes before it computes. Copies to the device may take longer than the step: nothing reads
+            or writes their targets until ``Copied`` has confirmed them. A read of a block in another tier waits for the
+            earlier copies that write it.
+        joined: sequences that take a row.
+        tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
+            the block is added, before the end it replaces a block with the same content.
+        computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
+        chunks: (row, n): advance the row by n known tokens, and compute those that no segment moves there.
+        constraints: of the sequences in ``joined``, each once.
+        moves: of segments, after the copies and before the forward. Earlier steps have computed the K and V in their
+            blocks.
+        drafts: (row, tokens as int32 bytes), at most once for a row: a row of the decode set computes these tokens too,
+            behind the one that was sampled for it, and samples one token behind each. It keeps them up to the first
+            that differs from the draft, and discards the K and V of the rest. The results of all earlier steps have
+            arrived.
+    """
+
+    epoch: int
+    step: int
+    left: tuple[int, ...] = ()
+    copies: tuple[BlockCopies, ...] = ()
+    joined: tuple[NewSequence, ...] = ()
+    tables: bytes = b""
+    computed: tuple[tuple[int, int], ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    constraints: tuple[TokenConstraints, ...] = ()
+    moves: tuple[SegmentMove, ...] = ()
+    drafts: tuple[tuple[int, bytes], ...] = ()
 
 
 class CancelCopies(Message, frozen=True):
-    """Copies of a step are not wanted any more, or take too long: confirm them now, and what is missing as bad.
+    """The scheduler does not need these copies of a step any more: confirm them now, and report missing blocks as bad.
 
-    They are those from ``peer`` (a block endpoint), or, if that is empty, those to and from the own tier ``tier``, one
-    of ``HASH_TIERS``.
+    They are the copies from ``peer`` (a block endpoint), or, if that is empty, those to and from the own tier ``tier``,
+    one of ``HASH_TIERS``.
     """
 
     epoch: int
@@ -267,9 +516,10 @@ class CancelCopies(Message, frozen=True):
 
 
 class LookUp(Message, frozen=True):
-    """How much of a prefix is in one of ``HASH_TIERS``? Answered by ``Found`` with the same ``number``.
+    """Ask how much of a prefix one of ``HASH_TIERS`` holds; ``Found`` with the same ``number`` answers.
 
-    ``tier``: its number. ``root``: where the prefix's block hashes begin. ``tokens``: of the prefix (int32 bytes).
+    ``tier``: its number. ``root``: the parent hash of the prefix's first block. ``tokens``: of the prefix (int32
+    bytes).
     """
 
     epoch: int
@@ -280,10 +530,10 @@ class LookUp(Message, frozen=True):
 
 
 class CompileGrammar(Message, frozen=True):
-    """Compile a grammar beside the steps, for a sequence that is to join: answered by ``GrammarCompiled`` with the same
-    ``number``.
+    """Compile the grammar of a sequence that will join, beside the steps; ``GrammarCompiled`` with the same ``number``
+    answers.
 
-    The executor keeps the ``Hello.max_grammars`` that were asked for or joined last, and of them as many as have
+    The executor keeps the ``Hello.max_grammars`` grammars that were requested or joined last, as far as they fit
     ``MAX_COMPILED_CHARACTERS`` together.
     """
 
@@ -298,6 +548,19 @@ class Drain(Message, frozen=True):
     epoch: int
 
 
+class LoadAdapter(Message, frozen=True):
+    """Load an adapter into a slot of the device; ``AdapterLoaded`` with the same ``number`` answers.
+
+    ``slot``: 0 <= slot < ``AdapterCapacity.slots``, not used by any row of a step in flight; -1: load it to the host
+    only, to check it.
+    """
+
+    epoch: int
+    number: int
+    adapter: Adapter
+    slot: int = -1
+
+
 FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | GrammarCompiled | Heartbeat | Leaving | Goodbye
 FromScheduler = (
     Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | CancelCopies | LookUp | LoadAdapter | CompileGrammar | Drain
@@ -307,10 +570,11 @@ FromScheduler = (
 
 
 class ReadBlocks(Message, frozen=True):
-    """Send me the content of these blocks: answered by ``Blocks`` and, if there is no error, the bytes.
+    """Ask another executor for the content of blocks: it answers with ``Blocks`` and, unless there is an error, the
+    bytes.
 
-    ``number``: the asker's, repeated in the answer. ``epoch``, ``step``: as in ``RemoteTier``. ``blocks``: pairs tier,
-    block (int32 bytes).
+    ``number``: repeated in the answer. ``epoch``, ``step``: as in ``RemoteTier``. ``blocks``: pairs tier, block (int32
+    bytes).
     """
 
     number: int
@@ -320,9 +584,9 @@ class ReadBlocks(Message, frozen=True):
 
 
 class Blocks(Message, frozen=True):
-    """What was asked for follows in further frames of 2 MiB and a rest: the blocks one after the other.
+    """Answers ``ReadBlocks``: further frames of 2 MiB and a rest contain the blocks, one after the other.
 
-    ``checksum``: xxh3_64 of it.
+    ``checksum``: xxh3_64 of their content.
     """
 
     number: int

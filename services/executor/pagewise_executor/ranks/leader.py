@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, encode
-from pagewise_shared.protocol.base import Message
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, Message, encode
 from pagewise_shared.service_process import CANNOT_START
 
 from pagewise_executor.process_end import End, end_process

@@ -13,10 +13,10 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
+    Message,
     StepPlan,
     Welcome,
 )
-from pagewise_shared.protocol.base import Message
 
 from pagewise_executor.runner import Counted
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
-from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
+from pagewise_shared.protocol.gateway_messages import UPDATE_SECONDS
 from pagewise_shared.version import package_version
 
 from pagewise_scheduler.core.console.block_colours import coloured_cells

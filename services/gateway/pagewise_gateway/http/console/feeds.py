@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 from aiohttp import web
 from pagewise_shared.protocol import ConsoleView
-from pagewise_shared.protocol.console_messages import UPDATE_SECONDS
+from pagewise_shared.protocol.gateway_messages import UPDATE_SECONDS
 
 from pagewise_gateway.generation import AdmissionError
 from pagewise_gateway.http.writing import encode

@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 from pagewise_shared.protocol import ConsoleView
-from pagewise_shared.protocol.console_messages import MAX_CELLS, Colour
+from pagewise_shared.protocol.gateway_messages import MAX_CELLS, Colour
 
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.console.assets import Assets
