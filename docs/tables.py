@@ -186,7 +186,7 @@ LIMITS = (
     ),
     ("tokens of a step, at most", "each executor", "pagewise_shared.protocol.limits:MAX_BATCHED_TOKENS"),
     ("gateways", "", "pagewise_scheduler.server.gateways:MAX_GATEWAYS"),
-    ("executors", "", "pagewise_scheduler.server.offers:MAX_EXECUTORS"),
+    ("executors", "", "pagewise_scheduler.server.executor_checks:MAX_EXECUTORS"),
     ("bytes of a frame to the scheduler", "", "pagewise_shared.protocol.limits:MAX_FRAME_TO_SCHEDULER"),
     ("bytes of the result of a step", "each executor", "pagewise_shared.protocol.limits:MAX_STEP_RESULT_BYTES"),
     ("bytes of the objects that a frame becomes", "", "pagewise_shared.protocol.limits:MAX_DECODED_BYTES"),

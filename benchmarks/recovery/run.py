@@ -24,7 +24,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_scheduler.server.offers import copy_costs
+from pagewise_scheduler.server.executor_checks import copy_costs
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams

@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's format: what is in their folders, and what of it cannot be served.
+"""LoRA adapters in PEFT's format: reading and checking their folders, without torch.
 
-No torch here: gateways read the configuration and the headers, and hash the bytes. Executors read the weights.
-The format is that of PEFT 0.19 (``adapter_config.json``, ``adapter_model.safetensors``); LoRA is Hu and others 2021
-(arXiv 2106.09685), the rank-stabilised scale Kalajdzievski 2023 (arXiv 2312.03732).
+Gateways read the configuration and the header of the weights, and hash both files. Executors read the weights. The
+format is that of PEFT 0.19 (``adapter_config.json``, ``adapter_model.safetensors``); LoRA is Hu and others 2021 (arXiv
+2106.09685), the rank-stabilised scale Kalajdzievski 2023 (arXiv 2312.03732).
 """
 
 import hashlib
@@ -31,8 +31,8 @@ _MOST_HEADER_BYTES = 1 << 26
 _MOST_ERROR_TEXT = 500
 _MOST_MODULES, _MOST_MODULE_NAME = 1 << 14, 256
 _MOST_PATTERNS, _MOST_PATTERN, _MOST_OPEN_PATTERNS = 1024, 256, 16
-"""Patterns of a configuration, characters of one, and those of them that repeat something: each is tried for each
-module, which takes quadratic time in the length of the name for the latter, and linear time for the others."""
+"""Patterns of a configuration, characters of a pattern, and patterns with a repetition. Each pattern is tried for each
+module, in quadratic time of the length of the name if it has a repetition, and in linear time otherwise."""
 _REPEATS = re.compile(r"[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
@@ -42,10 +42,10 @@ _NEUTRAL = frozenset({
     "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size",
     "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""Fields of a configuration that are used here, or that say how an adapter was trained. Any other one that asks for
-something is refused by its name, because it would change what the adapter computes."""
+"""Fields that are used here, or that only describe the training. A configuration with a value in any other field is
+refused, because the field would change the computation."""
 _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the weights of the model as they are."""
+"""Values of ``init_lora_weights`` that do not change the model's weights."""
 _PARTS = {
     "lora_magnitude_vector": "of DoRA",
     "lora_embedding": "LoRA of embeddings",
@@ -57,10 +57,7 @@ _EMBEDDINGS = ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in")
 
 
 class Factor(NamedTuple):
-    """The pair of matrices of one module, by their shapes: A [rank, ins], B [outs, rank].
-
-    ``scale``: what B A is multiplied with.
-    """
+    """The pair of matrices of one module: A [rank, ins], B [outs, rank]. ``scale``: factor of the product B A."""
 
     rank: int
     ins: int
@@ -72,8 +69,7 @@ class Factor(NamedTuple):
 class AdapterFiles:
     """A checked adapter.
 
-    ``config``: the bytes of its configuration. ``weights``: the file with its weights. ``factors``: by the name of the
-    module.
+    ``config``: the bytes of its configuration. ``weights``: the file with its weights. ``factors``: by module name.
     """
 
     name: str
@@ -83,15 +79,15 @@ class AdapterFiles:
 
     @property
     def rank(self) -> int:
-        """The greatest rank of a module."""
+        """The largest rank of a module."""
         return max(factor.rank for factor in self.factors.values())
 
 
 def read_adapter(name: str, path: str, max_rank: int) -> Adapter:
-    """Find, check and hash an adapter. This reads all of its bytes: not on an event loop.
+    """Find, check and hash an adapter. This reads all of its bytes: do not call it on an event loop.
 
     Raises:
-        AdapterError: it cannot be found, read or served; the text names it and says why.
+        AdapterError: it cannot be found, read or served; the text has its name and the reason.
     """
     files = open_adapter(name, path, max_rank)
     digest = _begin(files.config)
@@ -114,10 +110,10 @@ def _begin(config: bytes) -> "hashlib._Hash":
 
 
 def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
-    """Find an adapter, and check what can be checked without its weights and without the model.
+    """Find an adapter, and check it as far as possible without its weights and without the model.
 
     Raises:
-        AdapterError: as ``read_adapter``.
+        AdapterError: it cannot be found, read or served; the text has its name and the reason.
     """
     try:
         folder = resolve_model(path)
@@ -144,12 +140,12 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
 
 
 class _FlawError(Exception):
-    """An adapter cannot be served; the text says why."""
+    """An adapter cannot be served; the text has the reason."""
 
 
-def unusable(name: str, flaw: str) -> AdapterError:
-    """Return the error of an adapter that cannot be served. ``flaw``: why; what it quotes of the files is cut."""
-    return AdapterError(_said(name, "served", flaw))
+def unusable(name: str, reason: str) -> AdapterError:
+    """Return the error of an adapter that cannot be served. ``reason``: long quotations of the files are cut."""
+    return AdapterError(_said(name, "served", reason))
 
 
 def _said(name: str, done: str, why: str) -> str:
@@ -158,7 +154,7 @@ def _said(name: str, done: str, why: str) -> str:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Name the adapter in errors of finding and reading its files."""
+    """Add the adapter's name to errors of reading its files."""
     try:
         yield
     except OSError as error:
@@ -166,10 +162,10 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: by the name of a tensor, its type and shape.
+    """Return the header of a safetensors file: type and shape of each tensor by name.
 
     Raises:
-        ValueError: it is none, or is truncated.
+        ValueError: it has no valid header, or is truncated.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -196,15 +192,10 @@ _REFUSED: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
         "init_lora_weights {init_lora_weights!r} changes the model's own weights",
     ),
 )
-"""What a configuration may not ask for, and what is said of it then."""
+"""The settings that are refused, each with its error text."""
 
 
 def _check_settings(settings: Any) -> None:
-    """Check what a configuration asks for.
-
-    Raises:
-        _FlawError: it cannot be served.
-    """
     if not isinstance(settings, dict):
         raise _FlawError(f"{_CONFIG} is no JSON object")
     for is_so, text in _REFUSED:
@@ -219,12 +210,10 @@ def _check_settings(settings: Any) -> None:
 
 
 def _check_patterns(name: str, values: Any) -> None:
-    """Check values by patterns of module names.
+    """Check the patterns of module names in a field of the configuration.
 
-    PEFT takes them for regular expressions. Anybody may have made them, so they must not take exponential time.
-
-    Raises:
-        _FlawError: a pattern or a value cannot be served. ``name``: which field of the configuration has them.
+    PEFT compiles them as regular expressions. Adapters may come from anyone, so patterns must not take exponential
+    time.
     """
     if not isinstance(values, dict) or not all(map(_is_number, values.values())):
         raise _FlawError(f"{name} is no table of numbers")
@@ -252,11 +241,7 @@ def _is_number(value: object) -> bool:
 
 
 def _shapes(header: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """Return the shapes of the factors "A" and "B" of all modules, by name.
-
-    Raises:
-        _FlawError: there are other weights.
-    """
+    """Return the shapes of the factors "A" and "B" of all modules, by module name."""
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in header.items():
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
@@ -276,11 +261,6 @@ def _shapes(header: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
 def _factors(
     shapes: Mapping[str, Mapping[str, list[int]]], settings: Mapping[str, Any], max_rank: int
 ) -> dict[str, Factor]:
-    """Return the factors of all modules by name.
-
-    Raises:
-        _FlawError: there are none, or one cannot be served, or is not what the configuration says.
-    """
     if not shapes:
         raise _FlawError("it has no weights")
     ranks = _Patterns(settings.get("rank_pattern"), settings.get("r", 8))
@@ -295,9 +275,9 @@ def _factors(
         if "experts" in names:
             raise _FlawError(f"it changes {module}: LoRA of experts is not supported")
         (rank, ins), (outs, other) = pair["A"], pair["B"]
-        told = ranks.of(module)
-        if not rank == other == told:
-            raise _FlawError(f"its module {module} has ranks {rank} and {other}, and its configuration says {told}")
+        expected = ranks.of(module)
+        if not rank == other == expected:
+            raise _FlawError(f"its module {module} has ranks {rank} and {other}, and its configuration says {expected}")
         if rank > max_rank:
             raise _FlawError(f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}")
         root = math.sqrt(rank) if settings.get("use_rslora") else rank
@@ -310,23 +290,21 @@ def _module_pattern(key: str) -> re.Pattern[str]:
 
 
 class _Patterns:
-    """Values by patterns of module names."""
-
     def __init__(self, values: Mapping[str, float] | None, default: float) -> None:
         self._values = [(_module_pattern(key), value) for key, value in (values or {}).items()]
         self._default = default
 
     def of(self, module: str) -> float:
-        """Return the value of the first pattern that the end of a module's name matches, as PEFT does."""
+        """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
         return next((value for pattern, value in self._values if pattern.match(module)), self._default)
 
 
 def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -> None:
-    """Compare an adapter with a model. ``modules``: inputs and outputs of its linear layers by name.
+    """Check that an adapter fits a model. ``modules``: inputs and outputs of the model's linear layers by name.
 
     Raises:
-        AdapterError: the model has no such module, or one of another shape, or the adapter lacks weights of a module
-            that its configuration names.
+        AdapterError: the model has no such module, or one of another shape, or the adapter lacks the weights of a
+            module that its configuration names.
     """
     for module, factor in files.factors.items():
         if (shape := modules.get(module)) is None:
@@ -351,7 +329,7 @@ def check_modules(files: AdapterFiles, modules: Mapping[str, tuple[int, int]]) -
 
 
 def _targets(settings: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
-    """Return the modules that a configuration names; none if it does so by a regular expression."""
+    """Return the modules that a configuration names; none if it names them by a regular expression."""
     wanted, excluded = _names(settings.get("target_modules")), _names(settings.get("exclude_modules") or [])
     layers = settings.get("layers_to_transform")
     numbers = [layers] if isinstance(layers, int) else layers
@@ -362,16 +340,14 @@ def _targets(settings: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
 
 
 def _names(listed: Any) -> set[str] | None:
-    """Return the names in a list; None if it is no list."""
     return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else None
 
 
 def _layer_number(module: str) -> int | None:
-    """Return the number in the name of a module; None if it is in no layer."""
     return next((int(part) for part in module.split(".") if part.isdigit()), None)
 
 
 def _ends(module: str) -> set[str]:
-    """Return the name of a module, and its last parts, by each of which PEFT finds it."""
+    """Return all suffixes of a module's name at dots: PEFT finds a module by any of them."""
     parts = module.split(".")
     return {".".join(parts[start:]) for start in range(len(parts))}

@@ -1,8 +1,8 @@
 """Block hashes: names of full KV blocks by content, which are the same in every process.
 
-A block's hash covers its parent's hash and its tokens; the first block's parent covers the extra keys of the prefix
-(model fingerprint, cache salt, adapter). So equal hashes mean equal KV. The hash is SHA-256, because a tenant who could
-make two prefixes collide would be served another tenant's KV.
+A block's hash covers its parent's hash and its tokens; the root, the first block's parent, covers the model
+fingerprint, the cache salt and the adapter. So equal hashes mean equal KV. The hash is SHA-256: a tenant who could make
+two prefixes collide would get another tenant's KV.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 def root_hash(model_fingerprint: str, *extra_keys: object) -> BlockHash:
-    """Return the parent of a prefix's first block. ``extra_keys``: values whose ``repr`` tells them apart."""
+    """Return the parent of a prefix's first block. ``extra_keys``: values that differ by their ``repr``."""
     return BlockHash(hashlib.sha256(repr((model_fingerprint, *extra_keys)).encode()).digest())
 
 
@@ -23,29 +23,29 @@ _ADAPTER = "adapter:"
 
 
 def adapter_salt(content: bytes, cache_salt: str | None) -> str:
-    """Return what separates the KV of an adapter from that of the model and of other adapters.
+    """Return the cache salt that separates the KV of an adapter from that of the model and of other adapters.
 
-    It takes the place of the cache salt, and holds it. ``content``: the hash of the adapter's files, never its name,
-    so that KV of other weights is never found under a name that was used before.
+    It contains the request's own salt. ``content``: the hash of the adapter's files, not its name, so that a name that
+    is used again never finds the KV of other weights.
     """
     return f"{_ADAPTER}{content.hex()}" if cache_salt is None else f"{_ADAPTER}{content.hex()}/{cache_salt}"
 
 
 def is_adapter_salt(cache_salt: str | None) -> bool:
-    """Whether it was made by ``adapter_salt``."""
+    """Whether the salt was made by ``adapter_salt``."""
     return cache_salt is not None and cache_salt.startswith(_ADAPTER)
 
 
 _LONG_ROPE = "long-rope:"
 ONE_ROPE = 2**31
-"""The ``short_rope_len`` of models whose RoPE does not depend on the length of the sequence: no sequence is longer."""
+"""The ``short_rope_len`` of models whose RoPE does not depend on the sequence length: longer than any sequence."""
 
 
 def rope_salt(cache_salt: str | None, num_tokens: int, short_rope_len: int) -> str | None:
-    """Return the salt under which the KV of a sequence is cached that now has ``num_tokens`` tokens.
+    """Return the cache salt of a sequence of ``num_tokens`` tokens.
 
-    LongRoPE rotates all keys of a sequence by its short factors up to ``short_rope_len`` tokens (prompt and output),
-    and all of them by its long factors beyond. So each text has KV of two kinds, which are never mixed.
+    LongRoPE rotates all keys of a sequence by short factors up to ``short_rope_len`` tokens (prompt and output), and by
+    long factors beyond. So each text has KV of two kinds, which must not be mixed.
     """
     if num_tokens <= short_rope_len:
         return cache_salt
@@ -53,19 +53,19 @@ def rope_salt(cache_salt: str | None, num_tokens: int, short_rope_len: int) -> s
 
 
 def without_rope(salt: str | None) -> str | None:
-    """Return the cache salt from which ``rope_salt`` made this one."""
+    """Return the cache salt that ``rope_salt`` was given."""
     if salt is None or not salt.startswith(_LONG_ROPE):
         return salt
     return salt.removeprefix(f"{_LONG_ROPE}/") if salt != _LONG_ROPE else None
 
 
 def is_own_salt(cache_salt: str | None) -> bool:
-    """Whether Pagewise makes salts of this kind itself; no gateway may send such a one as a request's own."""
+    """Whether the salt has a form that only Pagewise itself makes; a request must not have it."""
     return is_adapter_salt(cache_salt) or without_rope(cache_salt) != cache_salt
 
 
 def is_private(cache_salt: str | None) -> bool:
-    """Whether KV under this salt belongs to some clients only, and not to all."""
+    """Whether KV under this salt belongs to some clients only."""
     return cache_salt is not None and not (is_adapter_salt(cache_salt) and "/" not in cache_salt)
 
 
@@ -75,22 +75,22 @@ def block_hash(parent: BlockHash, tokens: bytes) -> BlockHash:
 
 
 class BlockName(NamedTuple):
-    """What a block is called in storage: its hash, and that of the block before it; of a first block, the root."""
+    """The name of a block in storage: its hash, and the hash of its parent, which is the root for a first block."""
 
     hash: BlockHash
     parent: BlockHash
 
 
 def pack_names(names: Iterable[BlockName]) -> bytes:
-    """Return names one after the other, as they travel: 64 bytes each."""
+    """Pack names for the wire: 64 bytes each."""
     return b"".join(part for name in names for part in name)
 
 
 def unpack_names(packed: bytes) -> list[BlockName]:
-    """Return the names that were packed.
+    """Unpack the names of ``pack_names``.
 
     Raises:
-        ValueError: these are not whole names.
+        ValueError: the length is no multiple of 64.
     """
     if len(packed) % (2 * HASH_BYTES):
         raise ValueError(f"{len(packed)} bytes are not names of {2 * HASH_BYTES} bytes")

@@ -1,6 +1,7 @@
-"""Watches the connections of a socket: those that break, and those that cannot be established.
+"""Watches the connections of a ZeroMQ socket: broken ones, and failed handshakes.
 
-The kernel closes the sockets of a process that is killed, which is noticed long before a heartbeat is missing.
+The kernel closes the sockets of a process that is killed, so a broken connection is noticed long before a heartbeat is
+missing.
 """
 
 import asyncio
@@ -12,16 +13,16 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 _SETTLE_SECONDS = 0.05
-"""Pause before a broken connection is reported: frames that it has brought are read first, and connections that break
-together are reported once."""
+"""Pause before a broken connection is reported: its last frames are read first, and connections that break together are
+reported once."""
 
 
 class HandshakeFailure(NamedTuple):
     """A connection that could not be established.
 
     ``refused``: the key was refused. ``no_common_mechanism``: one end has keys and the other has none, as seen by the
-    end that noticed. ``hung_up``: the peer has ended the connection, or has not answered. All are false if it has
-    another key than the one expected.
+    end that noticed. ``hung_up``: the peer has closed the connection, or has not answered. If all are false, it has
+    another key than expected.
     """
 
     refused: bool
@@ -30,7 +31,7 @@ class HandshakeFailure(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """One or more connections have broken. ZeroMQ does not tell which ones."""
+    """One or more connections have broken. ZeroMQ does not report which ones."""
 
 
 class Connections:
@@ -47,7 +48,7 @@ class Connections:
         )
 
     async def next(self) -> Broken | HandshakeFailure:
-        """Wait until something happens to a connection, and return what."""
+        """Wait for the next event."""
         if not self._told:
             broken = await self._read()
             if broken:
@@ -58,7 +59,7 @@ class Connections:
         return self._told.popleft()
 
     async def _read(self) -> bool:
-        """Read one event. Returns whether a connection has broken."""
+        """Read one event; return whether a connection has broken."""
         message = await recv_monitor_message(self._monitor)
         event = message["event"]
         if event == zmq.EVENT_DISCONNECTED:

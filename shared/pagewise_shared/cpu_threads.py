@@ -1,13 +1,12 @@
-"""The CPU threads of an executor: how many there are, and how they wait for each other.
+"""The CPU threads of an executor: their number, and how they wait for each other.
 
-torch runs every operation on a team of OpenMP threads, which meet at a barrier behind it. A thread that arrives early
-spins there before it sleeps: for some milliseconds, unless the OpenMP runtime is told otherwise. That saves wake-ups
-between the short operations of a decode step, but it becomes a disaster as soon as another process needs one of the
-cores: the spinning threads then keep the core from the very thread that they wait for, and steps take 30 times as long.
-``docs/performance.md`` has the measurements. The variables are read when the runtime is loaded with torch, so they must
-be in the environment before that.
+torch runs every operation on a team of OpenMP threads, which meet at a barrier behind it. By default, a thread that
+arrives early spins for some milliseconds before it sleeps. This saves wake-ups between the short operations of a decode
+step. But when another process needs one of the cores, the spinning threads keep the core from the thread that they wait
+for, and steps take 30 times as long. docs/performance.md has the measurements. The OpenMP runtime reads the variables
+when it is loaded with torch, so they must be in the environment before that.
 
-This module does not import torch: the command line uses it too, for the executors that it starts.
+This module does not import torch, because the command line uses it for the executors that it starts.
 """
 
 import os
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _WAIT_VARIABLES = {"GOMP_SPINCOUNT": "0"}
-"""For GNU's runtime, which comes with torch: its threads sleep at once. Intel's gives way to others while it spins, and
-was slower with ``KMP_BLOCKTIME=0``."""
+"""For GNU's runtime, which comes with torch: its threads sleep at once. Intel's runtime yields while it spins, and was
+slower with ``KMP_BLOCKTIME=0``."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 _ROOT = Path("/")
@@ -27,8 +26,8 @@ _ROOT = Path("/")
 def wait_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that keep an executor's threads from spinning.
 
-    They are to be added to ``environ``, the environment of an executor, before it imports torch. Nothing is returned if
-    the user has chosen a way to wait there: whoever sets one of these variables knows why.
+    Add them to ``environ``, the environment of an executor, before it imports torch. Nothing is returned if the user
+    has set one of the variables of waiting there.
     """
     if any(name in environ for name in _CHOSEN_BY_USER):
         return {}
@@ -36,7 +35,7 @@ def wait_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def openmp_threads(environ: Mapping[str, str]) -> int | None:
-    """Return the number of threads that the user has chosen by ``OMP_NUM_THREADS``; None if there is no such choice.
+    """Return the number of threads that the user has chosen by ``OMP_NUM_THREADS``; None if it is not set.
 
     The variable may have one number for each level of nesting, of which the first counts.
     """
@@ -48,7 +47,7 @@ def available_cores(root: Path = _ROOT) -> int:
     """Return the number of physical cores that this process may use, at least 1.
 
     A CPU quota of the cgroup limits the result, rounded down: with more threads than the quota has cores, the kernel
-    would stop all of them for a part of every period. ``root``: where /proc and /sys are.
+    would stop all of them for a part of every period. ``root``: the folder with proc/ and sys/.
     """
     return _within_quota(_physical_cores(root), root)
 
@@ -56,15 +55,15 @@ def available_cores(root: Path = _ROOT) -> int:
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the CPU quota of this process in cores; None if it has none.
 
-    The quotas of its cgroup and of all cgroups above apply, so the smallest counts. cgroup v2 has them in ``cpu.max``,
-    v1 in ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``.
+    The smallest quota of its cgroup and of all cgroups above counts. cgroup v2 has it in ``cpu.max``, v1 in
+    ``cpu.cfs_quota_us`` and ``cpu.cfs_period_us``.
     """
     quotas = [quota for folder in _cpu_cgroups(root) if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
 
 
 class CpuTimes(NamedTuple):
-    """CPU time up to a moment: ``everybody``'s on the CPUs that this process may use, and ``own``, in seconds."""
+    """CPU time up to a moment, in seconds: of all processes on the CPUs that this process may use, and its ``own``."""
 
     at: float
     everybody: float
@@ -72,7 +71,7 @@ class CpuTimes(NamedTuple):
 
     @classmethod
     def now(cls, root: Path = _ROOT) -> "CpuTimes":
-        """Read the times of this moment; without /proc/stat, others seem to use nothing."""
+        """Read the times of this moment; without /proc/stat, other processes count as idle."""
         stat = root / "proc/stat"
         busy = 0
         allowed = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
@@ -84,18 +83,18 @@ class CpuTimes(NamedTuple):
         return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time())
 
     def used_by_others(self, since: "CpuTimes") -> float:
-        """Return how many CPUs others have used on average since an earlier moment."""
+        """Return the average number of CPUs that other processes have used since an earlier moment."""
         elapsed = self.at - since.at
         others = (self.everybody - since.everybody) - (self.own - since.own)
         return max(0.0, others / elapsed) if elapsed > 0 else 0.0
 
 
 def choose_threads(since: CpuTimes, root: Path = _ROOT) -> int:
-    """Return the number of threads for an executor: the cores it may use, without those that others keep busy.
+    """Return the number of threads for an executor: its cores, without those that other processes keep busy.
 
-    A core counts as busy if others have used it since ``since`` and over the last minute as well. So what ended shortly
-    ago does not count, such as an executor that this one replaces, nor does what has only begun, such as the services
-    that start beside this executor. If half of the cores or more are busy, they are used all the same: the kernel then
+    A core counts as busy if others have used it since ``since`` and over the last minute as well. So processes that
+    have just ended do not count, such as an executor that this one replaces, nor do processes that have just begun,
+    such as the services that start beside it. If half of the cores or more are busy, all are used: the kernel then
     gives a team on all cores at least as much time as a team on the others would have.
     """
     cores = _physical_cores(root)
@@ -111,7 +110,7 @@ def share_of_cores(executors: int, root: Path = _ROOT) -> int:
 
 
 def _physical_cores(root: Path) -> int:
-    """Return the physical cores this process may run on: hyper-threads of a core share its arithmetic units."""
+    """Return the number of physical cores for this process: hyper-threads of a core share its arithmetic units."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -127,8 +126,8 @@ def _within_quota(cores: int, root: Path) -> int:
 def _cpu_cgroups(root: Path) -> Iterator[Path]:
     """Yield the folders of the cgroups that may limit the CPU time of this process, for cgroup v1 and v2.
 
-    A container often sees the path of its cgroup on the host, but has the cgroup itself mounted as the top: folders
-    that do not exist are passed over by the caller.
+    A container often sees the path of its cgroup on the host, but has the cgroup itself mounted as the top: the caller
+    skips folders that do not exist.
     """
     own, mounts = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     for line in own.read_text().splitlines() if own.exists() else ():

@@ -1,17 +1,16 @@
 """CURVE between processes: key pairs in a folder, and allow-lists of executors and gateways.
 
-``pagewise keys`` makes the folder. Of it, a process needs only ``public/`` and the folder of its own name::
+``pagewise keys`` makes the folder. A process needs ``public/`` and the folder of its own name::
 
     keys/
         public/scheduler.key        the scheduler's public key
-        public/NAME.key             public key of an executor; together they are the allow-list
-        public/gateways/NAME.key    public key of a gateway; together they are the allow-list
+        public/NAME.key             public keys of executors: their allow-list
+        public/gateways/NAME.key    public keys of gateways: their allow-list
         NAME/NAME.key_secret        key pair of NAME, readable by its owner alone
 
-Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files are added, removed or changed,
-so that adding and revoking a key needs no restart. Whoever can write there lets in whom they like, so folders and files
-that another user or a group can change are refused. A key is of one kind: the socket for gateways refuses the key of an
-executor, and the socket for executors refuses that of a gateway.
+Files are ZeroMQ certificates (``zmq.auth``). The allow-lists are read again when files change, so adding or revoking a
+key needs no restart. Files and folders that another user or a group can write are refused, because a writer could add
+keys. A key is of one kind: the socket for gateways refuses the key of an executor, and vice versa.
 """
 
 import contextlib
@@ -35,23 +34,23 @@ log = logging.getLogger(__name__)
 SCHEDULER = "scheduler"
 """Name of the scheduler's key."""
 EXECUTOR = "executor"
-"""Name of the key that executors use unless told otherwise."""
+"""Default name of an executor's key."""
 GATEWAY = "gateway"
-"""Name of the key that gateways use unless told otherwise."""
+"""Default name of a gateway's key."""
 PUBLIC = "public"
 """Name of the folder of public keys."""
 GATEWAYS = "gateways"
-"""Name of the folder inside it that holds those of gateways."""
+"""Name of the folder of gateways' keys inside it."""
 
 Kind = Literal["executor", "gateway"]
-"""Which kind of process a key belongs to; the scheduler's own key is of neither kind."""
+"""The kind of process that a key belongs to; the scheduler's own key has none."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _LOOPBACK_NAMES = ("localhost", "lo")
 
 
 class _KeyFile(NamedTuple):
-    """A file with a public key, and the properties by which a change is noticed."""
+    """A file with a public key, and the properties that change with its content."""
 
     kind: Kind
     name: str
@@ -70,7 +69,7 @@ class _AllowLists(NamedTuple):
 class Keys:
     """The key pair of a process, and the public keys of its peers. May be used from any thread.
 
-    ``name``: whose pair it is. ``public``, ``secret``: the pair in Z85 text, as ZeroMQ takes it.
+    ``name``: of the pair. ``public``, ``secret``: the pair in Z85 text, as ZeroMQ takes it.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -113,10 +112,8 @@ class Keys:
         return None if kind is None else self._allowed.names[kind].get(public_key)
 
     def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
-        """Make ``socket`` talk to the owner of ``server_key`` only, which is the scheduler by default.
-
-        To be called before connect.
-        """
+        """Let ``socket`` connect to the owner of ``server_key`` only, by default the scheduler. Call it before
+        connect."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = server_key or self.scheduler
 
@@ -143,8 +140,8 @@ class Keys:
 class Authenticator:
     """Makes the secured sockets of one ZeroMQ context accept the keys on their allow-list, and no others.
 
-    ``on_refused`` is called for every connection that is refused, on the thread of the gate. A context can have one
-    gate; without it, secured sockets accept no connection.
+    ``on_refused``: called for every refused connection, on the authenticator's thread. A context has at most one
+    authenticator; without it, secured sockets accept no connection.
     """
 
     def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
@@ -153,7 +150,7 @@ class Authenticator:
         self._authenticator.start()
 
     def secure_server(self, socket: "zmq.Socket[Any]", kind: Kind = "executor") -> None:
-        """Make ``socket`` accept only keys on the allow-list of ``kind``. To be called before bind."""
+        """Let ``socket`` accept only keys on the allow-list of ``kind``. Call it before bind."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
         # ZeroMQ names the domain of the socket when it asks about a key.
@@ -161,12 +158,12 @@ class Authenticator:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def close(self) -> None:
-        """Stop. To be called before the context is terminated."""
+        """Stop. Call it before the context is terminated."""
         self._authenticator.stop()
 
 
 class _Authenticator(ThreadAuthenticator):
-    """pyzmq's authenticator, which asks ``Keys`` about every key.
+    """pyzmq's authenticator, with ``Keys`` as the allow-list.
 
     The User-Id of a message is then the public key of its sender (Z85 text).
     """
@@ -180,7 +177,7 @@ class _Authenticator(ThreadAuthenticator):
             self.configure_curve_callback(kind, self)
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
-        """Answer ZeroMQ's question whether a connection is allowed."""
+        """Answer ZeroMQ's request to authenticate a connection."""
         self._address = msg[3].decode(errors="replace") if len(msg) > 3 else ""
         await super().handle_zap_message(msg)
 
@@ -189,18 +186,18 @@ class _Authenticator(ThreadAuthenticator):
         kind = self._keys.kind(key.decode())
         if kind == domain:
             return True
-        what = "unknown key" if kind is None else f"key of the wrong kind ({kind}, not {domain})"
-        self._complaints.warning("refused a connection from %s: %s %s", self._address, what, key.decode())
+        problem = "unknown key" if kind is None else f"key of the wrong kind ({kind}, not {domain})"
+        self._complaints.warning("refused a connection from %s: %s %s", self._address, problem, key.decode())
         self._on_refused()
         return False
 
 
 def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) -> Keys | None:
-    """Return the keys that the process ``name`` uses on ``endpoint``, or None if it communicates in plain text.
+    """Return the keys of the process ``name`` for ``endpoint``, or None if it communicates in plain text.
 
     Raises:
-        ConfigError: the keys cannot be read; or there are none although the endpoint leaves this host, and plain text
-            was not asked for.
+        ConfigError: the keys cannot be read; or there are none, ``endpoint`` leaves this host, and ``plaintext`` is not
+            set.
     """
     if directory is not None:
         return Keys(Path(directory), name)
@@ -216,7 +213,7 @@ def load_keys(directory: str | None, name: str, endpoint: str, plaintext: bool) 
 
 
 def leaves_host(endpoint: str) -> bool:
-    """Return whether traffic of a ZeroMQ endpoint can come from or go to another machine."""
+    """Whether traffic of a ZeroMQ endpoint can come from or go to another machine."""
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("ipc", "inproc"):
         return False
@@ -228,7 +225,7 @@ def leaves_host(endpoint: str) -> bool:
 
 
 def public_file(directory: Path, name: str, kind: Kind = "executor") -> Path:
-    """Return the file of the public key of ``name``. The scheduler's is in the same folder as those of executors."""
+    """Return the file of the public key of ``name``. The scheduler's is in the folder of executors' keys."""
     return _public_folder(directory, kind) / f"{name}.key"
 
 
@@ -238,11 +235,7 @@ def secret_file(directory: Path, name: str) -> Path:
 
 
 def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
-    """Return public and secret key of a certificate.
-
-    Raises:
-        ConfigError: the file is missing, is no certificate, or other users can change it.
-    """
+    """Return the public and the secret key of a certificate."""
     if not path.exists():
         raise ConfigError(f"there is no key of {name!r}: no file {path}")
     _check_writers(path)
@@ -257,17 +250,13 @@ def _load(path: Path, name: str) -> tuple[bytes, bytes | None]:
 
 
 def _check_writers(path: Path) -> None:
-    """Refuse a file or folder of keys that another user can change.
-
-    Raises:
-        ConfigError: another user can, or its mode cannot be read.
-    """
+    """Refuse a file or folder of keys that another user can change."""
     try:
-        flaw = foreign_writers(path)
+        problem = foreign_writers(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    if flaw is not None:
-        raise ConfigError(f"keys in {path} would not be safe: {flaw}")
+    if problem is not None:
+        raise ConfigError(f"keys in {path} would not be safe: {problem}")
 
 
 def _public_folder(directory: Path, kind: Kind) -> Path:
@@ -275,12 +264,7 @@ def _public_folder(directory: Path, kind: Kind) -> Path:
 
 
 def _list_keys(directory: Path) -> Iterator[_KeyFile]:
-    """Yield the files of the public keys of executors and gateways.
-
-    Raises:
-        ConfigError: other users can change their folder.
-        OSError: it cannot be listed.
-    """
+    """Yield the files of the public keys of executors and gateways."""
     for kind in KINDS:
         folder = _public_folder(directory, kind)
         if kind == "gateway" and not folder.exists():  # there is no key of a gateway yet
@@ -291,6 +275,6 @@ def _list_keys(directory: Path) -> Iterator[_KeyFile]:
                 name = entry.name.removesuffix(".key")
                 if name in (entry.name, SCHEDULER):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
+                with contextlib.suppress(FileNotFoundError):  # it was removed since the folder was listed
                     stat = entry.stat()
                     yield _KeyFile(kind, name, stat.st_ino, stat.st_size, stat.st_mtime_ns)

@@ -1,26 +1,26 @@
-"""Notices that another process has fallen silent, sooner the more regularly its heartbeats have come."""
+"""Detects that another process has failed, from the gaps between its heartbeats."""
 
 from collections import deque
 
 _WINDOW = 240
-"""Heartbeats whose gaps count: those of the last minute."""
+"""Number of heartbeats whose gaps count: those of the last minute."""
 _LEAST_GAPS = 8
-"""Gaps that are measured before the time-out follows them."""
+"""Gaps to measure before the time-out follows them."""
 _FACTOR = 3.0
 
 
 class FailureDetector:
-    """Suspects a process that has been silent for longer than the gaps between its heartbeats let one expect.
+    """Suspects a process that has been silent for much longer than the gaps between its heartbeats.
 
     This is an accrual failure detector (Hayashibara et al., "The phi accrual failure detector", 2004): the time-out
-    follows the spread of what was measured. The usual ones fit a normal distribution to it. A process that is starved
+    follows the spread of the measured gaps. The usual ones fit a normal distribution to it. A process that is starved
     of its processor, collects garbage or holds Python's lock makes rare and long pauses, which a mean and a standard
     deviation hardly show. So here the longest gap of the last ``_WINDOW`` stands for the spread, and the time-out is
     ``_FACTOR`` times that. If long gaps become rarer exponentially, the longest of n is exceeded by one in n, and three
     times the longest by one in n cubed: phi, the negative decimal logarithm of that, is 7 for n = 240.
 
-    ``least``, ``most``: bounds of the time-out in seconds. ``most`` is the time-out until some gaps are measured, and
-    the upper one wins. Times are in seconds of the caller's clock, which never runs backwards.
+    ``least``, ``most``: bounds of the time-out in seconds. It is ``most`` until some gaps are measured. Times are in
+    seconds of the caller's clock, which never runs backwards.
     """
 
     __slots__ = ("_beat", "_count", "_heard", "_longest", "least", "most")
@@ -30,15 +30,16 @@ class FailureDetector:
         self._heard = now
         self._beat: float | None = None
         self._count = 0
-        # Numbers and gaps, the longest first, of those that no later gap exceeds: the first is the longest of all.
+        # A monotonic queue for the maximum of a sliding window: number and length of each gap that no later gap
+        # exceeds, in descending order of the lengths.
         self._longest: deque[tuple[int, float]] = deque()
 
     def heard(self, now: float) -> None:
-        """Something has come from the process: it is alive."""
+        """Note a sign of life that is no heartbeat."""
         self._heard = now
 
     def beat(self, now: float) -> None:
-        """A heartbeat has come, or the answer to one: measure the gap before it."""
+        """Note a heartbeat, or the answer to one, and measure the gap before it."""
         self._heard = now
         if self._beat is not None:
             gap = now - self._beat
@@ -51,18 +52,18 @@ class FailureDetector:
         self._beat = now
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """The caller itself could hear nothing for some seconds until ``now``: they are not the other's silence."""
+        """Subtract time before ``now`` in which the caller itself was not running: it is no silence of the process."""
         self._heard = min(now, self._heard + seconds)
         if self._beat is not None:
             self._beat = min(now, self._beat + seconds)
 
     def silence(self, now: float) -> float:
-        """Seconds since something was heard."""
+        """Return the seconds since the last sign of life."""
         return now - self._heard
 
     @property
     def longest_gap(self) -> float | None:
-        """Seconds of the longest gap between two heartbeats of late; None: too few have come to tell."""
+        """The longest recent gap between two heartbeats in seconds; None if too few have been measured."""
         return self._longest[0][1] if self._count >= _LEAST_GAPS else None
 
     @property

@@ -1,4 +1,4 @@
-"""Why a text is not the JSON that was expected, in words that name the cause."""
+"""Error texts for invalid JSON that name the cause."""
 
 import re
 
@@ -10,12 +10,12 @@ _HALF_PAIR = re.compile(
     rb"(\\u[dD][89a-fA-F][0-9a-fA-F]{2})(?!(?:\\.{0,4})?\Z)",
     re.DOTALL,
 )
-"""The first escape of half of a surrogate pair. At the very end of a text it may be that the other half was cut off."""
+"""The first escape of half of a surrogate pair. At the very end of a text the other half may have been cut off."""
 
 
 def why_not_json(text: bytes | bytearray, error: msgspec.MsgspecError) -> str:
-    """Return why the decoder refuses a text: "it ...". Of half of a surrogate pair, for example, the decoder says that
-    the input was truncated."""
+    """Return why the decoder refuses a text, as "it ...". For half of a surrogate pair, for example, msgspec reports
+    only that the input was truncated."""
     if not text.strip():
         return "it is empty"
     if (half := _HALF_PAIR.match(text)) is not None:

@@ -11,8 +11,8 @@ from datetime import datetime
 def configure_logging(level: str, service: str, log_format: str = "text") -> None:
     """Log to standard error. ``level`` is a ``--log-level``, ``log_format`` a ``--log-format``.
 
-    A line of text is ``time level service module: text``; one of JSON is an object with these as its fields, and with
-    those of ``about``.
+    A line of text is ``time level service module: text``; a line of JSON is an object with these fields and those of
+    ``about``.
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -27,9 +27,9 @@ def configure_logging(level: str, service: str, log_format: str = "text") -> Non
 
 
 def about(request_id: str = "", traceparent: str = "", **fields: object) -> dict[str, object]:
-    """Return the ``extra`` of a log call whose line is about a request: what JSON lines have beside its text.
+    """Return the ``extra`` of a log call about a request: the fields of its JSON line besides the text.
 
-    ``traceparent``: of its trace, if it has one. ``fields``: further ones; a ``message`` takes the place of the text.
+    ``traceparent``: of its trace, if it has one. ``fields``: further fields; ``message`` replaces the text.
     """
     if request_id:
         fields["request_id"] = request_id
@@ -39,7 +39,7 @@ def about(request_id: str = "", traceparent: str = "", **fields: object) -> dict
 
 
 def relayed(process: str, line: str) -> str:
-    """Return a line that another process has logged as a line of this one's log, which says whose it is."""
+    """Return a line of another process's log as a line of this process's log, with the name of that process."""
     handlers = logging.getLogger().handlers
     if not handlers or not isinstance(handlers[0].formatter, JsonFormatter):
         return f"{process:<10} | {line}"
@@ -53,26 +53,23 @@ def relayed(process: str, line: str) -> str:
 
 
 def _iso_time(seconds: float) -> str:
-    """Return a time as in ISO 8601: local time to the millisecond, with its offset from UTC."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
 
 
 class _Formatter(logging.Formatter):
-    """Writes times as in ISO 8601."""
-
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
         return _iso_time(record.created)
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes each record as a JSON object on one line. ``service``: the name of what logs."""
+    """Formats each record as a JSON object on one line. ``service``: the name of this process."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line: time, level, service, logger and message, fields of ``about``, and what was raised."""
+        """Return the line: time, level, service, logger and message, the fields of ``about``, and the exception."""
         entry: dict[str, object] = {
             "time": _iso_time(record.created),
             "level": record.levelname.lower(),
@@ -89,7 +86,7 @@ class JsonFormatter(logging.Formatter):
 class BoundedLog:
     """Logs warnings that other processes can cause at will, but at most ``burst`` of them in ``seconds``.
 
-    The first one after that says how many were left out. May be used from any thread.
+    The first one after that has the number of suppressed warnings before it. May be used from any thread.
     """
 
     def __init__(self, log: logging.Logger, burst: int = 5, seconds: float = 60.0) -> None:
@@ -116,5 +113,5 @@ class BoundedLog:
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Return foreign text in a form for a line of the log: shortened, with control characters replaced."""
+    """Return foreign text for a log line: shortened, with control characters replaced."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])

@@ -1,14 +1,19 @@
-"""Where a model's files are: the bundled model, a directory, or a copy of a hub repository."""
+"""The files of a model: finding or downloading their directory, and reading its special tokens."""
 
 import difflib
 import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pagewise_shared.config import DEMO_MODEL, size_text
 from pagewise_shared.errors import ModelError
+from pagewise_shared.json_errors import why_not_json
 from pagewise_shared.progress import logged_bar
 
 log = logging.getLogger(__name__)
@@ -22,7 +27,7 @@ def resolve_model(
 ) -> Path:
     """Return the directory with the model's files. A hub repository is downloaded first, unless it is in the cache.
 
-    ``tokenizer_only`` leaves the weights out, which are downloaded as safetensors only. ``remote_code`` includes Python
+    ``tokenizer_only``: without the weights, of which only safetensors are downloaded. ``remote_code``: with Python
     files.
 
     Raises:
@@ -57,7 +62,7 @@ def local_model(model: str) -> Path | None:
 def fetch_model(
     model: str, revision: str | None = None, *, tokenizer_only: bool = False, remote_code: bool = False, bars: bool
 ) -> Path:
-    """Do what ``resolve_model`` does, but look first whether the disk has room. ``bars``: draw how far the download is.
+    """Check that the disk has room, then ``resolve_model``. ``bars``: draw progress bars.
 
     Raises:
         ModelError: there is no such model, the hub cannot be reached or refuses it, or the disk has no room.
@@ -74,7 +79,7 @@ def _patterns(tokenizer_only: bool, remote_code: bool) -> list[str]:
 
 
 def _neighbour(path: Path) -> str:
-    """Return a question that names the model directory beside ``path`` whose name is the most like its own."""
+    """Suggest the model directory beside ``path`` with the most similar name."""
     try:
         names = [each.name for each in path.parent.iterdir() if (each / "config.json").is_file()]
     except OSError:
@@ -92,7 +97,7 @@ def _download(model: str, revision: str | None, patterns: list[str], *, bars: bo
         return Path(
             huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=bar)
         )
-    except Exception as error:  # the client raises whatever its HTTP library raises
+    except Exception as error:  # the client raises the errors of its HTTP library too
         token = huggingface_hub.get_token() is not None
         if isinstance(error, errors.GatedRepoError):
             raise ModelError(_gated(model, token)) from error
@@ -145,18 +150,14 @@ def _unreachable(model: str, error: Exception) -> str:
 
 
 def _check_disk(model: str, revision: str | None, patterns: list[str]) -> None:
-    """Look whether the cache's disk has room for what is not in it yet.
-
-    Raises:
-        ModelError: it has not.
-    """
+    """Check that the cache's disk has room for the files that are not in it yet."""
     import huggingface_hub
 
     try:
         files = huggingface_hub.snapshot_download(
             model, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=logged_bar(log, "looking")
         )
-    except Exception:  # the download says what is wrong
+    except Exception:  # the download raises the error
         return
     missing = sum(file.file_size or 0 for file in files if file.will_download)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
@@ -166,3 +167,86 @@ def _check_disk(model: str, revision: str | None, patterns: list[str]) -> None:
             f"the disk is too full for {model}: {size_text(missing)} are to be downloaded to {cache}, and "
             f"{size_text(free)} are free: set HF_HOME to a folder on a larger disk, or remove models with `hf cache rm`"
         )
+
+
+# ---- special tokens ----------------------------------------------------------------------------------
+
+
+def end_token_ids(path: Path, token_to_id: Callable[[str], int | None]) -> frozenset[int]:
+    """Return the end-of-sequence tokens of the model in a directory.
+
+    ``token_to_id``: returns the id of a token's text, None if there is none.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(path / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
+    named = tokenizer_settings(path).get("eos_token")
+    if (text := token_text(named)) is not None and (token_id := token_to_id(text)) is not None:
+        found.add(token_id)
+    return frozenset(found)
+
+
+def tokenizer_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of the tokenizer in the files beside tokenizer.json.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    return read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
+
+
+def untyped_special_tokens(path: Path) -> dict[str, Any]:
+    """Return the special tokens that these files have as objects without a type, as texts, by their names; for a list
+    or an object of tokens, all of it.
+
+    Older files have such objects. transformers refuses them in the file, and accepts the texts as arguments.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    settings = read_json(path / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:  # otherwise transformers does not read this file
+        listed = read_json(path / "special_tokens_map.json").get("additional_special_tokens")
+        settings |= {"additional_special_tokens": listed} if listed else {}
+    found = {name: _without_object(token) for name, token in settings.items() if name.endswith("_token")}
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(tokens := settings.get(name), list):
+            found[name] = list(map(_without_object, tokens))
+        elif isinstance(tokens, dict):
+            found[name] = {key: _without_object(token) for key, token in tokens.items()}
+    return {name: value for name, value in found.items() if value != settings[name]}
+
+
+def _without_object(token: Any) -> Any:
+    """Return the text of a token that is an object without a type; any other token unchanged."""
+    is_untyped = isinstance(token, dict) and "__type" not in token and token_text(token) is not None
+    return token_text(token) if is_untyped else token
+
+
+def token_text(value: Any) -> str | None:
+    """Return the text of a token in these files: the token is a string, or an object with the string as its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is no such file.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    text = b""
+    try:
+        return msgspec.json.decode(text := path.read_bytes(), type=dict[str, Any])
+    except (msgspec.ValidationError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path} cannot be read: {why_not_json(text, error)}") from error

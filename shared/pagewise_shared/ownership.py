@@ -10,8 +10,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def foreign_writers(path: Path) -> str | None:
     """Return why another account of this machine can change ``path``; None if only its user and root can.
 
-    Root may read the files of a user, for instance in a container with a mounted folder, so a process of root accepts
-    any owner. A file system that is mounted read-only passes: Kubernetes mounts secrets with mode 1777 that way.
+    A process of root accepts any owner, because root may read the files of a user, for instance in a container with a
+    mounted folder. A read-only file system passes: Kubernetes mounts secrets with mode 1777 on one.
 
     Raises:
         OSError: ``path`` cannot be read.
@@ -28,7 +28,7 @@ def foreign_writers(path: Path) -> str | None:
 
 
 def is_private_file(status: os.stat_result) -> bool:
-    """Whether a file that is open is a regular file of this process's user, of mode 0600, with one name."""
+    """Whether an open file is a regular file of this process's user, of mode 0600, with one name."""
     return (
         stat.S_ISREG(status.st_mode)
         and status.st_uid == os.geteuid()

@@ -1,4 +1,4 @@
-"""Progress of long work as lines of a log: ``pagewise serve`` relays what services print line by line.
+"""Progress of long work as log lines, because ``pagewise serve`` relays the output of services line by line.
 
 A program that owns its terminal draws tqdm's bars itself.
 """
@@ -11,12 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 SECONDS = 5.0
-"""Between two lines."""
+"""Time between two lines."""
 _GI = 2**30
 
 
 def progress_line(what: str, done: int, total: int, unit: str, seconds: float) -> str:
-    """Return a line that says how much of ``total`` is done after ``seconds``, and how long the rest will take."""
+    """Return a line with the share of ``total`` that is done after ``seconds``, and an estimate of the remaining
+    time."""
     scale, name = (_GI, "GiB") if unit == "B" else (1, unit)
     amount = f"{done / scale:.2f} of {total / scale:.2f}" if scale > 1 else f"{done} of {total}"
     left = f", {seconds * (total - done) / done:.0f} s left" if 0 < done < total else ""
@@ -25,12 +26,12 @@ def progress_line(what: str, done: int, total: int, unit: str, seconds: float) -
 
 
 def logged_bar(log: logging.Logger, what: str, *, counts: str = "B", unit: str = "B") -> type:
-    """Return a class that a library takes in the place of ``tqdm``, whose bars become lines of ``log``.
+    """Return a replacement for the class ``tqdm`` in a library's calls, whose bars become lines of ``log``.
 
-    ``counts``: the unit of the bars that do, as the library calls it; "it" where it gives none. ``unit``: what lines
-    call it. Work that ends before the first line is due is never mentioned.
+    ``counts``: the unit of the bars to log, as the library names it; "it" if it names none. ``unit``: its name in log
+    lines. Work that ends before the first line is due is not logged.
     """
-    told = [time.monotonic()]
+    logged_at = time.monotonic()
 
     class LoggedBar(tqdm):  # type: ignore[type-arg]
         """A bar that is not drawn. All bars together write a line every few seconds."""
@@ -43,9 +44,10 @@ def logged_bar(log: logging.Logger, what: str, *, counts: str = "B", unit: str =
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Write a line, if the last one is some seconds old."""
+            nonlocal logged_at
             now = time.monotonic()
-            if msg is None and self.unit == counts and self.total and self.n and now - told[0] >= SECONDS:
-                told[0] = now
+            if msg is None and self.unit == counts and self.total and self.n and now - logged_at >= SECONDS:
+                logged_at = now
                 log.info("%s", progress_line(what, int(self.n), int(self.total), unit, now - self._began))
 
     return LoggedBar

@@ -1,7 +1,7 @@
-"""Sampling parameters, as they travel from the HTTP surface to the executor."""
+"""Sampling parameters, as they travel from the HTTP API to the executor."""
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Annotated, Literal
 
@@ -10,18 +10,17 @@ from msgspec import Meta, Struct
 MAX_LOGPROBS = 20
 """Maximum number of alternatives that a client may ask for per token."""
 MAX_STOP_IDS = 1024
-"""Maximum number of tokens that end a sequence: those of a request, and those of the model."""
+"""Maximum number of tokens that end a sequence: those of a request and those of the model."""
 MAX_LOGIT_BIASES = 1024
 """Maximum number of tokens with a bias."""
 MAX_BAD_SEQUENCES = 320
-"""Maximum number of token sequences that may not be completed: two for each bad word of a request, and the ends of a
-model's output."""
+"""Maximum number of forbidden token sequences: two for each bad word of a request, and the model's end tokens."""
 MAX_BAD_TOKENS = 16_384
-"""Maximum number of tokens in them together."""
+"""Maximum number of tokens in all of them."""
 MAX_ALLOWED_BYTES = 2 * 1024 * 1024
-"""Maximum size of the bitmap of allowed tokens, whatever the vocabulary."""
+"""Maximum size of the bitmap of allowed tokens, for any vocabulary."""
 MAX_GRAMMAR_BYTES = 262_144
-"""Maximum size of a grammar, as UTF-8: about that of a JSON schema with 5,000 properties."""
+"""Maximum size of a grammar in UTF-8: that of a JSON schema with about 5,000 properties."""
 
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
@@ -32,13 +31,13 @@ def _largest_uint32(packed: bytes) -> int:
 
 
 class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a request forbids or favours in the vocabulary. All its sequences share it, and it may be large.
+    """The tokens that a request forbids or favours. All its sequences share it, and it may be large.
 
     Fields:
         allowed: bitmap of the vocabulary; token t may be sampled if bit t % 8 of byte t // 8 is set. It ends with the
             last allowed token. Empty: every token may be sampled.
-        biased, biases: tokens (int32 bytes) and what is added to their logits (float32 bytes).
-        bad_words: token sequences (int32 bytes) that may not be completed.
+        biased, biases: tokens (int32 bytes) and the biases of their logits (float32 bytes).
+        bad_words: token sequences (int32 bytes) that must not be completed.
     """
 
     allowed: bytes = b""
@@ -48,18 +47,17 @@ class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True)
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in a frame, less a few bytes per field."""
+        """Its size in a frame, less a few bytes per field."""
         return len(self.allowed) + len(self.biased) + len(self.biases) + sum(len(word) + 5 for word in self.bad_words)
 
-    def flaw(self, vocab_size: int, largest: Callable[[bytes], int] = _largest_uint32) -> str | None:
-        """Return what is wrong with the values for a vocabulary of this size (0: it is not known); None: nothing.
+    def error(self, vocab_size: int, largest: Callable[[bytes], int] = _largest_uint32) -> str | None:
+        """Return why the values are invalid for a vocabulary of this size (0: unknown); None if they are valid.
 
-        ``largest``: finds the largest of packed uint32 values, 0 of none; those who have numpy find it much faster.
+        ``largest``: returns the largest of packed uint32 values, 0 of none; numpy does this much faster.
         """
-        return self._flaw_of_sizes() or self._flaw_of_values(vocab_size, largest)
+        return self._size_error() or self._value_error(vocab_size, largest)
 
-    def _flaw_of_sizes(self) -> str | None:
-        """The same of how large the parts are, which bounds the work of looking at their values."""
+    def _size_error(self) -> str | None:
         if len(self.allowed) > MAX_ALLOWED_BYTES or (self.allowed and not self.allowed[-1]):
             return f"a bitmap of allowed tokens of {len(self.allowed)} bytes, or one that ends with none"
         if len(self.biased) != len(self.biases) or len(self.biased) > _INT32_BYTES * MAX_LOGIT_BIASES:
@@ -70,14 +68,14 @@ class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True)
             return "tokens that are not a whole number of int32 values"
         return None
 
-    def _flaw_of_values(self, vocab_size: int, largest: Callable[[bytes], int]) -> str | None:
+    def _value_error(self, vocab_size: int, largest: Callable[[bytes], int]) -> str | None:
         last_allowed = 8 * (len(self.allowed) - 1) + self.allowed[-1].bit_length() - 1 if self.allowed else 0
         highest = largest(self.biased + b"".join(self.bad_words))
         if highest > _MAX_INT32:  # the sign bit of an int32
             return "a constraint on a token below 0"
         if vocab_size and max(last_allowed, highest) >= vocab_size:
             return f"a constraint on a token outside the vocabulary of {vocab_size}"
-        if not isfinite(sum(array("f", self.biases))):  # doubles: so many finite values never add up to more
+        if not isfinite(sum(array("f", self.biases))):  # in doubles, the sum of finite floats is finite
             return "a bias that is not a finite number"
         return None
 
@@ -85,8 +83,8 @@ class TokenConstraints(Struct, frozen=True, array_like=True, omit_defaults=True)
 def token_constraints(
     allowed: Iterable[int] = (), logit_bias: Mapping[int, float] | None = None, bad_words: Iterable[Iterable[int]] = ()
 ) -> TokenConstraints | None:
-    """Return what forbids all tokens but ``allowed`` (none given: every token is), adds ``logit_bias`` to logits, and
-    forbids the last token of each of ``bad_words`` behind the others; None if that is nothing."""
+    """Return constraints that allow only ``allowed`` (if any), add ``logit_bias`` to logits, and forbid the last token
+    of each of ``bad_words`` after its others; None if there are none of these."""
     tokens = set(allowed)
     bitmap = bytearray(max(tokens, default=-1) // 8 + 1)
     for token in tokens:
@@ -102,10 +100,10 @@ def token_constraints(
 
 
 class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
-    """How the tokens of one sequence are sampled. The executor needs no other parameters for it.
+    """How the executor samples the tokens of one sequence.
 
     Random numbers depend on ``seed`` and the absolute position of the sampled token, never on the batch or the step. So
-    a sequence that is preempted or moved to another executor continues with the tokens that it would have had.
+    a sequence that is preempted or moved to another executor continues with the same tokens.
 
     Fields:
         temperature: 0 is greedy.
@@ -116,14 +114,14 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
         repetition_penalty: over prompt and output tokens (CTRL's definition); 1 switches it off.
         min_tokens: output tokens before any of ``stop_token_ids`` may be sampled.
         stop_token_ids: tokens that end the sequence (end-of-sequence ids included unless ignored).
-        logprobs: number of alternatives to report per output token (0: only the sampled one); None: nothing.
+        logprobs: number of alternatives to report per output token (0: only the sampled one); None: no report.
         prompt_logprobs: the same for prompt tokens.
-        constraints: what is forbidden or favoured in the vocabulary. In a plan it is None, and the sequence names one
-            of the plan's ``constraints``.
-        grammar: what the output has to match, in the form in which llguidance serialises grammars; empty: anything.
-            Where the grammar allows only tokens that something else here forbids, the grammar decides.
-        beam: the sequence is a hypothesis of a beam search, so the reported alternatives are its continuations: those
-            that the grammar does not allow have a log-probability of minus infinity.
+        constraints: forbidden and favoured tokens. In a plan it is None, and the sequence refers to the plan's
+            ``constraints``.
+        grammar: of the output, in llguidance's serialised form; empty: none. Where the grammar allows only tokens that
+            another parameter forbids, the grammar decides.
+        beam: the sequence is a hypothesis of a beam search, so the reported alternatives are its continuations: tokens
+            that the grammar forbids have a log-probability of minus infinity.
     """
 
     temperature: float = 1.0
@@ -158,5 +156,14 @@ class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     early_stopping: bool | Literal["never"] = False
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many continuations of each hypothesis the executor has to report."""
+        """Return the number of continuations of each hypothesis that the executor has to report."""
         return max(2, 1 + num_end_tokens) * self.width
+
+
+def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
+    """Return how many tokens of a draft [n] are accepted: those before the first that differs from the sampled token.
+
+    ``drawn`` [n + 1]: the token sampled in the place of each token of the draft, and the one behind it. The executor
+    and the scheduler both compute this.
+    """
+    return next((index for index, token in enumerate(draft) if token != drawn[index]), len(draft))

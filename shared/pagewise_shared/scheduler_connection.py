@@ -1,4 +1,4 @@
-"""How executors and gateways stay connected to the scheduler: their socket, and what they do when it breaks."""
+"""The connection of executors and gateways to the scheduler: their socket, and its recovery."""
 
 import asyncio
 import contextlib
@@ -19,28 +19,28 @@ from pagewise_shared.logs import BoundedLog
 log = logging.getLogger(__name__)
 
 HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
-"""Seconds to wait for an answer to each Hello before the next one; the last pause is repeated."""
+"""Seconds to wait for an answer to each Hello before the next one; the last pause repeats."""
 
 LEAST_SILENCE, MOST_SILENCE = 3.0, 5.0
-"""Seconds of the scheduler's silence after which it is given up, at the soonest and at the latest. At the soonest when
-ZeroMQ closes the connection too: a scheduler that goes on after a shorter pause still knows everything, and to join it
-again costs each request its place."""
+"""Bounds of the seconds of silence after which the scheduler is given up. ZeroMQ closes the connection at the lower
+bound too: a scheduler that continues after a shorter pause still has all state, and joining it again costs each request
+its place."""
 
 HANDSHAKE_MS = 3000
-"""Milliseconds after which a handshake is broken off and begun again. It needs three round trips, with encryption."""
+"""Time-out of a handshake in milliseconds, which takes three round trips, with encryption."""
 
 _RETRY_SECONDS = 2.0
 _GREETING_SECONDS = 2.0
 _OWN_SECONDS = 0.5
-"""If a connection breaks so soon after reconnecting, it is the old one, which reconnecting has closed."""
+"""A connection that breaks so soon after reconnecting is the old one, which reconnecting has closed."""
 _MOVED_SECONDS = 0.25
-"""Pause between two looks at a file that says where the scheduler is."""
+"""Pause between two reads of a file with the scheduler's address."""
 
 
 class SchedulerAddress:
-    """Where the scheduler is: a ZeroMQ endpoint, or ``file:PATH`` of a file that holds one.
+    """The address of the scheduler: a ZeroMQ endpoint, or ``file:PATH`` of a file that contains one.
 
-    Whoever moves the scheduler to another host replaces that file, by renaming another one over it.
+    Moving the scheduler to another host replaces this file atomically, by renaming another one.
     """
 
     def __init__(self, given: str) -> None:
@@ -53,10 +53,10 @@ class SchedulerAddress:
         self.endpoint = given if self._file is None else self._read()
 
     async def moved(self) -> str:
-        """Wait until the file holds another endpoint, which is then ``endpoint``; returns the one before."""
+        """Wait until the file contains another endpoint, set ``endpoint`` to it, and return the one before."""
         while True:
             await asyncio.sleep(_MOVED_SECONDS if self._file is not None else 3600.0)
-            with contextlib.suppress(ConfigError):  # it is being replaced
+            with contextlib.suppress(ConfigError):  # the file is being replaced
                 before, self.endpoint = self.endpoint, self._read() if self._file is not None else self.endpoint
                 if self.endpoint != before:
                     return before
@@ -73,10 +73,7 @@ class SchedulerAddress:
 
 
 def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes: int) -> zmq.asyncio.Socket:
-    """Return a socket for talking to the scheduler, not connected yet.
-
-    A frame longer than ``max_frame_bytes`` breaks the connection.
-    """
+    """Return a socket for the scheduler, not connected yet. A frame above ``max_frame_bytes`` breaks the connection."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
     socket.setsockopt(zmq.LINGER, 1000)  # milliseconds, so that a Goodbye is sent even if the machine is busy
@@ -85,7 +82,7 @@ def make_dealer(context: zmq.asyncio.Context, keys: Keys | None, max_frame_bytes
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
-    # No bound on what is queued: a full queue and a ping abort the process (libzmq's issue 4364; see ``RouterSocket``).
+    # No high-water mark: a full queue and a ping abort the process (libzmq's issue 4364, as in ``RouterSocket``).
     socket.setsockopt(zmq.RCVHWM, 0)
     # Reconnect when nothing comes through: TCP alone would keep trying the old connection, ever more slowly.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
@@ -108,12 +105,11 @@ async def watch_connection(
 ) -> None:
     """Watch the connection to the scheduler at ``address``, and restore it. Runs until cancelled.
 
-    A connection that breaks is made again, and ``on_broken`` is called. If the scheduler refuses this process's key, or
-    has none itself, that is logged and tried again after a pause: its allow-list may have grown, or it may have got
-    keys.
+    A broken connection is made again, and ``on_broken`` is called. If the scheduler refuses this process's key, or has
+    no keys itself, that is logged and tried again after a pause, because its keys may change.
 
     Raises:
-        ConfigError: the scheduler asks for a key and this process has none, so that trying again is of no use.
+        ConfigError: the scheduler requires a key and this process has none.
     """
     complaints = BoundedLog(log, burst=1)
     renewed = 0.0
@@ -144,10 +140,10 @@ async def watch_connection(
 
 
 async def _complaint(failure: HandshakeFailure, endpoint: str, keys: Keys | None) -> str:
-    """Return why a handshake may have failed; "" if trying again is all that there is to do.
+    """Return why a handshake has probably failed; "" if there is nothing to log.
 
     Raises:
-        ConfigError: the scheduler asks for a key and there is none.
+        ConfigError: the scheduler requires a key and there is none.
     """
     if keys is not None and failure.refused:
         key = f"the key {keys.name!r} of this process ({keys.public.decode()})"
@@ -163,7 +159,7 @@ async def _complaint(failure: HandshakeFailure, endpoint: str, keys: Keys | None
 async def follow_scheduler(
     socket: zmq.asyncio.Socket, address: SchedulerAddress, on_broken: Callable[[], None]
 ) -> None:
-    """Connect to where the scheduler has moved, whenever it moves, and call ``on_broken``. Runs until cancelled."""
+    """Reconnect whenever the scheduler's address changes, and call ``on_broken``. Runs until cancelled."""
     while True:
         before = await address.moved()
         log.info("the scheduler has moved from %s to %s", before, address.endpoint)
@@ -174,12 +170,12 @@ async def follow_scheduler(
 
 
 async def asks_for_key(endpoint: str) -> bool:
-    """Return whether whoever listens at a ZeroMQ endpoint demands CURVE; False if nobody answers.
+    """Return whether the server at a ZeroMQ endpoint requires CURVE; False if there is no answer.
 
-    Whichever end first has the whole greeting of the other (ZMTP 3.1: signature, version, mechanism) ends the
-    connection if the mechanisms differ, often before its own greeting is out. The other end then learns nothing but
-    that it was cut off. A greeting that stops behind the major version gets the whole one in return, and names no
-    mechanism itself.
+    The end that first has the whole greeting of the other (ZMTP 3.1: signature, version, mechanism) closes the
+    connection if the mechanisms differ, often before it has sent its own greeting. The other end then cannot see the
+    reason. This client sends the greeting only up to the major version: the server answers with its whole greeting, and
+    cannot object to a mechanism yet.
     """
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(";")[2].rpartition(":")

@@ -1,15 +1,14 @@
-"""Segments: stretches of a prompt (documents, tools, examples) whose KV does not depend on where they stand.
+"""Segments: ranges of a prompt (documents, tools, examples) whose KV does not depend on their position.
 
-The tokens of a segment attend to the segment itself and to the *root*: the beginning of the prompt, by default all that
-comes before its first segment, or nothing. Their K and V are computed at a canonical position, right behind the root,
-and then moved to where the segment stands: K is rotated by the distance, V is copied. That is what the request means,
-whether the KV is found or has to be computed, so its tokens do not depend on what is cached. The first ``boundary``
-tokens of each segment are not moved but computed in their place, and attend to everything before them, as in EPIC
-(arXiv 2410.15332).
+The tokens of a segment attend to the segment itself and to the *root*: the beginning of the prompt, by default
+everything before the first segment, or nothing. Their K and V are computed at a canonical position, right behind the
+root, and then moved to the segment's position: K is rotated by the distance, V is copied. This holds whether the KV is
+found or computed, so the output does not depend on the cache. The first ``boundary`` tokens of each segment are not
+moved but computed in place, and attend to everything before them, as in EPIC (arXiv 2410.15332).
 
-Where a prompt has segments travels in its tokens: bits above those of token ids mark the first token of each segment,
-the tokens that are moved, and the end of the root. So block hashes and prefix trees tell prompts apart that have the
-same tokens and other segments, because their KV is not the same.
+Tokens carry the segments of their prompt: bits above the token id mark the first token of each segment, the tokens that
+are moved, and the end of the root. So block hashes and prefix trees distinguish prompts with equal tokens and different
+segments, because their KV differs.
 """
 
 from array import array
@@ -32,14 +31,14 @@ MAX_MOVED_TOKENS = 1 << 18
 
 
 ALL_BEFORE = -1
-"""The size of the root if it is all that comes before the first segment."""
+"""The size of the root if it is everything before the first segment."""
 
 
 class Segment(NamedTuple):
     """One segment of a prompt; its fields are indices of tokens.
 
-    ``start`` to ``stop``: where it stands. ``moved``: its first token whose K and V are moved; ``stop`` if none are.
-    ``root``: so many of the prompt's first tokens come before it at its canonical position.
+    ``start`` to ``stop``: its position. ``moved``: its first token whose K and V are moved; ``stop`` if there is none.
+    ``root``: the number of the prompt's first tokens that precede it at its canonical position.
     """
 
     start: int
@@ -54,19 +53,19 @@ class Segment(NamedTuple):
 
     @property
     def distance(self) -> int:
-        """By how many positions its K and V are moved."""
+        """The distance of its K and V from the canonical position."""
         return self.start - self.root
 
 
 def make_segments(
     num_tokens: int, ranges: Iterable[tuple[int, int]], *, root: int = ALL_BEFORE, boundary: int = 0
 ) -> tuple[Segment, ...]:
-    """Return the segments of a prompt of ``num_tokens`` tokens. ``ranges``: start and stop of each. ``root``: how many
-    tokens it has.
+    """Return the segments of a prompt of ``num_tokens`` tokens. ``ranges``: start and stop of each. ``root``: its
+    tokens.
 
     Raises:
-        ValueError: they are empty, overlap, are out of order or outside the prompt, or too many, or nothing follows; or
-            the first one begins in the root.
+        ValueError: segments are empty, overlap, are out of order, outside the prompt or too many; or no token follows
+            the last one, or the first one begins in the root.
     """
     made: list[Segment] = []
     before = -1
@@ -100,11 +99,11 @@ def mark_segments(tokens: "array[int]", segments: Sequence[Segment]) -> None:
 
 
 def original_tokens(tokens: "array[int]", segment: Segment, block_size: int, first: int = 0) -> "array[int]":
-    """Return the tokens of a segment at its canonical position: of the root, of the segment, and as many more (0) as
-    fill the last block.
+    """Return the tokens of a segment at its canonical position: the root, the segment, and zeros that fill the last
+    block.
 
-    ``tokens``: of its prompt, marked. ``first``: only those from there on, which is a token of the root or its end, and
-    begins a block.
+    ``tokens``: of its prompt, marked. ``first``: the first token to return, which begins a block and is in the root or
+    at its end.
     """
     own = tokens[first : segment.root] + _each(int.__and__, tokens[segment.start : segment.stop], TOKEN_ID)
     own.extend([0] * (-len(own) % block_size))
@@ -132,15 +131,15 @@ def find_segments(tokens: "array[int]") -> tuple[Segment, ...]:
 
 
 def num_computed(segments: Sequence[Segment], start: int, stop: int) -> int:
-    """How many of the tokens from ``start`` to ``stop`` are computed; the others are moved."""
+    """Return how many of the tokens from ``start`` to ``stop`` are computed; the others are moved."""
     return stop - start - sum(max(0, min(one.stop, stop) - max(one.moved, start)) for one in segments)
 
 
 def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) -> int:
-    """How far a sequence gets from token ``start``, at most to ``stop``, where no segment is, by computing ``budget``
-    tokens and moving at most ``MAX_MOVED_TOKENS``.
+    """Return the end of a chunk from ``start`` of at most ``budget`` computed and ``MAX_MOVED_TOKENS`` moved tokens.
 
-    That is behind the last token that is computed: what a segment moves comes with what is computed after it.
+    ``stop``: the last end, which is in no segment. A chunk ends behind a computed token: moved tokens come with the
+    computed tokens after them.
     """
     at, moved = start, 0
     for segment in segments:
@@ -161,8 +160,10 @@ def furthest(segments: Sequence[Segment], start: int, stop: int, budget: int) ->
 
 
 def _each(operation: Callable[[int, int], int], tokens: "array[int]", value: int) -> "array[int]":
-    """Return the tokens (int32), each after an operation on its bits. All together are one large integer, because a
-    loop over the tokens of a long prompt would take the scheduler's time."""
+    """Return the tokens (int32), each after an operation on its bits.
+
+    All together are one large integer, because a loop over the tokens of a long prompt would take the scheduler's time.
+    """
     together = int.from_bytes(tokens.tobytes(), "little")
     values = int.from_bytes(value.to_bytes(4, "little") * len(tokens), "little")
     return array("i", operation(together, values).to_bytes(4 * len(tokens), "little"))

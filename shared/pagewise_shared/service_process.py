@@ -1,4 +1,4 @@
-"""What the gateway, the scheduler and the executor have in common as processes."""
+"""Signals, exit codes and memory of the gateway, scheduler and executor processes."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from pagewise_shared.errors import PagewiseError
 log = logging.getLogger(__name__)
 
 CANNOT_START = 2
-"""Exit code of a service when starting it again would fail the same way; ``pagewise serve`` then stops."""
+"""Exit code of a service that would fail again after a restart; ``pagewise serve`` then stops."""
 
 _REASON = "this service cannot run: "
 
@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE_BUFFER = 256 * 1024
-"""Bytes from which a buffer has a mapping of its own."""
+"""Bytes from which a buffer gets its own mapping."""
 _TRIM_SECONDS = 30.0
 
 
@@ -45,7 +45,7 @@ def exit_code_of(
     """Run a service until it ends, log the error that ended it, and return the exit code of its process.
 
     The code is 0 if the service was stopped, ``CANNOT_START`` after errors of the ``final`` types, which a restart
-    would not help against, and 1 after any other error.
+    would not fix, and 1 after any other error.
 
     A signal during the start, before the service handles it itself, ends the process from here: with 0 for SIGTERM,
     because no work has to end first, and with 130 for Ctrl-C. Without a handler, process 1 of a container would ignore
@@ -70,7 +70,7 @@ def exit_code_of(
 
 
 def reason_in(line: str) -> str:
-    """Return why a service cannot run, if a line of its log says so; "" otherwise."""
+    """Return the reason in a log line of a service that cannot run; "" for other lines."""
     text = line
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
@@ -91,7 +91,7 @@ def die_with_parent() -> None:
 
 
 def warn_of_variables() -> None:
-    """Log a warning for each environment variable that looks like an option and is none."""
+    """Log a warning for each environment variable that resembles an option and is none."""
     for warning in misspelt_variables(os.environ):
         log.warning("%s", warning)
 
@@ -107,7 +107,7 @@ def run_event_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 def num_tasks() -> int:
-    """Return how many tasks of the running event loop have not ended; 0 if none is running."""
+    """Return the number of unfinished tasks of the running event loop; 0 if none is running."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:
@@ -115,11 +115,11 @@ def num_tasks() -> int:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT, from when this is made in a running event loop.
+    """Waits for SIGTERM and SIGINT. Create it in a running event loop.
 
     Fields:
-        number: the first signal that came; None before that.
-        again: set by the second signal, after which nothing should be waited for.
+        number: the first signal; None before it.
+        again: set by the second signal, after which the process should stop without waiting.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class StopSignal:
 
 
 def tune_garbage_collector() -> None:
-    """Exclude the objects that exist now from garbage collections, and make collections rare."""
+    """Exclude the present objects from garbage collections, and make collections rare."""
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER)
 
@@ -150,13 +150,13 @@ def tune_garbage_collector() -> None:
 def tune_allocator(*, computes: bool = False, free_unused: Callable[[], None] | None = None) -> None:
     """Let glibc return freed memory to the operating system; other C libraries are left alone.
 
-    glibc gives a large buffer a mapping of its own, but when one is freed it takes later buffers up to that size from
-    the heap, where small ones that live longer keep their memory from being returned: a service that has once seen a
-    flood of large requests would stay large for ever. Setting the threshold ends this adaptation. ``computes``: not in
-    an executor, whose every step needs large buffers, and would wait for the kernel to map them.
+    glibc gives a large buffer its own mapping, but after one is freed it takes later buffers up to that size from the
+    heap, where small, longer-lived ones keep their memory from being returned: a service that once had a flood of large
+    requests would stay large. A fixed threshold ends this adaptation. ``computes``: keep the adaptation in an executor,
+    whose every step needs large buffers and would wait for the kernel to map them.
 
-    Free pages between buffers that are in use are returned every half a minute. ``free_unused``: called before that, to
-    free what the process keeps for later.
+    Free pages between used buffers are returned every half a minute. ``free_unused``: called before that, to free
+    caches of the process.
     """
     if not hasattr(_LIBC, "gnu_get_libc_version"):
         return
@@ -181,10 +181,7 @@ def _trim_forever(free_unused: Callable[[], None] | None) -> None:
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the hard limit allows; return that limit (it may be RLIM_INFINITY).
-
-    Every connection takes one file.
-    """
+    """Raise this process's limit of open files to the hard limit, and return it (it may be RLIM_INFINITY)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,7 @@
-"""How often services were started again, and which of them keep failing, in a file that the scheduler reads.
+"""Restarts and problems of services, in a file that the scheduler reads.
 
-Whatever starts the services writes the file (``pagewise serve``, and under ``pagewise up`` the actor that holds the
-scheduler). The scheduler counts restarts and tells gateways the problems, which ``/health`` shows.
+The launcher of the services writes the file (``pagewise serve``, or under ``pagewise up`` the actor that holds the
+scheduler). The scheduler counts restarts and sends the problems to gateways, which ``/health`` shows.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _decode = msgspec.json.Decoder(dict[str, ServiceStatus]).decode
 
 
 def write_status(path: Path, services: Mapping[str, ServiceStatus]) -> None:
-    """Write the status of each service by its name, whole or not at all.
+    """Write the status of each service by its name, atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -32,11 +32,11 @@ def write_status(path: Path, services: Mapping[str, ServiceStatus]) -> None:
 
 
 def read_status(path: Path) -> dict[str, ServiceStatus]:
-    """Return the status of each service by its name; empty while nothing was written.
+    """Return the status of each service by its name; empty before the first write.
 
     Raises:
         OSError: the file cannot be read.
-        msgspec.DecodeError: it holds something else.
+        msgspec.DecodeError: it has other content.
     """
     try:
         return _decode(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Traces of requests, sent to an OpenTelemetry collector (OTLP over HTTP) by a thread that nobody waits for.
+"""Traces of requests, which a background thread sends to an OpenTelemetry collector (OTLP over HTTP).
 
-OpenTelemetry is imported only if there is an endpoint: without one, a service has no ``Tracing`` at all. Spans are made
-when what they tell of has ended, from times that are known anyway, so that nothing is measured for them on the way.
+OpenTelemetry is imported only if there is an endpoint: without one, a service has no ``Tracing``. A span is made after
+its end, from times that are recorded anyway, so that requests are not slowed down.
 """
 
 import os
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 Outcome = Literal["sent", "dropped", "failed"]
-"""What becomes of a span: the collector took it, there were too many in the queue, or the collector did not take it."""
+"""The outcome of a span: the collector accepted it, the queue was full, or the collector did not accept it."""
 
 TRACE_SPANS = (
     "Spans of traces, by what became of them; dropped: too many waited to be sent, failed: the collector did not take "
     "them."
 )
-"""The help text of the metric that counts them; the scheduler and gateways have it."""
+"""The help text of the metric that counts spans, of the scheduler and of gateways."""
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 _PATH = "/v1/traces"
 _MOST_QUEUED = 2048
 _BATCH = 128
-"""Spans of one export. It is made by a thread that shares Python's lock with the event loop: so it is short."""
+"""Spans of one export. Exports share Python's lock with the event loop, so they have to be short."""
 _CLOSE_SECONDS = 2.0
 _MOST_SERVICES = 64
 
@@ -43,12 +43,12 @@ _MOST_SERVICES = 64
 def open_tracing(
     endpoint: str | None, service: str, instance: str, count: Callable[[Outcome, int], None]
 ) -> "Tracing | None":
-    """Return what sends the traces of a service to ``endpoint``; None if there is no endpoint.
+    """Return the tracing of a service; None if there is no ``endpoint``.
 
-    ``count``: is called, from any thread, with what became of so many spans.
+    ``count``: called, from any thread, with the outcome of a number of spans.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed, or a variable of it has a value that it cannot have.
+        ConfigError: OpenTelemetry is not installed, or one of its variables has an invalid value.
     """
     if endpoint is None:
         return None
@@ -64,15 +64,15 @@ def open_tracing(
 
 
 def traces_url(endpoint: str) -> str:
-    """Return the URL to which spans are posted: with the path of OTLP, if it has none."""
+    """Return the URL for posting spans: ``endpoint`` with the path of OTLP, unless it has a path."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path=_PATH)) if parts.path in ("", "/") else endpoint
 
 
 class Tracing:
-    """Makes spans of one service, and hands them to the thread that sends them.
+    """Makes the spans of one service, and hands them to the thread that sends them.
 
-    The variables ``OTEL_*`` of the SDK apply: the sampler, resource attributes, headers, timeouts, sizes of batches.
+    The SDK's variables ``OTEL_*`` apply: the sampler, resource attributes, headers, timeouts, sizes of batches.
     """
 
     def __init__(self, endpoint: str, service: str, instance: str, count: Callable[[Outcome, int], None]) -> None:
@@ -85,7 +85,7 @@ class Tracing:
         self._own = self.tracer(service, instance)
 
     def tracer(self, service: str, instance: str) -> "Tracer":
-        """Return what makes spans of this service: of another one, for which this one speaks."""
+        """Return a tracer for the spans of a service, which may be another one than its own."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
@@ -104,7 +104,7 @@ class Tracing:
         return made
 
     def parent(self, headers: Mapping[str, str]) -> "Context":
-        """Return the context that a ``traceparent`` and a ``tracestate`` stand for; an empty one if they are none."""
+        """Return the context of a ``traceparent`` and a ``tracestate``; an empty one if they are invalid."""
         from opentelemetry.context import Context
 
         return self._propagator.extract(headers, Context())
@@ -119,7 +119,8 @@ class Tracing:
         attributes: Attributes | None = None,
         tracer: "Tracer | None" = None,
     ) -> "Span":
-        """Begin a span at ``began``, in seconds of the monotonic clock. ``server``: somebody else waits for its end."""
+        """Begin a span at ``began``, in seconds of the monotonic clock. ``server``: it handles a request of another
+        process."""
         from opentelemetry.trace import SpanKind
 
         return (tracer or self._own).start_span(
@@ -143,7 +144,7 @@ class Tracing:
         self.begin(name, parent, began, attributes=attributes, tracer=tracer).end(wall_ns(max(began, ended)))
 
     def close(self) -> None:
-        """Send what is left, for a moment. What is not sent by then is lost, and counts as failed."""
+        """Send the remaining spans for two seconds at most; the rest is lost and counts as failed."""
         closing = threading.Thread(target=self._processor.shutdown, name="last traces", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -157,7 +158,7 @@ def wall_ns(seconds: float) -> int:
 
 
 def child_context(span: "Span") -> "Context":
-    """Return the context in which a span is the parent."""
+    """Return the context whose parent is ``span``."""
     from opentelemetry.context import Context
     from opentelemetry.trace import set_span_in_context
 
@@ -165,7 +166,7 @@ def child_context(span: "Span") -> "Context":
 
 
 def traceparent_of(span: "Span") -> str:
-    """Return the ``traceparent`` by which another service makes children of a span; "" if it is not sampled."""
+    """Return the ``traceparent`` of a span for another service; "" if it is not sampled."""
     context = span.get_span_context()
     if not context.trace_flags.sampled:
         return ""
@@ -173,7 +174,7 @@ def traceparent_of(span: "Span") -> str:
 
 
 def _positive(name: str, default: int) -> int:
-    """Return the value of a variable; one that is empty counts as not set, as OpenTelemetry has it.
+    """Return the value of an environment variable; as in OpenTelemetry, an empty one counts as not set.
 
     Raises:
         ConfigError: it is no positive number.
@@ -189,9 +190,9 @@ def _positive(name: str, default: int) -> int:
 def _counting_processor(
     exporter: "SpanExporter", count: Callable[[Outcome, int], None]
 ) -> "tuple[SpanProcessor, SpanExporter]":
-    """Return a batch processor that counts what becomes of spans, and its exporter.
+    """Return a batch processor that counts the outcomes of spans, and its exporter.
 
-    The processor drops spans for which its queue has no room. The exporter takes nothing more after its shutdown.
+    The processor drops spans while its queue is full. The exporter takes no more spans after its shutdown.
     """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 

@@ -64,7 +64,7 @@ def test_constraints_that_cannot_be_are_named(largest: str) -> None:
     right = token_constraints([VOCAB - 1], {0: 3.4e38, VOCAB - 1: 3.4e38}, [[0], [VOCAB - 1, 5]])
     assert right is not None
     check_constraints([right], VOCAB)
-    assert right.flaw(VOCAB) is None
+    assert right.error(VOCAB) is None
     for text, cases in flawed.items():
         for one in cases:
             assert one is not None
@@ -72,7 +72,7 @@ def test_constraints_that_cannot_be_are_named(largest: str) -> None:
                 with pytest.raises(InvalidPlanError, match=text):
                     check_constraints([one], VOCAB)
             else:
-                assert text in str(one.flaw(VOCAB))
+                assert text in str(one.error(VOCAB))
     outside_some_vocabulary = token_constraints([2**20], {2**31 - 1: 1.0})
     assert outside_some_vocabulary is not None
-    assert outside_some_vocabulary.flaw(0) is None
+    assert outside_some_vocabulary.error(0) is None

@@ -168,7 +168,7 @@ async def check(background: Background) -> None:
         (handle,) = stack.executors
         while handle.scheduler.kv.num_available != BLOCKS:
             await asyncio.sleep(0.01)
-    assert stack.router.placer.load(handle) == 0
+    assert handle.view.load == 0
     assert handle.scheduler.requests == []
     assert stack.router.waiting.sequences == 0
     assert len(stack.registry) == 1

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
-from pagewise_shared.speculation import num_accepted
+from pagewise_shared.sampling import num_accepted
 
 from pagewise_executor.plan_checks import InvalidPlanError
 

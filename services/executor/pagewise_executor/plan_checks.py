@@ -89,7 +89,7 @@ def check_constraints(constraints: Iterable[TokenConstraints], vocab_size: int) 
         InvalidPlanError: something in one of them cannot be.
     """
     for one in constraints:
-        if (flaw := one.flaw(vocab_size, _largest)) is not None:
+        if (flaw := one.error(vocab_size, _largest)) is not None:
             raise InvalidPlanError(flaw)
 
 

@@ -1,4 +1,4 @@
-"""Puts the scheduler service together and runs it until it is told to stop."""
+"""Assembles the scheduler service, and runs it until a signal stops it."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 async def serve(config: SchedulerConfig) -> None:
     """Run the service until SIGTERM or SIGINT.
 
-    Prints ``listening GATEWAYS EXECUTORS`` on standard output, the two endpoints, once both are bound. Nothing is done
-    for requests in progress: their gateways submit them again to the next scheduler.
+    Prints ``listening GATEWAYS EXECUTORS`` on standard output, the two endpoints, once both are bound. Stopping does
+    not wait for requests: their gateways submit them again to the next scheduler.
 
     Raises:
-        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host; or there is no
-            OpenTelemetry to send traces with.
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host; or OpenTelemetry is
+            missing for the traces.
         zmq.ZMQError: an endpoint cannot be bound.
     """
-    raise_file_limit()  # every executor and every gateway takes a file
+    raise_file_limit()  # every connection takes a file
     for endpoint in (config.listen, config.listen_gateways):  # both have keys, or neither
         keys = load_keys(config.keys, SCHEDULER, endpoint, config.plaintext)
     metrics = Metrics(config.served_model_name or config.model)

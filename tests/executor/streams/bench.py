@@ -18,7 +18,7 @@ from pagewise_executor.tiers import host_copies, host_loads
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
-from pagewise_scheduler.server.offers import copy_costs
+from pagewise_scheduler.server.executor_checks import copy_costs
 from pagewise_shared.protocol import DEVICE, HOST, Copied, StepResult, Welcome, unpack_int32s
 
 from tests.core_requests import make_request

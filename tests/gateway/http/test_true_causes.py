@@ -110,7 +110,7 @@ async def test_banned_words_that_the_model_cannot_say() -> None:
         assert status == 200
         constraints = server.scheduler.last.params.sampling.constraints
         assert constraints is not None
-        assert constraints.flaw(image) is None
+        assert constraints.error(image) is None
 
 
 @pytest.mark.parametrize("wanted", [512, 10**6])

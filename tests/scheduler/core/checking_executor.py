@@ -24,8 +24,8 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
+from pagewise_shared.sampling import num_accepted
 from pagewise_shared.segments import MOVED, TOKEN_ID
-from pagewise_shared.speculation import num_accepted
 
 Content = dict[int, tuple[bytes, tuple[int, ...]]]
 """By slot of a block: where the chain of block hashes begins, and all tokens up to this one."""

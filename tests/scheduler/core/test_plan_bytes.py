@@ -121,8 +121,8 @@ def test_what_leaves_before_anybody_was_told_leaves_room_in_the_plan() -> None:
 
 def test_no_legal_plan_exceeds_a_frame() -> None:
     assert greatest_plan() < MAX_FRAME_FROM_SCHEDULER
-    assert GREATEST.flaw(8 * MAX_ALLOWED_BYTES) == "a constraint on a token outside the vocabulary of 16777216"
-    assert GREATEST.flaw(0) is None
+    assert GREATEST.error(8 * MAX_ALLOWED_BYTES) == "a constraint on a token outside the vocabulary of 16777216"
+    assert GREATEST.error(0) is None
     assert len(msgspec.msgpack.encode(GREATEST)) <= GREATEST.num_bytes + 32 <= MAX_CONSTRAINTS_BYTES + 32
     for block_size in (1, 3, 16, 2**16):
         length = longest_sequence(block_size)

@@ -186,7 +186,7 @@ def test_planning_many_segments_behind_a_long_root_is_not_work_for_each_of_them(
 
 
 def test_who_dies_with_an_original_is_blamed() -> None:
-    """``ExecutorHandle._blame`` looks for the requests of the steps in flight among the living: a request whose
+    """``ExecutorHandle._count_deaths`` looks for the requests of the steps in flight among the living: a request whose
     segment kills executors is never blamed, and goes on to the next one without end."""
     scheduler = create_scheduler()
     request = segmented([*ROOT, *SECOND, 9], [(8, 48)])

@@ -15,9 +15,8 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import PlanBuilder
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s
-from pagewise_shared.sampling import BeamParams, token_constraints
+from pagewise_shared.sampling import BeamParams, num_accepted, token_constraints
 from pagewise_shared.segments import make_segments, mark_segments
-from pagewise_shared.speculation import num_accepted
 
 from tests.core_requests import change
 from tests.scheduler.core import checking_executor

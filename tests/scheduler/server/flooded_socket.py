@@ -16,8 +16,8 @@ _PING_MS = 300
 async def main(endpoint: str) -> None:
     router_socket._PING_MS = _PING_MS
     metrics = Metrics("m")
-    wire = router_socket.Wire(None, metrics)
-    socket = router_socket.RouterSocket("executor", endpoint, decode_from_executor, metrics, wire, timeout=2)
+    sockets = router_socket.SocketContext(None, metrics)
+    socket = router_socket.RouterSocket("executor", endpoint, decode_from_executor, metrics, sockets, timeout=2)
 
     def read() -> None:
         if socket.receive([]):
@@ -48,7 +48,7 @@ async def main(endpoint: str) -> None:
     await asyncio.sleep(0.5)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    wire.close()
+    sockets.close()
 
 
 if __name__ == "__main__":

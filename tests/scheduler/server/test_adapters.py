@@ -339,7 +339,9 @@ async def test_a_load_that_hangs_fails_who_waits_for_it_and_says_so(tmp_path: Pa
         refused = await answer(stack.gateway)
         assert refused.kind == "refused"
         assert refused.message == "the adapter 'one' has not been loaded within 1 s"
-        with pytest.raises(FailedPromptError, match="the adapter 'one' cannot be loaded: the executor has not told of"):
+        with pytest.raises(
+            FailedPromptError, match="the adapter 'one' cannot be loaded: the executor has not reported"
+        ):
             await waiting.result()
         assert stack.metric("lora_load_errors_total") == 2
         # The executor is there still, and is asked for no other load until that one has returned.
@@ -438,7 +440,7 @@ async def test_a_gateway_alone_brings_no_adapter_that_the_scheduler_does_not_nam
             told = await answer(attacker, number)
             assert told.kind == "refused"
             assert f"neither with --lora-modules {adapter.name}={adapter.path} nor with" in told.message
-            with pytest.raises(RefusedRequestError, match="an adapter that it may not use"):
+            with pytest.raises(RefusedRequestError, match="an adapter that is not allowed"):
                 await (await submit(attacker, adapter)).result()
         await attacker.send(UnregisterAdapter(attacker.epoch, 9, "one"))
         assert (await answer(attacker, 9)).kind == "refused"

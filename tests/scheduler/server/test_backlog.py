@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.server.admission_error import AdmissionError
-from pagewise_scheduler.server.backlog import Backlog, Load
+from pagewise_scheduler.server.request_limits import AdmissionError, Backlog, Load
 
 from tests.scheduler.server.played_gateway import PlayedRequest, RefusedRequestError
 from tests.scheduler.server.stack import Stack, executor, running, until

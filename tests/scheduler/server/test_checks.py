@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
-from pagewise_scheduler.server import offers
-from pagewise_scheduler.server.admission_error import ImpossibleError
-from pagewise_scheduler.server.executor_registry import check_copies, checked_tokens
-from pagewise_scheduler.server.offers import MAX_FLEET_BLOCKS, costs_of, flaw_of_offer
+from pagewise_scheduler.server import executor_checks
+from pagewise_scheduler.server.executor_checks import (
+    MAX_FLEET_BLOCKS,
+    check_copies,
+    checked_tokens,
+    costs_of,
+    hello_error,
+)
+from pagewise_scheduler.server.sessions import ImpossibleError
 from pagewise_shared.protocol import (
     DEVICE,
     HOST,
@@ -64,10 +69,10 @@ OFFERS = [
 
 @pytest.mark.parametrize("fields", OFFERS, ids=repr)
 def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
-    assert flaw_of_offer(hello()) is None
+    assert hello_error(hello()) is None
     good = hello(costs=MeasuredCosts(1.0, 0.0, 0.0), tiers=(TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0),))
-    assert flaw_of_offer(good) is None
-    assert flaw_of_offer(hello(**fields)) is not None
+    assert hello_error(good) is None
+    assert hello_error(hello(**fields)) is not None
 
 
 def test_what_was_measured_of_a_tier_is_where_the_scheduler_begins() -> None:
@@ -144,7 +149,7 @@ async def test_a_fleet_refuses_an_impossible_offer_and_goes_on(tmp_path: Path, f
 
 
 async def test_a_full_fleet_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "MAX_EXECUTORS", 1)
+    monkeypatch.setattr(executor_checks, "MAX_EXECUTORS", 1)
     async with running(tmp_path) as stack, executor(tmp_path):
         await stack.ready(1)
         raw = RawExecutor(tmp_path)

@@ -49,7 +49,7 @@ async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
         assert len(first) == 8
         assert await stack.generate([1, 2, 3]) == first
         (handle,) = stack.executors
-        assert stack.router.placer.load(handle) == 0
+        assert handle.view.load == 0
         async with asyncio.timeout(5):
             while handle.scheduler.kv.num_available != 64:
                 await asyncio.sleep(0.01)

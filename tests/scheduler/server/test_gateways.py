@@ -134,7 +134,7 @@ async def test_an_output_that_a_stop_string_ends_gives_its_blocks_back_and_the_o
             finished.stream == request.stream for frame in stack.gateway.frames for finished in frame.finished
         )
         await stack.all_free()
-        assert stack.router.placer.load(handle) == 0
+        assert handle.view.load == 0
 
 
 async def test_an_abort_frees_the_blocks_of_all_prompts(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 from pagewise_scheduler.metrics import Metrics
-from pagewise_scheduler.server.admission_error import AdmissionError
-from pagewise_scheduler.server.submissions import KeyUsages
+from pagewise_scheduler.server.request_limits import AdmissionError, KeyUsages
 from pagewise_shared.protocol import KeyLimits
 
 

@@ -36,7 +36,7 @@ async def test_requests_that_move_are_placed_anew_and_leave_nothing_behind(tmp_p
         async with executor(tmp_path, "two"):
             assert [len(tokens) for tokens in await asyncio.gather(*moving)] == [40, 40, 40]
             (handle,) = stack.executors
-            assert stack.router.placer.load(handle) == 0
+            assert handle.view.load == 0
         assert count(stack, "only") == 6
 
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from pagewise_scheduler.server.executor_checks import MAX_EXECUTORS, MAX_FLEET_BLOCKS, incompatibility
 from pagewise_scheduler.server.executor_registry import ExecutorRegistry
-from pagewise_scheduler.server.offers import MAX_EXECUTORS, MAX_FLEET_BLOCKS, misfit
 from pagewise_scheduler.server.sessions import JoinGuard
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
 from pagewise_shared.errors import ConfigError
@@ -295,7 +295,7 @@ async def test_the_identity_of_a_connection_that_is_gone_is_bound_to_its_key(
     [
         ({"num_blocks": 10**12}, "num_blocks is 1000000000000"),
         ({"tiers": (TierInfo(HOST, 10**12),)}, "its tier host has 1000000000000 blocks"),
-        ({"tiers": (TierInfo(99, 1),)}, "nobody knows a tier 99 below the device, only host"),
+        ({"tiers": (TierInfo(99, 1),)}, "there is no tier 99 below the device, only host"),
         ({"tiers": (TierInfo(HOST, 1),) * 2}, "its tiers are not one below the other: host comes after host"),
         ({"tiers": (TierInfo(HOST, MAX_FLEET_BLOCKS),)}, "the fleet would have"),
         ({"num_blocks": MAX_DEVICE_BLOCKS + 1}, f"num_blocks is {MAX_DEVICE_BLOCKS + 1}, which is not from"),
@@ -329,11 +329,11 @@ async def test_a_hello_with_absurd_values_is_refused(tmp_path: Path, fields: dic
 
 def test_a_fleet_has_a_greatest_size() -> None:
     small = hello(num_blocks=1)
-    assert misfit(small, [small] * (MAX_EXECUTORS - 1), "simulated") is None
-    assert "executors already" in str(misfit(small, [small] * MAX_EXECUTORS, "simulated"))
+    assert incompatibility(small, [small] * (MAX_EXECUTORS - 1), "simulated") is None
+    assert "executors already" in str(incompatibility(small, [small] * MAX_EXECUTORS, "simulated"))
     half = hello(num_blocks=MAX_FLEET_BLOCKS // 2)
-    assert misfit(half, [half], "simulated") is None
-    assert "the fleet would have" in str(misfit(half, [half, small], "simulated"))
+    assert incompatibility(half, [half], "simulated") is None
+    assert "the fleet would have" in str(incompatibility(half, [half, small], "simulated"))
 
 
 async def test_hellos_that_come_too_often_are_dropped(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
 from pagewise_shared.config.vllm import options_from
-from pagewise_shared.end_tokens import untyped_special_tokens
-from pagewise_shared.model_files import resolve_model
+from pagewise_shared.model_files import resolve_model, untyped_special_tokens
 from tqdm.auto import tqdm
 
 from pagewise.llm.client import Client

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from llguidance import LLTokenizer
-from pagewise_shared.end_tokens import end_token_ids, untyped_special_tokens
 from pagewise_shared.errors import PagewiseError
+from pagewise_shared.model_files import end_token_ids, untyped_special_tokens
 
 _MAX_REASON = 200
 

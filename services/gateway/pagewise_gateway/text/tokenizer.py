@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import tokenizers
-from pagewise_shared.end_tokens import end_token_ids, read_json, untyped_special_tokens
 from pagewise_shared.errors import ModelError
+from pagewise_shared.model_files import end_token_ids, read_json, untyped_special_tokens
 
 from pagewise_gateway.text.template import ChatTemplate, renderer
 from pagewise_gateway.text.turns import Turns

@@ -1,10 +1,9 @@
-"""The registry: which adapters are served, by name.
+"""The registry of adapters that are served, by name.
 
-It is kept here and not in gateways, because a name has to mean the same at all of them, whichever was told to load it.
-Gateways are told whenever it changes, so one that joins knows all adapters. A scheduler that was restarted takes the
-registry over from the gateway that was told the newest one by the scheduler before. That gateway may join after others
-have asked for adapters: what was loaded or unloaded since the start counts more than what is taken over. Nothing of it
-decides which KV a request may use: requests name the content of their adapter.
+The scheduler keeps it, because a name has to mean the same adapter at all gateways, and sends every change to all of
+them. After a restart, the scheduler adopts the registry from the gateway that received the newest one. This gateway may
+join after others have loaded or unloaded adapters: changes since the restart take precedence. The registry does not
+decide which KV a request may use: requests carry the content hash of their adapter.
 """
 
 import logging
@@ -25,7 +24,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
-from pagewise_scheduler.server.sessions import text_flaw
+from pagewise_scheduler.server.sessions import text_error
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +33,17 @@ _MAX_ERROR_TEXT = 1000
 _TOO_MANY = f"{MAX_ADAPTERS} adapters are the most that are served"
 _MOST_PENDING = 1024
 _MOST_UNLOADED = 4 * MAX_ADAPTERS
-"""Names that are remembered because they were unloaded, so that no gateway brings them back."""
+"""Unloaded names to remember, so that adopting an older registry does not bring them back."""
 _MAX_INT63 = 2**63 - 1
 
 Answer = Callable[[AdapterAnswer], None]
 
 
-def flaw_of_adapter(adapter: Adapter) -> str | None:
-    """What is wrong with what a gateway says of an adapter; None: nothing."""
+def adapter_error(adapter: Adapter) -> str | None:
+    """Return why a gateway's description of an adapter is not acceptable; None if it is."""
     if not adapter.name or not adapter.path:
         return "an adapter without a name or a path"
-    if text_flaw(adapter, ("name",), _MAX_NAME) or text_flaw(adapter, ("path",), _MAX_PATH):
+    if text_error(adapter, ("name",), _MAX_NAME) or text_error(adapter, ("path",), _MAX_PATH):
         return (
             f"an adapter whose name is longer than {_MAX_NAME} characters, its path than {_MAX_PATH}, or not printable"
         )
@@ -57,7 +56,8 @@ def flaw_of_adapter(adapter: Adapter) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    """An adapter that executors are loading. ``missing``: how many have not answered; ``tried``: whether any has."""
+    """An adapter that executors are loading. ``missing``: executors that have not answered; ``tried``: whether any
+    has."""
 
     message: RegisterAdapter
     answer: Answer
@@ -67,10 +67,10 @@ class _Trial:
 
 
 class AdapterRegistry:
-    """The adapters that are served. ``version``: see ``AdapterState``. ``executors``: those that take requests.
+    """The adapters that are served. ``version``: as in ``AdapterState``. ``executors``: those that take requests.
 
-    Executors load whatever path an adapter names, so gateways may name only the adapters that the scheduler's own
-    ``rights`` allow.
+    Executors load any path that an adapter names, so gateways may name only adapters that the scheduler's ``rights``
+    allow.
     """
 
     def __init__(self, executors: Callable[[], Sequence[ExecutorHandle]], rights: AdapterRights) -> None:
@@ -78,7 +78,7 @@ class AdapterRegistry:
         self._executors = executors
         self._rights = rights
         self._adapters: dict[str, Adapter] = {}
-        # Of this life: the version of its first change and of what was taken over; and what was changed by name.
+        # Since the start: the version of the first change and of the adopted registry, and the names that changed.
         self._first_version: int | None = None
         self._adopted_version = 0
         self._loaded: set[str] = set()
@@ -86,7 +86,7 @@ class AdapterRegistry:
         self._pending: list[tuple[RegisterAdapter, Answer]] = []
 
     def refusal(self, adapter: Adapter) -> str | None:
-        """Return why no gateway may have this adapter served; None if one may."""
+        """Return why no gateway may have this adapter served; None if they may."""
         if self._rights.updating or self._rights.modules.get(adapter.name) == adapter.path:
             return None
         return (
@@ -95,11 +95,11 @@ class AdapterRegistry:
         )
 
     def state(self, epoch: int) -> AdapterState:
-        """All of them, for a gateway."""
+        """Return the message with all adapters for a gateway."""
         return AdapterState(epoch, self.version, tuple(self._adapters.values()))
 
     def adopt(self, version: int, adapters: Iterable[Adapter]) -> None:
-        """Take over what a gateway was told by the scheduler before, if nothing newer of that has been taken over."""
+        """Adopt the registry that a gateway received from an earlier scheduler, unless a newer one has been adopted."""
         first = self._first_version
         of_this_life = first is not None and first <= version <= self.version
         if of_this_life or not self._adopted_version < version <= _MAX_INT63:
@@ -107,7 +107,7 @@ class AdapterRegistry:
         self._adopted_version = version
         own = {name: adapter for name, adapter in self._adapters.items() if name in self._loaded}
         kept_out = own.keys() | self._unloaded.keys()
-        found = {one.name: one for one in adapters if one.name not in kept_out and self._flaw(one) is None}
+        found = {one.name: one for one in adapters if one.name not in kept_out and self._error(one) is None}
         for name in list(found)[MAX_ADAPTERS - len(own) :]:
             log.warning("the adapter %s is not taken over: %s", printable(name), _TOO_MANY)
             del found[name]
@@ -121,11 +121,11 @@ class AdapterRegistry:
             log.info("%d adapters are taken over from a gateway", len(found))
 
     def register(self, message: RegisterAdapter, answer: Answer) -> None:
-        """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is told what became of it."""
+        """Serve an adapter once the executors have loaded it to their hosts; ``answer`` is called with the result."""
         adapter = message.adapter
         known = self._adapters.get(adapter.name)
-        if (flaw := self._flaw(adapter) or self._clash(message)) is not None:
-            answer(AdapterAnswer(message.number, "refused", flaw))
+        if (error := self._error(adapter) or self._clash(message)) is not None:
+            answer(AdapterAnswer(message.number, "refused", error))
         elif known is not None and (known.content, known.path) == (adapter.content, adapter.path):
             answer(AdapterAnswer(message.number))
         elif able := [one for one in self._executors() if one.scheduler.features.adapters.serves(adapter)]:
@@ -133,11 +133,11 @@ class AdapterRegistry:
         else:
             self._wait(message, answer)
 
-    def _flaw(self, adapter: Adapter) -> str | None:
-        return flaw_of_adapter(adapter) or self.refusal(adapter)
+    def _error(self, adapter: Adapter) -> str | None:
+        return adapter_error(adapter) or self.refusal(adapter)
 
     def _clash(self, message: RegisterAdapter) -> str | None:
-        """Why an adapter cannot be served beside those that are; None: it can."""
+        """Return why an adapter cannot be served beside the others; None if it can."""
         name = message.adapter.name
         if name in self._adapters:
             text = f"an adapter called {name!r} is loaded already; unload it, or replace it (load_inplace)"
@@ -145,7 +145,7 @@ class AdapterRegistry:
         return _TOO_MANY if len(self._adapters) >= MAX_ADAPTERS else None
 
     def _wait(self, message: RegisterAdapter, answer: Answer) -> None:
-        """No executor can load an adapter now: keep the message until one joins, or refuse it."""
+        """Without an executor that can load the adapter, keep the message until one joins, or refuse it."""
         adapter, executors = message.adapter, self._executors()
         text = "no executor is ready to load the adapter"
         if executors:
@@ -160,7 +160,7 @@ class AdapterRegistry:
             answer(AdapterAnswer(message.number, "refused" if executors else "unavailable", text))
 
     def unregister(self, message: UnregisterAdapter, answer: Answer) -> None:
-        """Serve an adapter no more. Requests that run go on with it."""
+        """Stop serving an adapter. Running requests keep it."""
         if not self._rights.updating:
             text = "the scheduler was not started with --allow-runtime-lora-updating"
             answer(AdapterAnswer(message.number, "refused", text))
@@ -177,7 +177,7 @@ class AdapterRegistry:
         answer(AdapterAnswer(message.number))
 
     def executor_joined(self) -> None:
-        """There is an executor: what waited for one is tried."""
+        """Try the adapters that have waited for an executor."""
         pending, self._pending = self._pending, []
         for message, answer in pending:
             self.register(message, answer)
@@ -187,26 +187,26 @@ class AdapterRegistry:
     def _try(self, message: RegisterAdapter, answer: Answer, executors: Sequence[ExecutorHandle]) -> None:
         trial = _Trial(message, answer, len(executors))
 
-        def told(error: str | None, *, lost: bool = False) -> None:
+        def on_loaded(error: str | None, *, lost: bool = False) -> None:
             trial.missing -= 1
             trial.tried |= not lost
             trial.error = trial.error or error or ""
             if not trial.missing:
-                self._tried(trial)
+                self._complete(trial)
 
         for executor in executors:
-            executor.scheduler.features.adapters.check(message.adapter, told)
+            executor.scheduler.features.adapters.check(message.adapter, on_loaded)
             executor.touch()
 
-    def _tried(self, trial: _Trial) -> None:
+    def _complete(self, trial: _Trial) -> None:
         message, adapter = trial.message, trial.message.adapter
         if trial.error:
             text = printable(trial.error, _MAX_ERROR_TEXT)
             log.warning("%s", text)
             trial.answer(AdapterAnswer(message.number, "refused", text))
-        elif not trial.tried:  # all executors that were asked are gone; others may have joined meanwhile
+        elif not trial.tried:  # all executors of the trial are gone; others may have joined meanwhile
             self.register(message, trial.answer)
-        elif (clash := self._clash(message)) is not None:  # another request was faster
+        elif (clash := self._clash(message)) is not None:  # of another request that was faster
             trial.answer(AdapterAnswer(message.number, "refused", clash))
         else:
             self._adapters[adapter.name] = adapter
@@ -218,7 +218,7 @@ class AdapterRegistry:
             trial.answer(AdapterAnswer(message.number))
 
     def _changed(self) -> None:
-        # Greater than the versions of an earlier scheduler, of which a gateway may tell later.
+        # A time, so that it is greater than the versions of an earlier scheduler.
         self.version = max(self.version + 1, time.time_ns() // 1_000_000)
         if self._first_version is None:
             self._first_version = self.version

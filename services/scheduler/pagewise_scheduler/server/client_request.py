@@ -1,7 +1,4 @@
-"""A request of the core that a gateway has submitted: which executor has it, and where its outputs go.
-
-Outputs are collected for each gateway until a round ends, and sent as one frame.
-"""
+"""A request of the core with its place in the service: its gateway's streams, and the executor that runs it."""
 
 import logging
 from array import array
@@ -33,9 +30,9 @@ FailureKind = Literal["internal", "unavailable", "invalid"]
 
 
 class OutputBuilder:
-    """Collects the fields of the next ``Outputs`` frame of one gateway.
+    """Collects the fields of the next ``Outputs`` frame of one gateway, which is sent at the end of a round.
 
-    ``streams`` and ``tokens`` are parallel, and sequences that take tokens append to them: it is their ``TokenSink``.
+    ``streams`` and ``tokens`` are parallel. Sequences append to them directly: this is their ``TokenSink``.
     """
 
     __slots__ = ("failed", "finished", "logprobs", "prompt_logprobs", "refused", "started", "streams", "tokens")
@@ -50,8 +47,8 @@ class OutputBuilder:
         self.finished: list[StreamFinished] = []
         self.failed: list[PromptFailed] = []
 
-    def tell_logprobs(self, of_streams: dict[int, TokenLogprobs]) -> None:
-        """The log-probabilities of the newest token of each of these streams."""
+    def add_logprobs(self, of_streams: dict[int, TokenLogprobs]) -> None:
+        """Add the log-probabilities of the newest token of each of these streams."""
         found = []
         for index in range(len(self.streams) - 1, -1, -1):
             if (entry := of_streams.pop(self.streams[index], None)) is not None:
@@ -61,7 +58,7 @@ class OutputBuilder:
         self.logprobs += reversed(found)
 
     def take(self, epoch: int) -> Outputs | None:
-        """The frame with everything that was collected, None if there is nothing; empties the builder."""
+        """Return the frame with everything that was collected, None if nothing was; empty the builder."""
         if not (self.streams or self.finished or self.started or self.refused or self.failed or self.prompt_logprobs):
             return None
         outputs = Outputs(
@@ -75,31 +72,25 @@ class OutputBuilder:
             tuple(self.finished),
             tuple(self.failed),
         )
-        for collected in (self.streams, self.tokens):
-            collected.clear()
-        for pieces in (
-            self.logprobs, self.refused, self.started, self.prompt_logprobs, self.finished, self.failed,
-        ):  # fmt: skip
-            pieces.clear()
+        self.__init__()  # type: ignore[misc]  # empty
         return outputs
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientRequest(Request):
-    """One prompt of a client's request. It outlives executors: what one leaves undone goes on at the next.
+    """One prompt of a client's request. It outlives executors: it continues on another one from its tokens.
 
-    What becomes of it is told to its gateway through ``outputs``; output ``i`` is stream ``stream + i`` there.
+    Output ``i`` is stream ``stream + i`` of its gateway.
 
     Fields:
         on_end: called once, when nothing of it runs any more.
-        arrived: when it came to the scheduler, seconds of ``clock``.
-        unfinished: outputs that take more tokens. done: nothing runs any more.
-        executor: the one it was placed on last, None: it waits for one. placement: why it is there.
-        deaths: executors in a row that died in a step of it, without a token of it in between.
-        unplaced_seconds: how long no executor could take it, since one did.
-        tokens_before: output tokens that it had when it came from another scheduler.
-        num_generated_tokens: output tokens computed for it by this one, also those of outputs that are not shown; known
-            when it has ended.
+        arrived: its arrival at this scheduler, seconds of ``clock``.
+        unfinished: outputs that take more tokens. done: nothing of it runs any more.
+        executor: the last that it was placed on; None: it waits. placement: why it is there.
+        deaths: executors in a row that died in a step of it, without a new token of it in between.
+        unplaced_seconds: time without an executor since its last placement.
+        tokens_before: output tokens from an earlier scheduler.
+        num_generated_tokens: output tokens that this scheduler had computed for it, shown or not; set at its end.
         traceparent: the span of its gateway, "" if it is not traced. failure: why it failed, if it did.
     """
 
@@ -121,7 +112,7 @@ class ClientRequest(Request):
     _last_prompt_logprob: int = 0
 
     def started(self, now: float) -> None:
-        """Its first token is there; harmless the second time. ``now``: seconds of ``clock``."""
+        """Report its first token; harmless the second time. ``now``: seconds of ``clock``."""
         if self.placement is not None:
             self.placement.answered(now)
         if self._started:
@@ -140,15 +131,17 @@ class ClientRequest(Request):
         )
 
     def take_prompt_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Prompt log-probabilities of one chunk; those of a chunk that is computed again are dropped."""
+        """Report the prompt log-probabilities of one chunk, except positions that were reported before a
+        recomputation."""
         fresh = tuple(entry for entry in entries if entry.index > self._last_prompt_logprob)
         if fresh:
             self._last_prompt_logprob = fresh[-1].index
             self.outputs.prompt_logprobs.append(StreamPromptLogprobs(self.stream, fresh))
 
-    def take_finish(self, sequence: RequestSequence, now: float, *, tell: bool = True) -> None:
-        """An output has ended, for the reason that ``sequence`` gives. ``tell``: False if its gateway has said so."""
-        if tell:
+    def take_finish(self, sequence: RequestSequence, now: float, *, report: bool = True) -> None:
+        """Finish an output. ``report``: send the finish reason of ``sequence``; False if the gateway itself has
+        finished it."""
+        if report:
             self.started(now)
             stop_token = sequence.stop_reason if isinstance(sequence.stop_reason, int) else -1
             reason = sequence.finish_reason or "abort"
@@ -158,14 +151,14 @@ class ClientRequest(Request):
             self.end(now)
 
     def report_failure(self, kind: FailureKind, message: str, now: float) -> None:
-        """All of it failed; it is the client's fault only if ``kind`` is "invalid"."""
+        """Fail the whole request. The kind "invalid" is the client's error."""
         if not self.done:
             self.failure = kind
             self.outputs.failed.append(PromptFailed(self.stream, kind, message))
             self.end(now)
 
-    def tell_abort(self, now: float) -> None:
-        """Tell its gateway that the outputs which take more tokens end here; whoever calls this aborts it then."""
+    def report_abort(self, now: float) -> None:
+        """Report to its gateway that its unfinished outputs are aborted. The caller then aborts it."""
         self.started(now)
         ended = set[int]() if self.params.beam is not None else {one.index for one in self.sequences if one.finished}
         self.outputs.finished += [
@@ -173,13 +166,13 @@ class ClientRequest(Request):
         ]
 
     def end(self, now: float) -> None:
-        """Nothing of it runs any more, whether that is told or not."""
+        """End it, without a report."""
         if self.done:
             return
         self.done = True
         if self.placement is not None:
             self.placement.end(now)
-            self.placement = None  # it refers to the request: nothing is left to the garbage collector
+            self.placement = None  # breaks a reference cycle, so that no garbage is left
         tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences) - self.tokens_before
         self.timeline.ended(now)
         self.num_generated_tokens = max(tokens, self.num_sampled_tokens)
@@ -187,12 +180,12 @@ class ClientRequest(Request):
         self.replace_sequences([])
 
     def log(self, level: int, text: str) -> None:
-        """Log a line about it, which names it and its executor."""
+        """Log a line about the request, with its id and its executor."""
         where = f"{self.executor.executor_id}: " if self.executor is not None else ""
         log.log(level, "%srequest %s %s", where, self.request_id, text, extra=about(self.request_id, self.traceparent))
 
-    def blame(self) -> None:
-        """An executor died in a step of this request; tokens since the last time speak for its innocence."""
+    def count_death(self) -> None:
+        """Count an executor that died in a step of this request; a new token since the last death resets the count."""
         tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences)
         self.deaths = self.deaths + 1 if tokens <= self._tokens_at_death else 1
         self._tokens_at_death = tokens

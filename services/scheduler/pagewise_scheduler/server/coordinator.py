@@ -1,7 +1,15 @@
-"""The coordinator: the one owner of all memory and all requests.
+"""The coordinator: the event loop calls it with frames, and it calls everything else.
 
-Routing and fetches between executors look into the memory of all of them, so all of it belongs to one object, which
-the event loop calls when one of its two sockets has received something.
+All requests and the bookkeeping of all executors' KV memory belong to it, because routing and fetches between executors
+need a view of all of them. It needs no locks: everything runs on one event loop, in rounds:
+
+1. ``_turn`` takes frames from both sockets, and begins a round with them.
+2. ``_handle`` passes each frame to the registry of executors or to the gateways. They check it, and apply it to the
+core.
+3. ``ExecutorRegistry.plan`` plans ahead for every executor that has changed, and sends the plans.
+4. ``Gateways.flush`` sends each gateway its new outputs, in one frame at most.
+
+Ticks, a few times a second, find late executors and gateways, and refresh gauges.
 """
 
 import asyncio
@@ -14,11 +22,14 @@ from pathlib import Path
 from time import monotonic as clock
 from typing import Any
 
+import msgspec
 import zmq
 from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
+from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
+from pagewise_shared.service_status import ServiceStatus, read_status
 
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.adapters import AdapterRegistry
@@ -30,25 +41,31 @@ from pagewise_scheduler.server.gateways import Gateways
 from pagewise_scheduler.server.gauges import Gauges
 from pagewise_scheduler.server.reports import answer
 from pagewise_scheduler.server.router import Router
-from pagewise_scheduler.server.router_socket import ConnectionsBroke, Event, Received, RouterSocket, Unreachable, Wire
-from pagewise_scheduler.server.service_watch import ServiceWatch
+from pagewise_scheduler.server.router_socket import (
+    ConnectionsBroke,
+    Event,
+    Received,
+    RouterSocket,
+    SocketContext,
+    Unreachable,
+)
 from pagewise_scheduler.server.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _TICK_SECONDS_WHILE_DRAINING = 0.05
+_STATUS_SECONDS = 1.0
+_MOST_PROBLEMS, _MOST_TEXT = 16, 300
 _ROUNDS_AT_ONCE = 2
-"""Rounds in a row before the event loop has a turn: where frames never end, they would never end either."""
+"""Rounds in a row before other tasks of the event loop have a turn, even if frames never end."""
 
 
 class Coordinator:
-    """Owns the fleet, the gateways, and every request between them.
+    """Owns the executors, the gateways, and every request between them.
 
-    It works in rounds: it takes frames from both sockets and handles them, plans ahead for the executors that were
-    touched and sends their plans, and then sends each gateway its new outputs, in one frame at most.
     ``unplaced_timeout``: seconds that a request may wait for an executor that can take it. ``keys``: the allow-lists,
-    None: plain text.
+    None: plain text. ``on_traced``: called with each ended prompt that is traced, and the time.
     """
 
     def __init__(
@@ -60,15 +77,15 @@ class Coordinator:
         unplaced_timeout: float = 60.0,
         on_traced: Callable[[ClientRequest, float], None] | None = None,
     ) -> None:
-        """Bind both sockets. ``on_traced``: see ``Gateways``.
+        """Bind both sockets.
 
         Raises:
             zmq.ZMQError: an endpoint cannot be bound.
         """
         self.metrics = metrics
-        self._wire = Wire(keys, metrics)
-        bind = partial(RouterSocket, metrics=metrics, wire=self._wire)
-        # Epochs grow over restarts of the scheduler too, so that a message of an earlier life is never taken.
+        self._sockets = SocketContext(keys, metrics)
+        bind = partial(RouterSocket, metrics=metrics, sockets=self._sockets)
+        # Epochs grow across restarts of the scheduler too, so that it drops messages for an earlier scheduler.
         self._epochs = count(time.time_ns() // 1_000_000)
         try:
             executors = bind("executor", config.listen, decode_from_executor, timeout=config.executor_timeout)
@@ -96,7 +113,7 @@ class Coordinator:
                 on_traced,
             )
         except zmq.ZMQError:
-            self._wire.close()
+            self._sockets.close()
             raise
         self.draining = Draining(self.executor_registry, self.router, metrics)
         self.executor_registry.on_leaving = self.draining.begin
@@ -105,19 +122,19 @@ class Coordinator:
         )
         self._gauges = Gauges(self.router, metrics)
         status = Path(config.service_status) if config.service_status else None
-        self._services = ServiceWatch(status, metrics, self.gateways.tell_problems)
+        self._services = ServiceWatch(status, metrics, self.gateways.send_problems)
         self._tick_seconds = min(_TICK_SECONDS, config.executor_timeout / 4, config.gateway_timeout / 4)
         self._ticked = clock()
         self._will_turn = False
 
     @property
     def executor_endpoint(self) -> str:
-        """Where executors connect to."""
+        """The endpoint for executors."""
         return self.executor_registry.socket.endpoint
 
     @property
     def gateway_endpoint(self) -> str:
-        """Where gateways connect to."""
+        """The endpoint for gateways."""
         return self.gateways.socket.endpoint
 
     async def run(self) -> None:
@@ -130,10 +147,9 @@ class Coordinator:
                 tasks.create_task(self._tick(), name="ticks")
                 await self._ended
         finally:
-            self._wire.close()
+            self._sockets.close()
 
     def _turn(self) -> None:
-        """Handle the frames that are there, in rounds; if they do not end, the event loop has its turn in between."""
         if self._will_turn or self._ended.done():
             return
         try:
@@ -144,9 +160,11 @@ class Coordinator:
                     self._round(events)
                 elif not more:
                     return
-        except Exception as error:  # no message is to blame: ``run`` ends with it
+        except Exception as error:  # not of one event (see ``_round``): ``run`` ends with it
             self._ended.set_exception(error)
         else:
+            # Frames may be left. Sending in a round may have consumed the edge of the descriptor, so the next turn is
+            # scheduled here.
             self._will_turn = True
             asyncio.get_running_loop().call_soon(self._turn_again)
 
@@ -158,7 +176,7 @@ class Coordinator:
         for event in events:
             try:
                 self._handle(event)
-            except Exception:  # of this event alone: the others in the round are handled
+            except Exception:  # the other events of the round are handled
                 log.exception("a %s was not handled", type(event).__name__)
         if self.draining.drains:
             self.draining.advance()
@@ -179,20 +197,21 @@ class Coordinator:
         while True:
             await asyncio.sleep(_TICK_SECONDS_WHILE_DRAINING if self.draining.drains else self._tick_seconds)
             try:
-                self._watch()
+                self._check_peers()
             except Exception:
-                log.exception("peers that are late were not looked for")
+                log.exception("late executors and gateways were not looked for")
             self._round(())
             self._turn()
 
-    def _watch(self) -> None:
-        """Look for those that are late. Who could not be heard because this process stood still is not."""
+    def _check_peers(self) -> None:
+        """End sessions that are late, and fail requests that have waited too long."""
         now = clock()
+        # If this process stood still (stopped, or starved of CPU), heartbeats could not be read: that is no silence.
         stood_still = max(0.0, now - self._ticked - self._tick_seconds)
         self._ticked = now
-        self.executor_registry.watch(now, stood_still)
-        self.gateways.watch(now, stood_still)
-        self.router.watch(now)
+        self.executor_registry.tick(now, stood_still)
+        self.gateways.tick(now, stood_still)
+        self.router.tick(now)
         self._report_memory_events()
         self._gauges.refresh(now)
         self._services.refresh(now)
@@ -206,3 +225,38 @@ class Coordinator:
         if query.kind == "metrics":
             self._report_memory_events()
         return answer(query, self.executor_registry.executors, self.gateways, self.metrics, self._console)
+
+
+class ServiceWatch:
+    """Reads the file with the status of this server's services: counts restarts, and reports services that keep
+    failing.
+
+    ``path``: the file; None: there is none. ``on_problems``: called with a sentence for each service that keeps
+    failing.
+    """
+
+    def __init__(self, path: Path | None, metrics: Metrics, on_problems: Callable[[tuple[str, ...]], None]) -> None:
+        self._path, self._metrics, self._on_problems = path, metrics, on_problems
+        self._known: dict[str, ServiceStatus] = {}
+        self._looked = float("-inf")
+        self._complaints = BoundedLog(log)
+
+    def refresh(self, now: float) -> None:
+        """Read the file if a second has passed since the last time. ``now``: seconds."""
+        if self._path is None or now - self._looked < _STATUS_SECONDS:
+            return
+        self._looked = now
+        try:
+            found = read_status(self._path)
+        except (OSError, msgspec.DecodeError) as error:
+            self._complaints.warning("the status of services cannot be read: %s", error)
+            return
+        if found == self._known:
+            return
+        for name, status in found.items():
+            before = self._known.get(name, ServiceStatus())
+            self._metrics.service_restarts(name).inc(max(0, status.restarts - before.restarts))
+            self._metrics.service_failing(name).set(bool(status.problem))
+        self._known = found
+        problems = [f"{name}: {status.problem}" for name, status in sorted(found.items()) if status.problem]
+        self._on_problems(tuple(printable(text, _MOST_TEXT) for text in problems[:_MOST_PROBLEMS]))

@@ -1,4 +1,5 @@
-"""How an executor leaves in good order: its running work moves, and what it has cached is copied to others."""
+"""Draining: an executor that stops hands its running requests and its hottest cached prefixes to the other
+executors."""
 
 import logging
 from array import array
@@ -17,24 +18,24 @@ from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
 from pagewise_scheduler.server.executor_registry import ExecutorRegistry
-from pagewise_scheduler.server.router import Router, could_serve
+from pagewise_scheduler.server.router import Router
 
 log = logging.getLogger(__name__)
 
 _LONGEST, _SHARE_OF_TIME = 600.0, 0.9
-"""Seconds that draining may take at most, and how much of what an executor grants is used."""
+"""The maximum seconds of a drain, and the share of the executor's time-out that it uses."""
 _MOST_CHAINS = 256
 _SHARE_OF_FREE = 0.5
-"""Of the free blocks of those who stay, what they take from one that leaves."""
+"""The share of the other executors' free blocks that copies may take."""
 _SHARE_FOR_ROOM = 0.5
-"""Of its time, what an executor that leaves goes on working where the others have no room for its work."""
+"""The share of its time that a draining executor works on while the others have no room for its requests."""
 _LEAST_PRIORITY = 2**31 - 1
 
 
 @dataclass(slots=True)
 class _Drain:
-    """An executor on its way out. ``moved``: its requests, once they have moved; ``copies``: requests that have others
-    copy its cache."""
+    """A draining executor. ``moved``: its requests, once they have moved; ``copies``: requests that make others fetch
+    its cache."""
 
     executor: ExecutorHandle
     room_deadline: float
@@ -44,7 +45,7 @@ class _Drain:
 
 
 class Draining:
-    """Lets executors go, a step at a time: ``advance`` is called after every round while there are ``drains``."""
+    """Drains executors step by step: ``advance`` is called after every round while there are ``drains``."""
 
     def __init__(self, executor_registry: ExecutorRegistry, router: Router, metrics: Metrics) -> None:
         self._executor_registry = executor_registry
@@ -53,21 +54,21 @@ class Draining:
         self.drains: list[_Drain] = []
 
     def begin(self, executor: ExecutorHandle, seconds: float) -> None:
-        """Let an executor's work and cache go to others within ``seconds``. It takes no requests any more."""
+        """Begin to drain an executor that takes no new requests any more, within ``seconds``."""
         now, seconds = clock(), min(seconds, _LONGEST) * _SHARE_OF_TIME
         self.drains.append(_Drain(executor, now + _SHARE_FOR_ROOM * seconds, now + seconds))
 
     def advance(self) -> None:
-        """Take every executor that leaves as far as it gets now."""
+        """Advance every drain as far as possible now."""
         now = clock()
         for drain in list(self.drains):
             executor = drain.executor
             with self._executor_registry.guarded(executor):
-                # What nobody has room for would only wait elsewhere: it goes on here meanwhile, and some finishes.
+                # Requests that would only wait elsewhere run on here, and some of them finish.
                 if executor.life is Life.DRAINING and self._may_move(drain, now):
                     executor.life = Life.STOPPING
                 if executor.life is Life.STOPPING and not executor.scheduler.num_in_flight:
-                    drain.moved = executor.move_all()
+                    drain.moved = executor.release_all()
                     for live in drain.moved:
                         live.timeline.left(executor.executor_id, "drain", now)
                     self._router.place(drain.moved)
@@ -77,24 +78,25 @@ class Draining:
                 self._conclude(drain, now)
 
     def _others(self, executor: ExecutorHandle) -> list[ExecutorHandle]:
-        """Executors that stay."""
         return [
             other for other in self._executor_registry.executors if other is not executor and other.life is Life.SERVING
         ]
 
     def _may_move(self, drain: _Drain, now: float) -> bool:
-        """Whether the others have room for all work, or time is up for what would only wait there. What none of them
-        could ever serve stays to the end: elsewhere it could only fail."""
+        """Whether the others have room for all requests, or the time for waiting is up.
+
+        Requests that no other executor could serve keep the executor until the deadline: elsewhere they would fail.
+        """
         if now >= drain.deadline:
             return True
         others = self._others(drain.executor)
         for request in drain.executor.scheduler.requests if others else ():
-            if not any(could_serve(other, request) for other in others):
+            if not any(other.could_serve(request) for other in others):
                 return False
         return now >= drain.room_deadline or self._others_have_room(drain.executor)
 
     def _others_have_room(self, executor: ExecutorHandle) -> bool:
-        """Whether those who stay have rows and blocks for what runs here and waits there; or there are none of them."""
+        """Whether the others have rows and blocks for the running requests; also if there are no others."""
         others = [other.scheduler for other in self._others(executor)]
         rows = sum(one.limits.max_num_seqs - one.num_running - one.num_waiting for one in others)
         blocks = sum(one.kv.num_available * one.kv.block_size for one in others)
@@ -102,8 +104,8 @@ class Draining:
         return not others or (rows >= own.num_running and blocks >= own.kv.pool.num_in_use * own.kv.block_size)
 
     def _done(self, drain: _Drain, now: float) -> bool:
-        """Whether nothing more can be saved: all work has begun elsewhere, all copies are made; or no executor stays,
-        or there is no time left."""
+        """Whether a drain is over: all requests run elsewhere and all copies are made, or no executor stays, or time is
+        up."""
         executor = drain.executor
         if executor.life is Life.LOST or now >= drain.deadline:
             return True
@@ -125,7 +127,7 @@ class Draining:
         self._executor_registry.dismiss(executor)
 
     def _copy_cache(self, executor: ExecutorHandle) -> list[ClientRequest]:
-        """Let others compute, at the lowest priority, what is most valuable of the cache: they fetch it from there."""
+        """Let others compute the hottest cached prefixes at the lowest priority: they fetch them from this executor."""
         room = {
             other: int(_SHARE_OF_FREE * other.scheduler.kv.pool.num_free)
             for other in self._others(executor)
@@ -137,9 +139,9 @@ class Draining:
             live = _copy_request(prefix)
             num_tokens = len(live.prompt_token_ids)
             if is_adapter_salt(live.params.cache_salt):
-                continue  # what cannot be fetched is computed, and that takes the adapter, which nobody here knows
+                continue  # a block that is not fetched is computed, which takes the adapter, and only its hash is known
             if rope_salt(live.params.cache_salt, num_tokens, target.scheduler.short_rope_len) != prefix.cache_salt:
-                continue  # a prompt of this length has other KV
+                continue  # a prompt of this length uses other LongRoPE factors on the target
             fits = target.scheduler.fits(num_tokens, 0, live.segments)
             if room[target] < prefix.num_blocks + 1 or not fits:
                 continue
@@ -151,8 +153,8 @@ class Draining:
 
 
 def _copy_request(prefix: HotPrefix) -> ClientRequest:
-    """A request that makes an executor hold a prefix. Nobody is told of it."""
-    # One token more than is cached: the last one of a prompt is always computed.
+    """Return a request without outputs that makes an executor hold a prefix."""
+    # One more token than the prefix, because the last token of a prompt is always computed.
     tokens = array("i", prefix.tokens)
     segments = find_segments(tokens)
     tokens.append(0)
@@ -174,7 +176,7 @@ def _copy_request(prefix: HotPrefix) -> ClientRequest:
 
 
 def _has_started(live: ClientRequest) -> bool:
-    """Whether another executor has taken it on, so that it has fetched or is fetching what it needs."""
+    """Whether another executor runs a moved request, so that it has fetched or is fetching its blocks."""
     if live.done:
         return True
     executor = live.executor

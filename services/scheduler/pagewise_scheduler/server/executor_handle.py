@@ -1,10 +1,11 @@
-"""The executor: one executor's scheduler, kept at most two steps ahead of it."""
+"""An executor as the coordinator knows it: its scheduler, which plans at most two steps ahead, and its requests."""
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 from time import monotonic as clock
+from typing import cast
 
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog, about, printable
@@ -14,6 +15,7 @@ from pagewise_shared.protocol import (
     Hello,
     LookUp,
     Message,
+    Role,
     StepResult,
     TokenLogprobs,
     Welcome,
@@ -22,6 +24,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.requests.timeline import Reset
+from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
 from pagewise_scheduler.metrics import Metrics
@@ -37,11 +40,11 @@ _MAX_ERROR_TEXT = 1000
 
 
 class Life(Enum):
-    """SERVING -> DRAINING -> STOPPING -> DRAINED -> LOST; any of them may be followed by LOST at once.
+    """SERVING -> DRAINING -> STOPPING -> DRAINED -> LOST; each state may go to LOST at once.
 
-    SERVING: it takes requests. DRAINING: it takes no more of them, and goes on with those it has. STOPPING: it plans
-    nothing more; what is in flight comes back. DRAINED: its requests have moved, its cache may still be read by others.
-    LOST: its executor is gone.
+    SERVING: it takes requests. DRAINING: it takes no new requests, and continues with its own. STOPPING: it gets no
+    more plans, and steps in flight return. DRAINED: its requests have moved, and others may still read its cache. LOST:
+    it is gone.
     """
 
     SERVING = auto()
@@ -52,17 +55,16 @@ class Life(Enum):
 
 
 class ExecutorLostError(Exception):
-    """An executor cannot go on; the text says why. Its executor may join anew."""
+    """An executor cannot continue; the text has the reason. It may join again."""
 
 
 class ExecutorHandle:
-    """What the scheduler knows of one executor: its memory, its requests, and its steps in flight.
+    """One executor: its scheduler (memory and queues), its view for routing, its requests, and its steps in flight.
 
-    A plain object of the coordinator's. ``send``: sends its executor a message; an unreachable one is lost soon.
-    ``next_epoch``: begins an epoch, higher than any before: messages of older ones are dropped from then on.
-    ``agenda``: executors that have something new to plan; it puts itself there. ``oldest_step_time``: when the oldest
-    step in flight was sent or became the oldest, in seconds of ``clock``. ``hello``: the Hello of the executor;
-    ``num_tasks``: of its event loop; ``counted``: the counts of its last heartbeat.
+    ``send``: sends it a message. ``next_epoch``: begins a higher epoch, so that earlier messages are dropped.
+    ``agenda``: executors to plan for; the handle adds itself. ``oldest_step_time``: when the oldest step in flight
+    became the oldest, in seconds of ``clock``. ``num_tasks``: of its event loop; ``counted``: the counters of its last
+    heartbeat.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class ExecutorHandle:
         self.hello = hello
         self.executor_id = hello.executor_id
         self.scheduler = scheduler
+        role = cast(Role, hello.role)  # ``hello_error`` has checked it
+        self.view = ExecutorView(scheduler, role, grammars=not hello.no_grammars)
         self.life = Life.SERVING
         self.num_tasks, self.counted = 0, Counter[str]()
         self.oldest_step_time: float | None = None
@@ -89,13 +93,27 @@ class ExecutorHandle:
         self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
 
     def touch(self) -> None:
-        """There may be something new to plan."""
+        """Plan for this executor at the end of the round."""
         self._agenda[self] = None
 
     # ---- requests ------------------------------------------------------------------------------------
 
+    def could_serve(self, request: Request) -> bool:
+        """Whether the executor could serve a request if it were idle: its length, segments, grammar and adapter."""
+        return (
+            self.scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
+            and not (request.segments and self.hello.no_segments)
+            and not (request.params.sampling.grammar and self.hello.no_grammars)
+            and self.could_adapt(request)
+        )
+
+    def could_adapt(self, request: Request) -> bool:
+        """Whether the executor could load the adapter of a request, if it has one."""
+        adapter = request.params.adapter
+        return adapter is None or self.scheduler.features.adapters.serves(adapter)
+
     def serve(self, live: ClientRequest) -> None:
-        """Take a request on."""
+        """Add a request."""
         live.executor = self
         live.placed(self.executor_id, clock())
         self._live[live.request_id] = live
@@ -111,7 +129,7 @@ class ExecutorHandle:
         return self._live.get(request.request_id) is request
 
     def abort(self, live: ClientRequest) -> None:
-        """Nobody wants the request any more: free its blocks."""
+        """Abort a request, and free its blocks."""
         if self.serves(live):
             self.scheduler.abort(live.request_id)
             del self._live[live.request_id]
@@ -119,19 +137,19 @@ class ExecutorHandle:
         live.end(clock())
 
     def finish(self, live: ClientRequest, index: int) -> None:
-        """Output ``index`` is complete, its gateway says: what has been sampled beyond that is dropped."""
+        """Finish output ``index`` for its gateway, and drop the tokens that were sampled beyond its end."""
         if not self.serves(live) or live.params.beam is not None or index >= len(live.sequences):
             return
         sequence = live.sequences[index]
         if not sequence.finished:
             self.scheduler.finish(sequence, "stop")
-            self._finish(sequence, clock(), tell=False)
+            self._finish(sequence, clock(), report=False)
             self.touch()
 
     # ---- steps ---------------------------------------------------------------------------------------
 
     def plan_ahead(self) -> None:
-        """Send plans while there is something to run and room in flight."""
+        """Send plans while there is work and fewer than ``MAX_STEPS_IN_FLIGHT`` steps are in flight."""
         if self.life in (Life.SERVING, Life.DRAINING):
             self._send_messages()
             while self.scheduler.num_in_flight < MAX_STEPS_IN_FLIGHT:
@@ -149,7 +167,7 @@ class ExecutorHandle:
             self._send(message)
 
     def take_result(self, result: StepResult, tokens: Sequence[int]) -> StepOutput | None:
-        """The oldest step in flight is back; None: it has failed. ``tokens``: those of the result.
+        """Apply the result of the oldest step in flight; return None if the step failed. ``tokens``: of the result.
 
         Raises:
             ExecutorLostError: the result does not answer that step.
@@ -157,7 +175,7 @@ class ExecutorHandle:
         self.touch()
         if result.error is not None:
             oldest = next(iter(self.scheduler.steps_in_flight), None)
-            self._tell_step(result.step, oldest.requests if oldest is not None else (), "has failed")
+            self._log_step(result.step, oldest.requests if oldest is not None else (), "has failed")
             self._start_over(f"{printable(result.error.kind)}: {printable(result.error.message, _MAX_ERROR_TEXT)}")
             return None
         if result.failures:
@@ -165,7 +183,7 @@ class ExecutorHandle:
         try:
             output = self.scheduler.update(result, tokens)
         except (StepMismatchError, ProtocolError) as error:
-            # Not the request's fault, so it is not tried in smaller steps: the executor may join anew.
+            # The requests are not the cause, so smaller steps would not help: the executor has to join again.
             self._metrics.frames_dropped("out_of_step").inc()
             raise ExecutorLostError(f"it is out of step: {error}") from error
         now = clock()
@@ -178,7 +196,6 @@ class ExecutorHandle:
         return output
 
     def _take_output(self, output: StepOutput, now: float) -> None:
-        """Tell the gateways what a step has changed, beside the tokens."""
         for request, entries in output.prompt_logprobs:
             if (live := self._live.get(request.request_id)) is not None:
                 live.take_prompt_logprobs(entries)
@@ -187,14 +204,14 @@ class ExecutorHandle:
             if sequence.request.params.beam is None:
                 self._answered(self._live[sequence.request.request_id], now)
         if output.logprobs:
-            self._tell_logprobs(output.logprobs)
+            self._report_logprobs(output.logprobs)
         for sequence in output.finished:
             if sequence.request.params.beam is not None:
-                self._tell_chosen(sequence, now)
+                self._report_beam_output(sequence, now)
             self._finish(sequence, now)
 
     def _fail_outputs(self, result: StepResult) -> None:
-        """End the requests of sequences that cannot go on, before anything is told of the tokens in their place."""
+        """Fail the requests of sequences that cannot continue, before their invalid tokens are reported."""
         step = next(iter(self.scheduler.steps_in_flight), None)
         for sequence, failure in failed(step, result, self._live):
             self._metrics.grammar_failures.inc()
@@ -206,12 +223,12 @@ class ExecutorHandle:
             live.report_failure("invalid" if failure.invalid else "internal", message, clock())
 
     def take_copied(self, copied: Copied) -> None:
-        """Copies have been made, or have failed."""
+        """Apply a report of copies."""
         self.touch()
         if copied.error is not None:
             message = printable(copied.error.message)
             running = {sequence.request.owner for sequence in self.scheduler.running}
-            self._tell_step(copied.step, running, "has asked for copies that failed")
+            self._log_step(copied.step, running, "requested copies that failed")
             self._start_over(f"copies of step {copied.step} failed: {message}", blame_step=False)
             return
         try:
@@ -221,41 +238,41 @@ class ExecutorHandle:
             self._start_over(str(error), blame_step=False)
 
     def take_answer(self, message: Message, error: str = "") -> None:
-        """An answer to what a feature has asked the executor. ``error``: why requests fail that need it."""
+        """Apply the answer to a feature's message. ``error``: for the requests that fail with it."""
         self.touch()
         for request in self.scheduler.features.take(message, clock()):
             self.fail(request, printable(error, _MAX_ERROR_TEXT))
 
     def _answered(self, live: ClientRequest, now: float) -> None:
-        """The first token of a request has come here, or of one of its outputs."""
+        """Note that a request, or one of its outputs, has its first token here."""
         if (placement := live.placement) is not None and placement.waits:
             self._metrics.placement_answered(placement.predicted, now - placement.time)
         live.started(now)
 
-    def _tell_logprobs(self, logprobs: dict[RequestSequence, TokenLogprobs]) -> None:
-        told: dict[OutputBuilder, dict[int, TokenLogprobs]] = {}
+    def _report_logprobs(self, logprobs: dict[RequestSequence, TokenLogprobs]) -> None:
+        by_gateway: dict[OutputBuilder, dict[int, TokenLogprobs]] = {}
         for sequence, entry in logprobs.items():
             live = self._live[sequence.request.request_id]
-            told.setdefault(live.outputs, {})[live.stream + sequence.index] = entry
-        for outputs, of_streams in told.items():
-            outputs.tell_logprobs(of_streams)
+            by_gateway.setdefault(live.outputs, {})[live.stream + sequence.index] = entry
+        for outputs, of_streams in by_gateway.items():
+            outputs.add_logprobs(of_streams)
 
-    def _tell_chosen(self, sequence: RequestSequence, now: float) -> None:
-        """Tell an output that was chosen among several: nothing of it has been told before."""
+    def _report_beam_output(self, sequence: RequestSequence, now: float) -> None:
+        """Report an output of a beam search: all its tokens at once."""
         live, tokens = self._live[sequence.request.request_id], sequence.output_token_ids
         self._answered(live, now)
         live.outputs.streams += [live.stream + sequence.index] * len(tokens)
         live.outputs.tokens += tokens
         self.watch.num_generated += len(tokens)
 
-    def _finish(self, sequence: RequestSequence, now: float, *, tell: bool = True) -> None:
+    def _finish(self, sequence: RequestSequence, now: float, *, report: bool = True) -> None:
         live = self._live[sequence.request.request_id]
         if live.unfinished == 1:
             del self._live[live.request_id]
-        live.take_finish(sequence, now, tell=tell)
+        live.take_finish(sequence, now, report=report)
 
     def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
-        """Something failed: reset the executor under a new epoch and recompute from the tokens."""
+        """Reset the executor under a new epoch after a failure, and recompute from the tokens."""
         self._metrics.step_errors.inc()
         log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
         self.oldest_step_time, now = None, clock()
@@ -267,21 +284,21 @@ class ExecutorHandle:
             self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())
 
-    def _tell_step(self, step: int, requests: Iterable[Request], text: str) -> None:
-        """Log what became of a step, and of which requests: lines of the executor have its epoch and number alone."""
+    def _log_step(self, step: int, requests: Iterable[Request], text: str) -> None:
+        """Log a step with its requests: the executor's own log has its epoch and number only."""
         epoch, names = self.scheduler.epoch, sorted(request.request_id for request in requests)
         fields = about(executor=self.executor_id, epoch=epoch, step=step, request_ids=names)
         where, of = f"{self.executor_id}: step {step} of epoch {epoch}", ", ".join(names) or "none"
         log.warning("%s %s; its requests: %s", where, text, of, extra=fields)
 
     def fail(self, request: Request, message: str) -> None:
-        """A request has failed in the scheduler: tell its gateway why."""
+        """Fail a request that has left the scheduler."""
         live = self._live[request.request_id]
         del self._live[live.request_id]
         live.report_failure("internal", message, clock())
 
     def welcome(self, *, keeps_blocks: bool = False, hello: int = 0) -> Welcome:
-        """What admits the executor under the scheduler's current epoch."""
+        """Return the message that admits the executor under the scheduler's current epoch."""
         limits = self.scheduler.limits
         return Welcome(
             epoch=self.scheduler.epoch,
@@ -295,36 +312,35 @@ class ExecutorHandle:
     # ---- copies --------------------------------------------------------------------------------------
 
     def _cancel_fetches(self) -> None:
-        """Tell the executor which fetches nobody waits for any more."""
         for cancelled in self.scheduler.recoveries.transfers.take_cancelled():
             self._send(CancelCopies(self.scheduler.epoch, *cancelled))
 
     def cancel_late_fetches(self, now: float) -> None:
-        """The executor then tells what has not come, and those who wait for it go on without."""
+        """Cancel copies that take too long: the executor reports their blocks as bad, and sequences recompute them."""
         for late in self.scheduler.recoveries.transfers.late(now):
             place = printable(late.peer) if late.peer else tier_name(late.tier)
             self._complaints.warning("%s: copies with %s take too long: cancelled", self.executor_id, place)
             self._send(CancelCopies(self.scheduler.epoch, *late))
 
     def peer_lost(self, endpoint: str) -> None:
-        """The executor with this block endpoint lets nobody fetch blocks any more: who waits for some starts over."""
+        """Stop fetching from the executor with this block endpoint, which is lost."""
         self.scheduler.peer_lost(endpoint)
         self.touch()
 
     def look_up(self, number: int, tier: int, cache_salt: str | None, tokens: bytes) -> None:
-        """Ask the executor how much of a prefix is in a tier of it; it answers with ``Found``."""
+        """Ask the executor how much of a prefix one of its tiers holds; it answers with ``Found``."""
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
         self._send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
 
     # ---- leaving -------------------------------------------------------------------------------------
 
-    def let_go(self, request: Request) -> ClientRequest:
-        """A request that has left the scheduler after its prompt, to go on at another executor."""
+    def release(self, request: Request) -> ClientRequest:
+        """Remove a request that continues on another executor after its prefill."""
         self._metrics.request_moves("decode").inc()
         return self._live.pop(request.request_id)
 
-    def move_all(self) -> list[ClientRequest]:
-        """All its requests, to go on elsewhere, once what was computed for them has come back; the cache stays."""
+    def release_all(self) -> list[ClientRequest]:
+        """Remove all requests of a drained executor once no step is in flight; its cache stays readable."""
         self.scheduler.release_all()
         self.life = Life.DRAINED
         moved, self._live = list(self._live.values()), {}
@@ -332,32 +348,33 @@ class ExecutorHandle:
         return moved
 
     def lose(self, loss: Loss) -> list[ClientRequest]:
-        """The executor is gone: all its requests, to go on elsewhere from their tokens."""
+        """Close a lost executor; return its requests, which continue elsewhere from their tokens."""
         self.life = Life.LOST
         self._agenda.pop(self, None)
         try:
             self.watch.report()
-            self._blame(loss)
+            if not loss.expected:
+                self._count_deaths(loss)
             self.scheduler.features.close()
             self.scheduler.release_all()
-        except Exception:  # what has failed may be the core itself: its requests go on from their tokens all the same
-            log.exception("%s cannot be put away", self.executor_id)
+        except Exception:  # the core itself may have failed: the requests continue from their tokens all the same
+            log.exception("the scheduler of %s cannot be closed", self.executor_id)
         self.scheduler.kv.close()
-        self._send, self._next_epoch = lambda message: None, lambda: 0  # they held a session, which holds this executor
+        self._send, self._next_epoch = lambda message: None, lambda: 0  # breaks the cycle through the session
         moved, self._live = list(self._live.values()), {}
         self._metrics.request_moves("left" if loss.expected else "lost").inc(len(moved))
         return moved
 
-    def _blame(self, loss: Loss) -> None:
-        """Note who may be why it ended: those in the steps that it died in, all of them if it failed on this side; and
-        the drafts in these steps."""
-        if loss.expected:
-            return
+    def _count_deaths(self, loss: Loss) -> None:
+        """Count the death of an executor for the requests in its last steps, and reject the drafts in these steps.
+
+        If the scheduler itself failed, the cause may be any request.
+        """
         suspects = set[Request](self.scheduler.requests if loss is Loss.FAILED else ())
         for step in self.scheduler.steps_in_flight:
             step.give_up_drafts()
             suspects |= step.requests
-            self._tell_step(step.step, step.requests, "has not come back")
+            self._log_step(step.step, step.requests, "has not come back")
         for live in self._live.values():
             if live in suspects:
-                live.blame()
+                live.count_death()

@@ -1,4 +1,4 @@
-"""The gateways: their requests, and the frames in which they are told what is new."""
+"""Gateways: they join here, their requests enter the scheduler here, and each gets its news in one frame per round."""
 
 import logging
 from collections import deque
@@ -32,25 +32,25 @@ from pagewise_shared.protocol import (
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.adapters import AdapterRegistry
-from pagewise_scheduler.server.admission_error import AdmissionError, ImpossibleError
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.server.ended_requests import EndedRequests
+from pagewise_scheduler.server.request_limits import AdmissionError, KeyUsages
 from pagewise_scheduler.server.request_names import RequestNames
 from pagewise_scheduler.server.router import Capacity, Router
 from pagewise_scheduler.server.router_socket import RouterSocket
 from pagewise_scheduler.server.sessions import (
     HEARTBEAT_MS,
     MAX_TEXT,
+    ImpossibleError,
     Loss,
     Session,
     Sessions,
     spoken_version,
-    text_flaw,
+    text_error,
 )
 from pagewise_scheduler.server.submissions import (
     MAX_STREAM,
     MAX_STREAMS,
-    KeyUsages,
     Submission,
     check,
     end_of,
@@ -62,38 +62,38 @@ from pagewise_scheduler.server.submissions import (
 log = logging.getLogger(__name__)
 
 MAX_GATEWAYS = 256
-"""Gateways that may be in at once."""
+"""Gateways that may be connected at a time."""
 
 _MOST_GONE = 32
 
 Answer = Callable[[Query], bytes | None]
-"""What a query asks for; None: it is not known."""
+"""Returns the body of the answer to a query; None: not found."""
 
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """A gateway that is in.
+    """The state of a gateway.
 
-    ``outputs``: what it has not been told yet. ``submissions``: its requests that have not ended, by their first
-    streams; ``streams``: which of their prompts each stream belongs to. ``instance``: of its process, by which its
-    metrics are known over several sessions. ``older``: it had joined a scheduler before. ``told_version``: of the
-    registry of adapters, as it was told last.
+    ``outputs``: its next frame. ``submissions``: its requests that have not ended, by their first streams; ``streams``:
+    the prompt of each stream. ``instance``: of its process, which identifies its metrics over several sessions.
+    ``older``: it had joined a scheduler before. ``sent_adapters``: the version of the adapter registry that was sent to
+    it last.
     """
 
     instance: str
     older: bool
-    told_version: int = -1
+    sent_adapters: int = -1
     outputs: OutputBuilder = field(default_factory=OutputBuilder)
     submissions: dict[int, Submission] = field(default_factory=dict)
     streams: dict[int, ClientRequest] = field(default_factory=dict)
 
     def has_free(self, streams: range) -> bool:
-        """Whether none of these stream numbers is in use."""
+        """Whether all of these stream numbers are free."""
         return streams.start not in self.submissions and not any(stream in self.streams for stream in streams)
 
 
 class GoneGateway(NamedTuple):
-    """A gateway that went at ``time``, in seconds of ``clock``. ``requests``: those of it that ended with that."""
+    """A gateway that left at ``time``, in seconds of ``clock``. ``requests``: its requests that were aborted then."""
 
     name: str
     time: float
@@ -103,17 +103,16 @@ class GoneGateway(NamedTuple):
 
 
 class Gateways(Sessions[Gateway]):
-    """Admits gateways, takes their requests, and tells them what becomes of those; gives up who does not listen.
-    ``names``: finds the prompts that have not ended, and ``ended`` the others. ``gone``: the last few gateways that
-    went, in order.
+    """Admits gateways, takes their requests, and sends them outputs.
 
-    A gateway that is lost takes its own requests along: they are aborted, and their blocks are free at once.
+    ``names``: finds the live prompts, and ``ended`` the others. ``gone``: the last gateways that left, in order. The
+    requests of a lost gateway are aborted at once, which frees their blocks.
     """
 
     hello_type = GatewayHello
     name_field = "gateway_id"
-    # Its clients wait for the gateway itself, whatever becomes of their requests here; and if it comes back soon, they
-    # go on sooner where they are than if they are submitted again.
+    # Losing a gateway too early is expensive: all its requests are aborted and submitted again. Losing it late costs
+    # little, because its clients wait for the gateway itself.
     least_timeout = 3.0
 
     def __init__(
@@ -128,8 +127,7 @@ class Gateways(Sessions[Gateway]):
         answer: Answer,
         on_traced: Callable[[ClientRequest, float], None] | None = None,
     ) -> None:
-        """``keys``: the allow-lists, None: plain text. ``on_traced``: is called with each prompt whose gateway traces
-        it, when it has ended, and with the time."""
+        """``on_traced``: called with each ended prompt that is traced, and the time."""
         super().__init__(socket, keys, metrics, config.gateway_timeout, next_epoch)
         self._router = router
         self._answer = answer
@@ -138,23 +136,23 @@ class Gateways(Sessions[Gateway]):
         self._end_any = config.gateways_end_any_request
         self._usages = KeyUsages(metrics)
         self.names: RequestNames[Request] = RequestNames()
-        self._told = Capacity()
+        self._sent_capacity = Capacity()
         self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.ended = EndedRequests()
 
     def flush(self) -> None:
-        """Tell every gateway what is new, in one frame each."""
-        changed, self._told = self._told != self._router.capacity, self._router.capacity
+        """Send every gateway its news: a changed capacity, changed adapters, and its outputs in one frame."""
+        changed, self._sent_capacity = self._sent_capacity != self._router.capacity, self._router.capacity
         for session in self:
             if changed:
                 self.send(session, self._fleet_state(session))
-            self._tell_adapters(session)
+            self._send_adapters(session)
             if (outputs := session.peer.outputs.take(session.epoch)) is not None:
                 self.send(session, outputs)
 
-    def tell_problems(self, problems: tuple[str, ...]) -> None:
-        """Tell all gateways which services of this server keep failing, a sentence each."""
+    def send_problems(self, problems: tuple[str, ...]) -> None:
+        """Send all gateways a sentence for each service of this server that keeps failing."""
         self._problems = problems
         for session in self:
             self.send(session, self._fleet_state(session))
@@ -164,11 +162,11 @@ class Gateways(Sessions[Gateway]):
     def _admit(self, identity: bytes, key: str, hello: Message, now: float) -> None:
         hello = cast(GatewayHello, hello)
         others = self.others(identity)
-        refusal = (
-            text_flaw(hello, ("gateway_id", "model_name", "instance"), MAX_TEXT)
-            or self.guard.refusal(hello.gateway_id, key, [(other.name, other.key) for other in others])
-            or self._misfit(hello)
+        refusal = text_error(hello, ("gateway_id", "model_name", "instance"), MAX_TEXT) or self.guard.refusal(
+            hello.gateway_id, key, [(other.name, other.key) for other in others]
         )
+        if refusal is None and hello.model_name != (own := self.metrics.model_name):
+            refusal = f"it serves the model {hello.model_name!r}, and the scheduler was started for {own!r}"
         if refusal is None and len(others) >= MAX_GATEWAYS:
             refusal = f"there are {MAX_GATEWAYS} gateways already"
         if refusal is not None:
@@ -183,15 +181,7 @@ class Gateways(Sessions[Gateway]):
         self._registry.adopt(hello.adapters_version, hello.adapters)
         self.send(session, GatewayWelcome(session.epoch, HEARTBEAT_MS))
         self.send(session, self._fleet_state(session))
-        self._tell_adapters(session)
-
-    def _misfit(self, hello: GatewayHello) -> str | None:
-        """Why a gateway cannot serve the model that this scheduler schedules; None: it can, by its name."""
-        if hello.model_name == self.metrics.model_name:
-            return None
-        return (
-            f"it serves the model {hello.model_name!r}, and the scheduler was started for {self.metrics.model_name!r}"
-        )
+        self._send_adapters(session)
 
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
         return FleetState(session.epoch, *self._router.capacity, self._problems)
@@ -206,7 +196,7 @@ class Gateways(Sessions[Gateway]):
         for submission in list(gateway.submissions.values()):
             self._abort(gateway, submission)
 
-    # ---- what gateways say ---------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------------
 
     def _apply(self, session: Session[Gateway], message: Message) -> None:
         gateway = session.peer
@@ -220,29 +210,29 @@ class Gateways(Sessions[Gateway]):
                 if (live := gateway.streams.get(stream)) is not None:
                     self._router.finish(live, stream - live.stream)
             case RegisterAdapter():
-                self._registry.register(message, lambda answer: self._tell_adapter(session, answer))
+                self._registry.register(message, lambda answer: self._send_adapter_answer(session, answer))
             case UnregisterAdapter():
-                self._registry.unregister(message, lambda answer: self._tell_adapter(session, answer))
+                self._registry.unregister(message, lambda answer: self._send_adapter_answer(session, answer))
             case Query():
                 body = self._answer(message)
                 self.send(session, QueryAnswer(message.number, body is not None, body or b""))
             case AbortRequest(number=number, request_id=name):
-                self.send(session, QueryAnswer(number, self._end_called(name, session)))
+                self.send(session, QueryAnswer(number, self._abort_by_name(name, session)))
             case MetricsSnapshot(families=families):
                 if not self.metrics.gateways.take(session.identity, gateway.instance, families, older=gateway.older):
-                    # No reason to give it up, and all its requests with it.
+                    # Losing the gateway would abort all its requests: drop the snapshot only.
                     self.metrics.frames_dropped("impossible").inc()
-                    self._complaints.warning("gateway %s tells metrics that are none", session.name)
+                    self._complaints.warning("gateway %s sends invalid metrics", session.name)
 
-    def _tell_adapters(self, session: Session[Gateway]) -> None:
-        if session.peer.told_version < self._registry.version:
-            session.peer.told_version = self._registry.version
+    def _send_adapters(self, session: Session[Gateway]) -> None:
+        if session.peer.sent_adapters < self._registry.version:
+            session.peer.sent_adapters = self._registry.version
             self.send(session, self._registry.state(session.epoch))
 
-    def _tell_adapter(self, session: Session[Gateway], answer: AdapterAnswer) -> None:
+    def _send_adapter_answer(self, session: Session[Gateway], answer: AdapterAnswer) -> None:
         if session not in list(self):
-            return  # it has left, or has joined again: its client has an error
-        self._tell_adapters(session)  # whoever loads an adapter can use it at once
+            return  # it has left or has joined again, and has answered its client with an error
+        self._send_adapters(session)  # before the answer, so that its client can use the adapter at once
         self.send(session, answer)
 
     def _submit(self, session: Session[Gateway], submit: Submit) -> None:
@@ -256,7 +246,7 @@ class Gateways(Sessions[Gateway]):
             check(submit, self._router.capacity.vocab_size)
             adapter = submit.params.adapter
             if adapter is not None and (refusal := self._registry.refusal(adapter)) is not None:
-                raise ImpossibleError(f"an adapter that it may not use: {refusal}")
+                raise ImpossibleError(f"an adapter that is not allowed: {refusal}")
             submission = self._admitted(gateway, submit)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
@@ -277,11 +267,11 @@ class Gateways(Sessions[Gateway]):
             self._end(gateway, counted)
 
     def _admitted(self, gateway: Gateway, submit: Submit) -> Submission:
-        """What a request is counted as, with the core's requests for its prompts.
+        """Count a request, and create the core's requests for its prompts.
 
         Raises:
-            AdmissionError: it is not taken.
-            ImpossibleError: something in its prompts cannot be, or it was counted as something that is not there.
+            AdmissionError: it is refused.
+            ImpossibleError: a value is out of bounds, or ``counted_as`` names no such request.
         """
         now, resumed = clock(), submit.resumed
         usage = self._usages.of(submit.params.key, submit.limits, now)
@@ -299,7 +289,7 @@ class Gateways(Sessions[Gateway]):
             counted = gateway.submissions.get(submit.counted_as)
             if counted is None or counted.prompts or counted.usage is not usage or not submit.prompts:
                 raise ImpossibleError(f"a request that is counted as stream {submit.counted_as}, which does not count")
-            # Requests that were counted before this one may have used up the tokens since it was counted.
+            # Earlier requests may have used up the tokens since this one was counted.
             usage.check_tokens(now)
             del gateway.submissions[submit.counted_as]
             submission.began = counted.began
@@ -316,7 +306,7 @@ class Gateways(Sessions[Gateway]):
         return submission
 
     def _unique(self, submit: Submit) -> str:
-        """The name of a request, made unique among those that live: gateways do not know each other's."""
+        """Return a request id that no live request has: gateways do not know each other's ids."""
         name, number = submit.request_id, 1
         while any(name_of(name, index) in self.names for index in range(len(submit.prompts))):
             number += 1
@@ -337,11 +327,11 @@ class Gateways(Sessions[Gateway]):
             self.names.add(live, submit.params.client_request_id, submit.params.key, live.arrival_time)
             gateway.streams.update(dict.fromkeys(range(live.stream, live.stream + submit.params.n), live))
         for live in list(submission.prompts):
-            self._settle(live, now)
+            self._finish_complete(live, now)
         self._router.place([live for live in submission.prompts if not live.done])
 
-    def _settle(self, live: ClientRequest, now: float) -> None:
-        """End what has already come to its end, of a request that goes on from somewhere."""
+    def _finish_complete(self, live: ClientRequest, now: float) -> None:
+        """Finish the outputs of a resumed request that are already complete."""
         for sequence in live.sequences:
             if not sequence.finished and (end := end_of(sequence)) is not None:
                 sequence.end(*end)
@@ -349,19 +339,19 @@ class Gateways(Sessions[Gateway]):
         if live.unfinished <= 0:
             live.end(now)
 
-    # ---- what ends -----------------------------------------------------------------------------------
+    # ---- ending --------------------------------------------------------------------------------------
 
-    def _end_called(self, name: str, asker: Session[Gateway]) -> bool:
-        """End the newest request of this id, ours or its client's, for an operator; return whether there was one.
+    def _abort_by_name(self, name: str, asker: Session[Gateway]) -> bool:
+        """Abort the newest request of this id, ours or its client's, for an operator; return whether there was one.
 
-        The gateway that asks ends its own requests only, unless the scheduler was told to let it end all.
+        Without ``--gateways-end-any-request``, only requests of the gateway that asks are aborted.
         """
         gateways = list(self) if self._end_any else [asker]
         lives = [live for each in gateways for one in each.peer.submissions.values() for live in one.prompts]
         called = [one for one in lives if not one.done and name in (one.request_id, one.params.client_request_id)]
         found = min(called, key=lambda one: (one.request_id != name, -one.arrival_time), default=None) if name else None
         if found is not None:
-            found.tell_abort(clock())
+            found.report_abort(clock())
             self._router.abort(found)
         return found is not None
 
@@ -388,5 +378,5 @@ class Gateways(Sessions[Gateway]):
             if submission.prompts:
                 tokens = sum(live.num_generated_tokens for live in submission.prompts)
                 submission.usage.use("generation", tokens)
-                submission.prompts.clear()  # they know it, too: nothing is left to the garbage collector
+                submission.prompts.clear()  # breaks their cycle, so that no garbage is left
             submission.usage.end(clock() - submission.began)

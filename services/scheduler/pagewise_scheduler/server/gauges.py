@@ -49,7 +49,7 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.num_requests_running.set(totals.running)
     metrics.num_requests_waiting.set(router.waiting.sequences)
     metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
-    metrics.num_requests_staying.set(router.placer.num_staying)
+    metrics.num_requests_staying.set(router.num_staying)
     metrics.kv_cache_usage_perc.set(totals.in_use / max(1, totals.free + totals.cached + totals.in_use))
     blocks = Counter({("device", state): getattr(totals, state) for state in ("free", "cached", "in_use")})
     for tier in (tier for executor in router.executors for tier in executor.scheduler.kv.pool.lower):

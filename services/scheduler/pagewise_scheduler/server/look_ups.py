@@ -1,4 +1,4 @@
-"""Asks executors how much of a prompt is in tiers without ids, before it is placed."""
+"""Looks up prompts in storage tiers before they are placed, by asking the executors of these tiers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
 
 ANSWER_SECONDS = 0.1
-"""Longest that a request waits for an answer: a tier that takes longer is slow or broken, and would not help."""
+"""Maximum wait of a request for answers: a slower tier is overloaded or broken, and would not help."""
 _LEAST_BLOCKS = 4
-"""Fewer blocks than this are computed sooner than they are found."""
+"""Shorter prefixes are computed sooner than they are looked up."""
 _MOST_ORIGINALS = 64
-"""Segments of a prompt that are looked up."""
+"""Segments of a prompt to look up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request that is not placed before so many answers have come. ``until``: seconds of ``clock``."""
+    """A request that waits for ``num_missing`` answers. ``until``: seconds of ``clock``."""
 
     live: ClientRequest
     num_missing: int
@@ -32,7 +32,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """``stored``: where the answer is put, by the identity of the tier."""
+    """``stored``: receives the answer, by the identity of the tier."""
 
     executor: ExecutorHandle
     tier: HashedTier
@@ -41,9 +41,9 @@ class _Question:
 
 
 class LookUps:
-    """The questions that have not been answered.
+    """The unanswered look-ups.
 
-    ``place``: called with requests whose answers are there, or late; it has to know those that do not wait any more.
+    ``place``: called with a request once its answers are there or late; the request may have ended meanwhile.
     """
 
     def __init__(self, place: Callable[[ClientRequest], None], metrics: Metrics) -> None:
@@ -53,10 +53,10 @@ class LookUps:
         self._questions: dict[int, _Question] = {}
 
     def begin(self, request: ClientRequest, executors: Sequence[ExecutorHandle]) -> bool:
-        """Ask for a request that is about to be placed on one of ``executors``; returns whether it has to wait.
+        """Look up a request that will be placed on one of ``executors``; return whether it has to wait.
 
-        One executor is asked for each identity. Nobody is asked for what an executor holds anyway, or about all of it:
-        the prompt itself, and what its segments are moved from.
+        The prompt itself and the originals of its segments are looked up, unless executors hold almost all of them. Of
+        the executors that share a tier's identity, one is asked.
         """
         if not (asked := self._to_ask(request, executors)):
             return False
@@ -83,7 +83,7 @@ class LookUps:
 
     @staticmethod
     def _to_ask(request: ClientRequest, executors: Sequence[ExecutorHandle]) -> list[tuple[ExecutorHandle, HashedTier]]:
-        """One executor for each identity of a tier. Forgets the answers of an earlier placement."""
+        """Return one executor for each identity of a tier, and forget the answers of an earlier placement."""
         request.stored.clear()
         request.stored_originals.clear()
         asked: dict[str, tuple[ExecutorHandle, HashedTier]] = {}
@@ -96,7 +96,7 @@ class LookUps:
         return list(asked.values())
 
     def found(self, executor: ExecutorHandle, message: Found) -> None:
-        """An answer has come; one that nobody waits for any more is ignored."""
+        """Take an answer; late ones are ignored."""
         question = self._questions.get(message.number)
         if question is None or question.executor is not executor:
             return
@@ -108,7 +108,7 @@ class LookUps:
             self._place(waiting.live)
 
     def give_up(self, now: float, executor: ExecutorHandle | None = None) -> None:
-        """Place the requests that have waited long enough, or for an executor that is gone."""
+        """Place the requests that have waited too long, or for a lost executor."""
         late = {
             number: question
             for number, question in self._questions.items()

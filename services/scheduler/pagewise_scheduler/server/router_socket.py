@@ -1,8 +1,8 @@
 """A ROUTER socket that executors or gateways connect to.
 
-The coordinator takes frames from it when its file descriptor is readable, without pyzmq's futures: those cost more than
-everything else that is done for a frame. ZeroMQ's file descriptor reports changes only, so frames may be there without
-it after every call of the socket (``zmq_getsockopt(3)``, ZMQ_FD): whoever has sent something calls ``receive`` again.
+The coordinator receives when the socket's file descriptor is readable, without pyzmq's futures, which cost more than
+the rest of a frame's handling. ZeroMQ's descriptor is edge-triggered: any call of the socket may consume the edge
+(``zmq_getsockopt(3)``, ZMQ_FD), so the coordinator calls ``receive`` again after it has sent something.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from pagewise_scheduler.metrics import Metrics
 log = logging.getLogger(__name__)
 
 PeerKind = Literal["executor", "gateway"]
-"""What a process is that connects to the scheduler."""
+"""The kind of a process that connects to the scheduler."""
 _FRAMES_AT_ONCE = 16
-"""Frames that are read before others have a turn: where frames never end, reading them would never end either."""
+"""Frames of one turn: a peer that never stops sending must not keep the event loop."""
 _TURNS_BEFORE_REPORT = 256
-"""A peer that cannot be reached is reported when everything received before has been read, because its Goodbye may be
-among that, and at the latest after so many turns of ``_FRAMES_AT_ONCE`` frames: others may never stop sending."""
+"""Turns of ``_FRAMES_AT_ONCE`` frames after which an unreachable peer is reported at the latest. Before that, all
+earlier frames are read, because its Goodbye may be among them."""
 _PARTS_AT_ONCE = 64
-"""Further parts of a message that are dropped in the turn of a frame; a message is one frame."""
+"""Further parts of an invalid message that are dropped in the turn of a frame; a valid message is one frame."""
 _PING_MS = 2000
 
 
 class Received(NamedTuple):
-    """A frame has come over the socket for ``kind``, from the connection ``identity``.
+    """A frame from the connection ``identity`` of the socket for ``kind``.
 
-    ``key``: the public key (Z85 text) that the connection has proved to own, "" without CURVE. ``message``: what the
-    frame says, or why it is no message.
+    ``key``: the public key (Z85 text) that the connection has proved to own, "" without CURVE. ``message``: the decoded
+    frame, or the error of decoding it.
     """
 
     kind: PeerKind
@@ -50,14 +50,14 @@ class Received(NamedTuple):
 
 
 class ConnectionsBroke(NamedTuple):
-    """Connections of the socket for ``kind`` have broken; it is not known whose."""
+    """Some connections of the socket for ``kind`` have broken; ZeroMQ does not report which."""
 
     kind: PeerKind
 
 
 class Unreachable(NamedTuple):
-    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. All that was received
-    before has been returned before."""
+    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. All its earlier frames
+    have been returned before."""
 
     kind: PeerKind
     identity: bytes
@@ -66,36 +66,36 @@ class Unreachable(NamedTuple):
 Event = Received | ConnectionsBroke | Unreachable
 
 
-# Plain integers: what the enumerations of pyzmq take to be combined is as much as a frame takes to be sent.
+# Plain integers: combining pyzmq's enumerations takes as long as sending a frame.
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
 _AT_ONCE, _AND_MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
-class Wire:
-    """The ZeroMQ context of the scheduler's sockets: one thread of ZeroMQ's serves them all.
+class SocketContext:
+    """The ZeroMQ context of the scheduler's sockets, with one I/O thread, and their authenticator.
 
     ``keys``: the allow-lists, None: plain text.
     """
 
     def __init__(self, keys: Keys | None, metrics: Metrics) -> None:
         self.context = zmq.asyncio.Context()
-        self.gate = (
+        self.authenticator = (
             Authenticator(self.context, keys, metrics.connections_refused("unknown_key").inc)
             if keys is not None
             else None
         )
 
     def close(self) -> None:
-        """Close everything, sockets that were never run too."""
-        if self.gate is not None:
-            self.gate.close()
+        """Close all sockets."""
+        if self.authenticator is not None:
+            self.authenticator.close()
         self.context.destroy(linger=0)
 
 
 class RouterSocket:
-    """One bound socket. ``endpoint``: where it is bound. ``kind``: what connects to it.
+    """One bound socket. ``endpoint``: its address. ``kind``: of the processes that connect to it.
 
-    ``timeout``: seconds after which ZeroMQ closes a connection that nothing comes through.
+    ``timeout``: seconds without traffic after which ZeroMQ closes a connection.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RouterSocket:
         endpoint: str,
         decode: Callable[[bytes], Message],
         metrics: Metrics,
-        wire: Wire,
+        sockets: SocketContext,
         *,
         timeout: float,
     ) -> None:
@@ -117,24 +117,24 @@ class RouterSocket:
         self._decode = decode
         self._handshakes = metrics.connections_refused("handshake")
         self._complaints = BoundedLog(log)
-        self._monitored = wire.context.socket(zmq.ROUTER)
+        self._monitored = sockets.context.socket(zmq.ROUTER)
         self._socket: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitored)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_TO_SCHEDULER)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeout * 1000))
-        # No bound on queued messages: libzmq 4.3.5 aborts the process if it pings a connection that has ended, or finds
-        # its ping, while a queue that was full holds up reading from it (its issue 4364). So no queue may become full,
-        # and peers, which are on the allow-list, are trusted not to flood it.
+        # No high-water mark: libzmq 4.3.5 aborts the process if it handles a ping of a connection that has ended while
+        # a full queue holds up reading from it (its issue 4364). So no queue may become full, and peers, which are on
+        # the allow-list, are trusted not to flood it.
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._has_keys = wire.gate is not None
-        if wire.gate is not None:
-            wire.gate.secure_server(self._socket, kind)
+        self._has_keys = sockets.authenticator is not None
+        if sockets.authenticator is not None:
+            sockets.authenticator.secure_server(self._socket, kind)
         self._connections = Connections(self._monitored)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._has_more_parts = False  # of a message that has brought its frame, and is none
+        self._has_more_parts = False  # of an invalid message whose first frame has been received
         self._turns = 0
         self._broke = False
         self._unreachable: deque[tuple[bytes, int]] = deque()  # with the turn in which each is reported at the latest
@@ -153,8 +153,8 @@ class RouterSocket:
                     on_event()
                 elif event.hung_up and not self._has_keys:  # a process that was stopping
                     log.debug("a connection ended before its handshake was over")
-                elif not event.refused:  # those are counted by the gate
-                    # With keys, an end without them may notice first and hang up: that is a mismatch too.
+                elif not event.refused:  # refused keys are counted by the authenticator
+                    # With keys, a peer without them may notice the mismatch first and hang up: count that too.
                     self._handshakes.inc()
                     self._complaints.warning(
                         "a handshake failed: no CURVE, meant for a scheduler with another key, or broken off"
@@ -169,11 +169,11 @@ class RouterSocket:
         self._monitored.close()
 
     def send(self, identity: bytes, message: Message) -> bool:
-        """Send one message; False if the connection is gone, or its other end does not read."""
+        """Send one message; return False if the connection is gone, or its other end does not read."""
         return self.send_frame(identity, encode(message))
 
     def send_frame(self, identity: bytes, frame: bytes) -> bool:
-        """The same, for a message that is encoded. Never waits: one that does not read must not hold up others."""
+        """Send one encoded message. Never waits: a peer that does not read must not hold up the others."""
         try:
             self._socket.send(identity, _AND_MORE)
             self._socket.send(frame, _AT_ONCE)
@@ -182,17 +182,18 @@ class RouterSocket:
         return True
 
     def report_unreachable(self, identity: bytes) -> None:
-        """Let ``receive`` report ``Unreachable`` behind what was received before: it may hold a Goodbye."""
+        """Let ``receive`` report ``Unreachable`` after the frames that were received before: a Goodbye may be among
+        them."""
         self._unreachable.append((identity, self._turns + _TURNS_BEFORE_REPORT))
 
     def receive(self, events: list[Event]) -> bool:
-        """Append some of the frames that are there, and other events; return whether there may be more frames."""
+        """Append frames and other events to ``events``; return whether there may be more frames."""
         if self._broke:
             self._broke = False
             events.append(ConnectionsBroke(self.kind))
         more, due = False, self._turns + _TURNS_BEFORE_REPORT
         for _ in range(_FRAMES_AT_ONCE):
-            # Asked first, because to be refused a frame costs three times as much.
+            # Poll first, because receiving nothing costs three times as much.
             if not int(self._socket.getsockopt(_EVENTS)) & _READABLE:
                 break
             if self._has_more_parts:
@@ -213,11 +214,11 @@ class RouterSocket:
         return more
 
     def _receive(self) -> tuple[bytes, str, bytes]:
-        """The next message, which is there: who sent it, the key of the connection ("": none), and its frame.
+        """Receive a message that is there; return its sender, the key of the connection ("": none), and its frame.
 
-        A message is one frame; another number of them is none.
+        A message with another number of frames than one yields an empty frame, which cannot be decoded.
         """
-        # Not copied: such frames know what follows them, and which key they came with.
+        # Not copied: only Frame objects have ``more`` and the key.
         sender = self._socket.recv(_AT_ONCE, copy=False)
         key = str(sender.get("User-Id")) if self._has_keys else ""
         if not sender.more:
@@ -227,7 +228,7 @@ class RouterSocket:
         return sender.bytes, key, b"" if frame.more else frame.bytes
 
     def _drop_parts(self) -> None:
-        """Drop some of the parts that follow; a message may have millions of them, so others have a turn in between."""
+        """Drop some of the further parts of a message; it may have millions, so others have a turn in between."""
         for _ in range(_PARTS_AT_ONCE):
             if not self._socket.recv(_AT_ONCE, copy=False).more:
                 self._has_more_parts = False

@@ -1,188 +1,45 @@
-"""What gateways submit: counted against API keys, checked beyond its types, and made into requests of the core."""
+"""Submitted requests: the checks of their values, and the core's requests for their prompts."""
 
 import re
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil
-from typing import Literal
 
 import msgspec
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import KeyLimits, Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
+from pagewise_shared.protocol import Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, BeamParams
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
 from pagewise_scheduler.core.requests.request import FinishReason, RequestSequence
-from pagewise_scheduler.metrics import Metrics
-from pagewise_scheduler.server.adapters import flaw_of_adapter
-from pagewise_scheduler.server.admission_error import AdmissionError, ImpossibleError
+from pagewise_scheduler.server.adapters import adapter_error
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
+from pagewise_scheduler.server.request_limits import KeyUsage
+from pagewise_scheduler.server.sessions import ImpossibleError
 
-_MOST_RETRY_SECONDS = 120
-_SMOOTHING = 0.2
-_MOST_KEYS = 10_000
-"""Keys that are remembered; beyond that, those are forgotten that owe nothing and run nothing."""
 MAX_STREAM = 2**31 - 1
 """The greatest stream number."""
 MAX_STREAMS = 1 << 16
-"""Sequences of one request, over all its prompts, whether they are outputs or only tried."""
+"""Sequences of one request, over all its prompts: its outputs, or the hypotheses of beam searches."""
 MAX_CLIENT_ID = 128
-"""Characters of the id that a client gives a request."""
+"""Characters of a client's request id."""
 _MAX_BEAMS = 4096
 _MAX_LENGTH_PENALTY = 100.0
 _MAX_TEXT = 1024
 _MAX_TOKENS = 2**31 - 1
 _MAX_PRIORITY = 2**53
+_MAX_RETENTION, _MAX_TOOL_CALL_IDS = 2**31 - 1, 16
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_AGE_US = 24 * 3600 * 1_000_000
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """So much a minute, at most a minute's worth at once. ``level`` may fall below 0: then it is owed."""
-
-    per_minute: int
-    level: float
-    updated: float
-
-    def refill(self, now: float) -> None:
-        """Bring the level up to date."""
-        self.level = min(self.per_minute, self.level + (now - self.updated) * self.per_minute / 60)
-        self.updated = now
-
-    def seconds_until(self, wanted: float, now: float) -> float:
-        """Until the level is at least ``wanted``, 0 if it is."""
-        self.refill(now)
-        return max(0.0, (wanted - self.level) * 60 / self.per_minute)
-
-
-class KeyUsage:
-    """What the holders of the keys of one name have used. Without keys there is one of them, with the name ""."""
-
-    def __init__(self, name: str, metrics: Metrics) -> None:
-        self.name = name
-        self._metrics = metrics
-        self._running = 0
-        self._seconds = 1.0
-        self._limits = KeyLimits()
-        self._requests: _Bucket | None = None
-        self._tokens: _Bucket | None = None
-
-    def limit(self, limits: KeyLimits, now: float) -> None:
-        """Set what they may do from now on; what has been used stays used."""
-        if limits != self._limits:
-            self._limits = limits
-            self._requests = _bucket(self._requests, limits.requests_per_minute, now)
-            self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
-
-    def begin(self, now: float) -> None:
-        """Count a request that begins.
-
-        Raises:
-            AdmissionError: it is over one of the limits; the text says which.
-        """
-        limits = self._limits
-        if limits.concurrent is not None and self._running >= limits.concurrent:
-            text = f"{self._running} requests are running, the limit of concurrent requests is {limits.concurrent}"
-            raise self._refusal("key_concurrent", text, self._seconds / limits.concurrent)
-        if self._requests is not None and (seconds := self._requests.seconds_until(1, now)):
-            text = f"the limit of {limits.requests_per_minute} requests per minute is used up"
-            raise self._refusal("key_requests_per_minute", text, seconds)
-        self.check_tokens(now)
-        if self._requests is not None:
-            self._requests.level -= 1
-        self._running += 1
-        if self.name:
-            self._metrics.key_requests(self.name).inc()
-
-    def check_tokens(self, now: float) -> None:
-        """Check that the key has tokens left. A request that was counted earlier is checked again when it is submitted.
-
-        Raises:
-            AdmissionError: the tokens of this minute are used up.
-        """
-        if self._tokens is not None and (seconds := self._tokens.seconds_until(1, now)):
-            text = f"the limit of {self._limits.tokens_per_minute} tokens per minute is used up"
-            raise self._refusal("key_tokens_per_minute", text, seconds)
-
-    def resume(self) -> None:
-        """Count a request that began under another scheduler: it goes on whatever the limits are."""
-        self._running += 1
-
-    def cancel(self, *, charged: bool) -> None:
-        """Stop counting a request that had begun and is not accepted after all.
-
-        ``charged``: it still counts as one of the minute, because its body has been read and tokenized.
-        """
-        self._running -= 1
-        if self._requests is not None and not charged:
-            self._requests.level += 1
-
-    def end(self, seconds: float) -> None:
-        """A request that took so many seconds has ended."""
-        self._running -= 1
-        self._seconds += _SMOOTHING * (seconds - self._seconds)
-
-    def use(self, kind: Literal["prompt", "generation"], tokens: int) -> None:
-        """Count tokens of a request."""
-        if self._tokens is not None:
-            self._tokens.level -= tokens
-        if self.name:
-            self._metrics.key_tokens(self.name, kind).inc(tokens)
-
-    def is_idle(self, now: float) -> bool:
-        """Whether forgetting it would change nothing."""
-        full = all(
-            bucket is None or not bucket.seconds_until(bucket.per_minute, now)
-            for bucket in (self._requests, self._tokens)
-        )
-        return full and not self._running
-
-    def _refusal(self, reason: str, text: str, seconds: float) -> AdmissionError:
-        self._metrics.requests_refused(reason).inc()
-        seconds_shown = max(1, min(_MOST_RETRY_SECONDS, ceil(seconds)))
-        return AdmissionError("overloaded", f"API key {self.name}: {text}", reason, seconds_shown)
-
-
-class KeyUsages:
-    """The usage of every key by its name."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._usages: dict[str, KeyUsage] = {}
-
-    def of(self, name: str, limits: KeyLimits, now: float) -> KeyUsage:
-        """The usage of a key. ``limits``: those that hold now, as the gateway has read them."""
-        usage = self._usages.get(name)
-        if usage is None:
-            if len(self._usages) >= _MOST_KEYS:
-                self._usages = {key: usage for key, usage in self._usages.items() if not usage.is_idle(now)}
-            usage = self._usages[name] = KeyUsage(name, self._metrics)
-        usage.limit(limits, now)
-        return usage
-
-
-def _bucket(before: _Bucket | None, per_minute: int | None, now: float) -> _Bucket | None:
-    if per_minute is None:
-        return None
-    used = 0.0
-    if before is not None:
-        before.refill(now)
-        used = before.per_minute - before.level
-    return _Bucket(per_minute, per_minute - used, now)
-
-
-_MAX_RETENTION, _MAX_TOOL_CALL_IDS = 2**31 - 1, 16
-
-
 @dataclass(slots=True, eq=False)
 class Submission:
-    """One client's request: what it counts against, and its prompts.
+    """One client's request, with its prompts and the usage that it counts against.
 
-    ``stream``: its first stream number, which names it at its gateway. ``began``: seconds of ``clock``. ``running``:
-    prompts of it that have not ended; a request without prompts runs until its gateway ends it.
+    ``stream``: its first stream number, which identifies it at its gateway. ``began``: seconds of ``clock``.
+    ``running``: prompts that have not ended; a request without prompts runs until its gateway ends it.
     """
 
     stream: int
@@ -193,12 +50,12 @@ class Submission:
 
 
 def num_streams(submit: Submit) -> int:
-    """Stream numbers that a request takes; one without prompts has a number to be named by."""
+    """Return the stream numbers that a request takes; a request without prompts takes one, as its id."""
     return max(1, len(submit.prompts) * submit.params.n)
 
 
 def name_of(request_id: str, number: int) -> str:
-    """What a prompt of a request is called: the first one as the request, the others with a number behind it."""
+    """Return the id of a prompt: that of the request for the first prompt, with a suffix for the others."""
     return f"{request_id}-{number}" if number else request_id
 
 
@@ -227,11 +84,11 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
     ),
     (
         lambda submit, params: not submit.traceparent or bool(_TRACEPARENT.fullmatch(submit.traceparent)),
-        "a traceparent that is none",
+        "an invalid traceparent",
     ),
     (
         lambda submit, params: not is_own_salt(params.cache_salt),
-        "a cache salt of the kind that stands for adapters or for LongRoPE",
+        "a cache salt of the form that is reserved for adapters and LongRoPE",
     ),
     (
         lambda submit, params: all(
@@ -244,7 +101,7 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
         f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes",
     ),
 )
-"""The bounds of a request, each with the text that names a request beyond it."""
+"""The rules of a request, each with the error text of a request that breaks it."""
 
 
 def _is_beam(beam: BeamParams, n: int) -> bool:
@@ -252,19 +109,20 @@ def _is_beam(beam: BeamParams, n: int) -> bool:
 
 
 def check(submit: Submit, vocab_size: int) -> None:
-    """Look at a request, but for its prompts. ``vocab_size``: 0 if it is not known.
+    """Check a request except for its prompts. ``vocab_size``: 0 if unknown.
 
     Raises:
-        ImpossibleError: a value of it is out of bounds; the text names the value.
+        ImpossibleError: a value is out of bounds; the text names it.
     """
     params = submit.params
     for holds, text in _RULES:
         if not holds(submit, params):
             raise ImpossibleError(text.format(submit=submit, params=params))
-    if params.adapter is not None and (flaw := flaw_of_adapter(params.adapter)) is not None:
-        raise ImpossibleError(flaw)
-    if (constraints := params.sampling.constraints) is not None and (flaw := constraints.flaw(vocab_size)) is not None:
-        raise ImpossibleError(flaw)
+    if params.adapter is not None and (error := adapter_error(params.adapter)) is not None:
+        raise ImpossibleError(error)
+    constraints = params.sampling.constraints
+    if constraints is not None and (error := constraints.error(vocab_size)) is not None:
+        raise ImpossibleError(error)
 
 
 def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":
@@ -295,13 +153,13 @@ def requests_of(
     outputs: OutputBuilder,
     on_end: Callable[[ClientRequest], None],
 ) -> list[ClientRequest]:
-    """The core's requests for the prompts of a request that was checked but for them. Their tokens are unpacked here.
+    """Return the core's requests for the prompts of a checked request, with unpacked tokens.
 
-    Those that go on from somewhere already have their sequences. ``request_id``: a name that is unique; ``now``:
-    seconds of ``clock``. ``outputs``, ``on_end``: of each.
+    A request that resumes already has its sequences. ``request_id``: unique; ``now``: seconds of ``clock``.
+    ``outputs``, ``on_end``: of each request.
 
     Raises:
-        ImpossibleError: something in a prompt cannot be; the text says what.
+        ImpossibleError: a value of a prompt is out of bounds; the text names it.
     """
     arrival = now - min(max(0, submit.age_us), _MAX_AGE_US) * 1e-6
     params = submit.params
@@ -324,7 +182,7 @@ def requests_of(
             unfinished=params.n - sum(progress.finished for progress in prompt.progress),
             traceparent=submit.traceparent,
         )
-        if prompt.max_tokens and request.params.beam is None:  # the outputs of a beam search are told at its end
+        if prompt.max_tokens and request.params.beam is None:  # the outputs of a beam search are sent at its end
             request.sink = outputs
         if prompt.segments is not None:
             request.segments = _segments_of(len(request.prompt_token_ids), prompt.segments)
@@ -344,7 +202,7 @@ def _check_prompt(prompt: Prompt, n: int) -> None:
 
 
 def _resume(request: ClientRequest, prompt: Prompt, vocab_size: int) -> None:
-    """Let a request go on behind the tokens that its gateway has."""
+    """Restore the outputs that the gateway of a resumed request has received."""
     tokens = [_tokens_of(progress.tokens, vocab_size) for progress in prompt.progress]
     if (most := max(map(len, tokens), default=0)) > prompt.max_tokens:
         raise ImpossibleError(f"{most} output tokens of at most {prompt.max_tokens}")
@@ -360,7 +218,10 @@ def _resume(request: ClientRequest, prompt: Prompt, vocab_size: int) -> None:
 
 
 def end_of(sequence: RequestSequence) -> tuple[FinishReason, int | None] | None:
-    """Why a sequence that comes with tokens takes no more, though its gateway has not been told; None: it does."""
+    """Return the finish reason and the stop token of a resumed sequence that is complete; None if it takes more tokens.
+
+    The scheduler before may have ended without sending the finish to the gateway.
+    """
     tokens, request = sequence.output_token_ids, sequence.request
     may_stop = len(tokens) > sequence.sampling.min_tokens or bool(sequence.sampling.grammar)
     if tokens and tokens[-1] in sequence.stop_ids and may_stop:

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
+from pagewise_shared.sampling import num_accepted
 from pagewise_shared.segments import TOKEN_ID
-from pagewise_shared.speculation import num_accepted
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus

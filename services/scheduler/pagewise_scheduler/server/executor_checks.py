@@ -1,0 +1,238 @@
+"""The checks of executors' messages: an executor is trusted with its own requests, and with nothing else.
+
+Every number and text in a message has a bound here. The core then relies on them, except that it checks itself whether
+a result fits the step.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import attrgetter
+
+import msgspec
+from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.protocol import (
+    DEVICE,
+    HASH_TIERS,
+    MAX_ADAPTERS,
+    ROLES,
+    TIER_NAMES,
+    AdapterLoaded,
+    Copied,
+    Hello,
+    StepResult,
+    TierInfo,
+    TokenLogprobs,
+    tier_name,
+    unpack_float32s,
+    unpack_int32s,
+)
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
+
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
+from pagewise_scheduler.server.sessions import MAX_TEXT, ImpossibleError, text_error
+
+MAX_EXECUTORS = 1024
+"""Executors in a fleet."""
+MAX_FLEET_BLOCKS = 1 << 25
+"""Blocks of all executors, in all tiers: each costs the scheduler some 60 bytes."""
+
+_TEXTS = (
+    "executor_id", "model_fingerprint", "device", "dtype", "block_format", "kernels", "role", "no_grammars",
+)  # fmt: skip
+_MAX_ENDPOINTS = MAX_RANKS * MAX_TEXT
+"""Characters of a block endpoint, which consists of one for each rank of an executor."""
+_MAX_INT32 = (1 << 31) - 1
+_MAX_ERROR_TEXT = 4096
+_FETCH_BYTES_PER_SECOND = 1e9
+"""The initial estimate of the rate at which blocks are fetched from a peer."""
+
+_BOUNDS = {
+    "block_size": (1, 1 << 16),
+    "num_blocks": (1, MAX_DEVICE_BLOCKS),
+    "max_model_len": (1, _MAX_INT32),
+    "vocab_size": (1, _MAX_INT32),
+    "max_num_seqs": (0, MAX_ROWS),
+    "max_num_batched_tokens": (0, MAX_BATCHED_TOKENS),
+    "bytes_per_block": (0, (1 << 63) - 1),
+    "adapters.slots": (0, MAX_ADAPTERS),
+    "adapters.max_rank": (0, 1 << 16),
+    "max_grammars": (0, _MAX_INT32),
+    "short_rope_len": (0, _MAX_INT32),
+}
+"""The bounds of the numbers in a Hello."""
+
+
+# ---- Hello -------------------------------------------------------------------------------------------
+
+
+def hello_error(hello: Hello) -> str | None:
+    """Return why the values of a Hello are not acceptable; None if they are."""
+    error = text_error(hello, _TEXTS, MAX_TEXT) or text_error(hello, ("block_endpoint",), _MAX_ENDPOINTS)
+    if error is not None:
+        return error
+    if max(len(endpoint) for endpoint in hello.block_endpoint.split(" ")) > MAX_TEXT:
+        return f"its block_endpoint has one that is longer than {MAX_TEXT} characters"
+    for name, (least, most) in _BOUNDS.items():
+        if not least <= (value := attrgetter(name)(hello)) <= most:
+            return f"its {name} is {value}, which is not from {least} to {most}"
+    if hello.role not in ROLES:
+        return f"there is no role {hello.role!r}, only {', '.join(ROLES)}"
+    if hello.costs is not None and not _are_times(msgspec.structs.astuple(hello.costs)):
+        return "its measured costs are no times"
+    return _tiers_error(hello.tiers)
+
+
+def _tiers_error(tiers: Sequence[TierInfo]) -> str | None:
+    nearest = DEVICE
+    for tier in tiers:
+        name = tier_name(tier.number)
+        if not DEVICE < tier.number < len(TIER_NAMES):
+            return f"there is no tier {tier.number} below the device, only {', '.join(TIER_NAMES[1:])}"
+        if tier.number <= nearest:
+            return f"its tiers are not one below the other: {name} comes after {tier_name(nearest)}"
+        if tier.number in HASH_TIERS and tier.num_blocks:
+            return f"its tier {name} has {tier.num_blocks} blocks, but blocks have no ids there"
+        if tier.number not in HASH_TIERS and not 1 <= tier.num_blocks <= MAX_FLEET_BLOCKS:
+            return f"its tier {name} has {tier.num_blocks} blocks, which is not from 1 to {MAX_FLEET_BLOCKS}"
+        if (error := text_error(tier, ("identity",), MAX_TEXT)) is not None:
+            return f"of its tier {name}, {error}"
+        if not _are_times(_measured(tier)):
+            return f"its measured costs of copies to and from its tier {name} are no times"
+        nearest = tier.number
+    return None
+
+
+def _measured(tier: TierInfo) -> tuple[float, ...]:
+    return tier.load_setup, tier.load_block, tier.store_setup, tier.store_block
+
+
+def _are_times(costs: Iterable[float]) -> bool:
+    return all(math.isfinite(cost) and cost >= 0 for cost in costs)
+
+
+def incompatibility(hello: Hello, others: list[Hello], fingerprint: str | None) -> str | None:
+    """Return why an executor cannot join ``others``; None if it can. ``fingerprint``: the fleet's, if known."""
+    if len(others) >= MAX_EXECUTORS:
+        return f"there are {MAX_EXECUTORS} executors already"
+    blocks = sum(each.num_blocks + sum(tier.num_blocks for tier in each.tiers) for each in (hello, *others))
+    if blocks > MAX_FLEET_BLOCKS:
+        return f"the fleet would have {blocks} blocks, the most is {MAX_FLEET_BLOCKS}"
+    # An empty fleet may come back with another model.
+    if others and fingerprint != hello.model_fingerprint:
+        return f"its model {hello.model_fingerprint} is not the fleet's model {fingerprint}"
+    if any(other.vocab_size != hello.vocab_size for other in others):
+        return f"its vocabulary of {hello.vocab_size} is not the fleet's"
+    return None
+
+
+def costs_of(hello: Hello) -> Costs:
+    """Return the costs that the executor has measured, in seconds, and estimates of the rest."""
+    tiers = copy_costs(hello.tiers)
+    if hello.costs is None:
+        return Costs(tiers=tiers)
+    steps = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
+    return Costs(**steps, tiers=tiers, fetch_block=hello.bytes_per_block / _FETCH_BYTES_PER_SECOND)
+
+
+def sizes_of(hello: Hello) -> dict[int, int | str]:
+    """Return the size of each tier below the device, by its number: its blocks, or the identity of a tier without block
+    ids, which is unique to the executor if the Hello has none."""
+    return {
+        tier.number: tier.num_blocks or tier.identity or f"{tier_name(tier.number)} of {hello.executor_id}"
+        for tier in hello.tiers
+    }
+
+
+def copy_costs(tiers: Iterable[TierInfo]) -> dict[int, CopyCosts]:
+    """Return the measured costs of copies to and from tiers, in seconds, by the tier's number."""
+    return {
+        tier.number: CopyCosts(*(value * 1e-6 for value in _measured(tier))) for tier in tiers if any(_measured(tier))
+    }
+
+
+# ---- results -----------------------------------------------------------------------------------------
+
+
+def checked_tokens(result: StepResult, hello: Hello) -> list[int]:
+    """Check a result of the executor that sent ``hello``, and return its tokens.
+
+    Raises:
+        ImpossibleError: a value is out of bounds.
+    """
+    if len(result.tokens) % 4:
+        raise ImpossibleError(f"{len(result.tokens)} bytes of tokens")
+    tokens = array("I", result.tokens).tolist()  # unsigned: a negative token becomes too large
+    if tokens and max(tokens) >= hello.vocab_size:
+        raise ImpossibleError(f"a token outside its vocabulary of {hello.vocab_size}")
+    if not 0 <= result.elapsed_us <= _MAX_INT32:
+        raise ImpossibleError(f"a step of {result.elapsed_us} µs")
+    if result.failures or result.logprobs or result.prompt_logprobs:
+        _check_rows(result, len(tokens), hello)
+    return tokens
+
+
+def _check_rows(result: StepResult, num_tokens: int, hello: Hello) -> None:
+    indices = [failure.index for failure in result.failures]
+    if not _ascend(indices, 0, num_tokens) or any(len(one.message) > _MAX_ERROR_TEXT for one in result.failures):
+        raise ImpossibleError("failures of no token, or with a message that is too long")
+    if not _are_logprobs(result.logprobs, 0, num_tokens, hello):
+        raise ImpossibleError("log-probabilities of no token, or that are none")
+    if not all(_are_logprobs(prompt.entries, 1, hello.max_model_len, hello) for prompt in result.prompt_logprobs):
+        raise ImpossibleError("log-probabilities of no token of a prompt, or that are none")
+
+
+def check_copies(copied: Copied) -> None:
+    """Check a report of copies.
+
+    Raises:
+        ImpossibleError: a value is out of bounds.
+    """
+    if len(copied.bad) % 4:
+        raise ImpossibleError(f"{len(copied.bad)} bytes of blocks")
+    if not 0 <= copied.elapsed_us <= _MAX_INT32:
+        raise ImpossibleError(f"copies of {copied.elapsed_us} µs")
+
+
+def check_loaded(loaded: AdapterLoaded) -> None:
+    """Check a report of a loaded adapter.
+
+    Raises:
+        ImpossibleError: a value is out of bounds.
+    """
+    if not 0 <= loaded.elapsed_us <= _MAX_INT32:
+        raise ImpossibleError(f"an adapter that took {loaded.elapsed_us} µs")
+    if any(len(content) != HASH_BYTES for content in loaded.evicted):
+        raise ImpossibleError("the hash of an adapter that is none")
+
+
+def _ascend(indices: list[int], first: int, end: int) -> bool:
+    """Whether the indices lie in [first, end) and ascend strictly, so that there are never more than fit."""
+    return not indices or (indices[0] >= first and indices[-1] < end and all(a < b for a, b in pairwise(indices)))
+
+
+def _are_logprobs(entries: Sequence[TokenLogprobs], first: int, end: int, hello: Hello) -> bool:
+    """Whether indices, tokens, ranks and log-probabilities are in bounds.
+
+    The alternatives of all entries are checked together, because a step may have tens of thousands of them.
+    """
+    if not entries:
+        return True
+    indices, tokens, logprobs, ranks, top_ids, top_logprobs = map(
+        list, zip(*map(msgspec.structs.astuple, entries), strict=True)
+    )
+    sizes = list(map(len, top_ids))
+    if not _ascend(indices, first, end) or sizes != list(map(len, top_logprobs)) or any(size % 4 for size in sizes):
+        return False
+    tokens += unpack_int32s(b"".join(top_ids))
+    logprobs += unpack_float32s(b"".join(top_logprobs))
+    vocabulary = hello.vocab_size
+    return (
+        0 <= min(tokens) <= max(tokens) < vocabulary
+        and max(sizes) <= 4 * vocabulary
+        and 1 <= min(ranks) <= max(ranks) <= vocabulary
+        # Rounding may exceed 0 by a little. ``max`` may pass over a NaN, a sum does not.
+        and max(logprobs) < 1
+        and not math.isnan(sum(logprobs))
+    )
