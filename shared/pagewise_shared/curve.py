@@ -106,11 +106,6 @@ class Keys:
         self._refresh()
         return next((kind for kind, names in self._allowed.names.items() if public_key in names), None)
 
-    def owner(self, public_key: str) -> str | None:
-        """Return the name that a public key belongs to; None if it is on no allow-list now."""
-        kind = self.kind(public_key)
-        return None if kind is None else self._allowed.names[kind].get(public_key)
-
     def secure_client(self, socket: "zmq.Socket[Any]", server_key: bytes | None = None) -> None:
         """Let ``socket`` connect to the owner of ``server_key`` only, by default the scheduler. Call it before
         connect."""
@@ -137,35 +132,12 @@ class Keys:
         self._allowed = _AllowLists(names, files)
 
 
-class Authenticator:
+class Authenticator(ThreadAuthenticator):
     """Makes the secured sockets of one ZeroMQ context accept the keys on their allow-list, and no others.
 
-    ``on_refused``: called for every refused connection, on the authenticator's thread. A context has at most one
-    authenticator; without it, secured sockets accept no connection.
-    """
-
-    def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
-        self._keys = keys
-        self._authenticator = _Authenticator(context, keys, on_refused)
-        self._authenticator.start()
-
-    def secure_server(self, socket: "zmq.Socket[Any]", kind: Kind = "executor") -> None:
-        """Let ``socket`` accept only keys on the allow-list of ``kind``. Call it before bind."""
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
-        # ZeroMQ names the domain of the socket when it asks about a key.
-        socket.zap_domain = kind.encode()
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-    def close(self) -> None:
-        """Stop. Call it before the context is terminated."""
-        self._authenticator.stop()
-
-
-class _Authenticator(ThreadAuthenticator):
-    """pyzmq's authenticator, with ``Keys`` as the allow-list.
-
-    The User-Id of a message is then the public key of its sender (Z85 text).
+    The User-Id of a message is then the public key of its sender (Z85 text). ``on_refused``: called for every refused
+    connection, on the authenticator's thread. A context has at most one authenticator; without it, secured sockets
+    accept no connection.
     """
 
     def __init__(self, context: "zmq.Context[Any]", keys: Keys, on_refused: Callable[[], None]) -> None:
@@ -175,6 +147,19 @@ class _Authenticator(ThreadAuthenticator):
         self._complaints = BoundedLog(log)
         for kind in KINDS:
             self.configure_curve_callback(kind, self)
+        self.start()
+
+    def secure_server(self, socket: "zmq.Socket[Any]", kind: Kind = "executor") -> None:
+        """Let ``socket`` accept only keys on the allow-list of ``kind``. Call it before bind."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+        # ZeroMQ's requests to authenticate have the domain of the socket.
+        socket.zap_domain = kind.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def close(self) -> None:
+        """Stop. Call it before the context is terminated."""
+        self.stop()
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         """Answer ZeroMQ's request to authenticate a connection."""

@@ -10,6 +10,8 @@ from pagewise.keys import keys
 from pagewise_shared.curve import Keys, Kind, public_file, secret_file
 from zmq.auth import load_certificate
 
+from tests.shared.key_pairs import owner
+
 
 def run(directory: Path, *arguments: str) -> int:
     return keys(["--keys", str(directory), *arguments])
@@ -27,7 +29,7 @@ def test_init_makes_a_pair_for_the_scheduler_one_for_executors_and_one_for_gatew
     keys = Keys(tmp_path, "scheduler")
     for name in ("executor", "gateway"):
         public = Keys(tmp_path, name).public.decode()
-        assert (keys.owner(public), keys.kind(public)) == (name, name)
+        assert (owner(keys, public), keys.kind(public)) == (name, name)
 
 
 @pytest.mark.parametrize("umask", [0, 0o002, 0o077])
@@ -96,7 +98,7 @@ def test_a_key_that_is_revoked_is_gone_and_its_name_is_free(tmp_path: Path, caps
     old = Keys(tmp_path, "gpu-7")
     assert run(tmp_path, "revoke", "gpu-7") == 0
     assert not (tmp_path / "gpu-7").exists()
-    assert Keys(tmp_path, "scheduler").owner(old.public.decode()) is None
+    assert owner(Keys(tmp_path, "scheduler"), old.public.decode()) is None
     assert run(tmp_path, "revoke", "gpu-7") == 1
     assert "no key 'gpu-7'" in capsys.readouterr().err
     assert run(tmp_path, "add", "gpu-7") == 0

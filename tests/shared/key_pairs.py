@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pagewise_shared.curve import Kind, public_file, secret_file
+from pagewise_shared.curve import KINDS, Keys, Kind, public_file, secret_file
 from zmq.auth import create_certificates
 
 
@@ -15,3 +15,8 @@ def make_key_pairs(directory: Path, *names: str, kind: Kind = "executor") -> Pat
         public_file(directory, name, kind).parent.mkdir(parents=True, exist_ok=True)
         public_file(directory, name, kind).write_bytes(Path(public).read_bytes())
     return directory
+
+
+def owner(keys: Keys, public_key: str) -> str | None:
+    """The name of a public key on one of the allow-lists."""
+    return next((names[public_key] for kind in KINDS if public_key in (names := keys.allowed(kind))), None)

@@ -22,7 +22,7 @@ from pagewise_shared.scheduler_connection import (
     watch_connection,
 )
 
-from tests.shared.key_pairs import make_key_pairs
+from tests.shared.key_pairs import make_key_pairs, owner
 
 
 @pytest.mark.parametrize(
@@ -75,22 +75,22 @@ def test_keys_that_are_missing_or_broken_are_named(tmp_path: Path, caplog: pytes
 def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys(make_key_pairs(tmp_path, "scheduler", "one"), "scheduler")
     one, scheduler = Keys(tmp_path, "one").public.decode(), keys.public.decode()
-    assert keys.owner(one) == "one"
-    assert keys.owner(scheduler) is None, "the scheduler is no executor"
+    assert owner(keys, one) == "one"
+    assert owner(keys, scheduler) is None, "the scheduler is no executor"
     two = Keys(make_key_pairs(tmp_path, "two"), "two").public.decode()
     assert dict(keys.allowed()) == {one: "one", two: "two"}
     # Another key under an old name.
     public_file(tmp_path, "one").write_bytes(public_file(tmp_path, "two").read_bytes())
     public_file(tmp_path, "two").unlink()
-    assert (keys.owner(one), keys.owner(two)) == (None, "one")
+    assert (owner(keys, one), owner(keys, two)) == (None, "one")
     public_file(tmp_path, "one").write_text("nothing\n")
-    assert keys.owner(two) is None
+    assert owner(keys, two) is None
     assert "not on the allow-list" in caplog.text
     # A folder that is away for a moment cuts nobody off.
     two = Keys(make_key_pairs(tmp_path, "three"), "three").public.decode()
-    assert keys.owner(two) == "three"
+    assert owner(keys, two) == "three"
     (tmp_path / "public").rename(tmp_path / "away")
-    assert keys.owner(two) == "three"
+    assert owner(keys, two) == "three"
     assert "stay as they were" in caplog.text
 
 
@@ -99,7 +99,7 @@ def test_a_key_is_an_executor_s_or_a_gateway_s(tmp_path: Path) -> None:
     one, scheduler = Keys(tmp_path, "one").public.decode(), keys.public.decode()
     assert (keys.kind(one), keys.kind(scheduler), keys.kind("nobody's")) == ("executor", None, None)
     gateway = Keys(make_key_pairs(tmp_path, "gateway", kind="gateway"), "gateway").public.decode()
-    assert (keys.kind(gateway), keys.owner(gateway)) == ("gateway", "gateway")
+    assert (keys.kind(gateway), owner(keys, gateway)) == ("gateway", "gateway")
     assert (dict(keys.allowed()), dict(keys.allowed("gateway"))) == ({one: "one"}, {gateway: "gateway"})
     public_file(tmp_path, "gateway", "gateway").unlink()
     assert keys.kind(gateway) is None

@@ -13,9 +13,10 @@ from pagewise_executor.worker import Worker
 from pagewise_scheduler.core.requests.request import Request, Sequence
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
-from pagewise_scheduler.server.router_socket import Received
+from pagewise_scheduler.server.router_socket import Event
 from pagewise_scheduler.server.submissions import Submission
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Submit
 from pagewise_shared.sampling import BeamParams, SamplingParams
 
 from tests.scheduler.server.played_gateway import FailedPromptError, RefusedRequestError
@@ -35,13 +36,20 @@ async def test_an_engine_that_fails_costs_no_other_message_of_its_round(
             raise KeyError("the core is broken")
 
         broken.scheduler.add = fail  # type: ignore[method-assign, assignment]
-        # All in one round: the coordinator is held up until they are there.
-        handle, held = stack.coordinator._round, []
-        monkeypatch.setattr(stack.coordinator, "_round", lambda messages: held.extend(messages))
+        # All in one round: the gateways' socket is held up until they are there.
+        socket = stack.gateways.socket
+        receive = socket.receive
+        held: list[Event] = []
+
+        def deliver(events: list[Event]) -> bool:
+            events += held
+            held.clear()
+            return receive(events)
+
+        monkeypatch.setattr(socket, "receive", lambda events: receive(held))
         requests = [await stack.gateway.submit([number, 1]) for number in range(4)]
-        await until(lambda: sum(isinstance(message, Received) and message.kind == "gateway" for message in held) >= 4)
-        monkeypatch.undo()
-        handle(held)
+        await until(lambda: sum(isinstance(getattr(event, "message", None), Submit) for event in held) == 4)
+        monkeypatch.setattr(socket, "receive", deliver)
         assert [(await request.result())[0] for request in requests] == expected
         assert failures, "the router has chosen the broken one"
         assert broken.life is Life.LOST

@@ -9,7 +9,6 @@ decide which KV a request may use: requests carry the content hash of their adap
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.config.adapter_options import AdapterRights
@@ -52,18 +51,6 @@ def adapter_error(adapter: Adapter) -> str | None:
     ):
         return "an adapter whose hash or size is none"
     return None
-
-
-@dataclass(slots=True, eq=False)
-class _Trial:
-    """An adapter that executors are loading. ``missing``: executors that have not answered; ``tried``: whether any
-    has."""
-
-    message: RegisterAdapter
-    answer: Answer
-    missing: int
-    tried: bool = False
-    error: str = ""
 
 
 class AdapterRegistry:
@@ -185,29 +172,27 @@ class AdapterRegistry:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _try(self, message: RegisterAdapter, answer: Answer, executors: Sequence[ExecutorHandle]) -> None:
-        trial = _Trial(message, answer, len(executors))
+        results: list[str | None] = []  # errors, "" after success, None of lost executors
 
         def on_loaded(error: str | None, *, lost: bool = False) -> None:
-            trial.missing -= 1
-            trial.tried |= not lost
-            trial.error = trial.error or error or ""
-            if not trial.missing:
-                self._complete(trial)
+            results.append(None if lost else error or "")
+            if len(results) == len(executors):
+                self._complete(message, answer, results)
 
         for executor in executors:
             executor.scheduler.features.adapters.check(message.adapter, on_loaded)
             executor.touch()
 
-    def _complete(self, trial: _Trial) -> None:
-        message, adapter = trial.message, trial.message.adapter
-        if trial.error:
-            text = printable(trial.error, _MAX_ERROR_TEXT)
+    def _complete(self, message: RegisterAdapter, answer: Answer, results: Sequence[str | None]) -> None:
+        adapter = message.adapter
+        if error := next(filter(None, results), None):
+            text = printable(error, _MAX_ERROR_TEXT)
             log.warning("%s", text)
-            trial.answer(AdapterAnswer(message.number, "refused", text))
-        elif not trial.tried:  # all executors of the trial are gone; others may have joined meanwhile
-            self.register(message, trial.answer)
-        elif (clash := self._clash(message)) is not None:  # of another request that was faster
-            trial.answer(AdapterAnswer(message.number, "refused", clash))
+            answer(AdapterAnswer(message.number, "refused", text))
+        elif "" not in results:  # all executors that were asked are gone; others may have joined meanwhile
+            self.register(message, answer)
+        elif (clash := self._clash(message)) is not None:  # another request was faster
+            answer(AdapterAnswer(message.number, "refused", clash))
         else:
             self._adapters[adapter.name] = adapter
             self._loaded.add(adapter.name)
@@ -215,7 +200,7 @@ class AdapterRegistry:
             about = adapter.name, adapter.path, adapter.rank, adapter.content.hex()
             log.info("the adapter %s is served: %s, rank %d, %s", *about)
             self._changed()
-            trial.answer(AdapterAnswer(message.number))
+            answer(AdapterAnswer(message.number))
 
     def _changed(self) -> None:
         # A time, so that it is greater than the versions of an earlier scheduler.

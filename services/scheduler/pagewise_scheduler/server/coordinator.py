@@ -3,9 +3,8 @@
 All requests and the bookkeeping of all executors' KV memory belong to it, because routing and fetches between executors
 need a view of all of them. It needs no locks: everything runs on one event loop, in rounds:
 
-1. ``_turn`` takes frames from both sockets, and begins a round with them.
-2. ``_handle`` passes each frame to the registry of executors or to the gateways. They check it, and apply it to the
-core.
+1. ``_receive`` takes frames from both sockets.
+2. ``Sessions.handle`` of the executors or of the gateways checks each frame, and applies it to the core.
 3. ``ExecutorRegistry.plan`` plans ahead for every executor that has changed, and sends the plans.
 4. ``Gateways.flush`` sends each gateway its new outputs, in one frame at most.
 
@@ -15,7 +14,7 @@ Ticks, a few times a second, find late executors and gateways, and refresh gauge
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -41,14 +40,7 @@ from pagewise_scheduler.server.gateways import Gateways
 from pagewise_scheduler.server.gauges import Gauges
 from pagewise_scheduler.server.reports import answer
 from pagewise_scheduler.server.router import Router
-from pagewise_scheduler.server.router_socket import (
-    ConnectionsBroke,
-    Event,
-    Received,
-    RouterSocket,
-    SocketContext,
-    Unreachable,
-)
+from pagewise_scheduler.server.router_socket import Event, RouterSocket, SocketContext
 from pagewise_scheduler.server.sessions import Sessions
 
 log = logging.getLogger(__name__)
@@ -154,13 +146,10 @@ class Coordinator:
             return
         try:
             for _ in range(_ROUNDS_AT_ONCE):
-                events: list[Event] = []
-                more = self.executor_registry.socket.receive(events) | self.gateways.socket.receive(events)
-                if events:
-                    self._round(events)
-                elif not more:
+                if not self._receive():
                     return
-        except Exception as error:  # not of one event (see ``_round``): ``run`` ends with it
+                self._send()
+        except Exception as error:  # not of one event (see ``_receive``): ``run`` ends with it
             self._ended.set_exception(error)
         else:
             # Frames may be left. Sending in a round may have consumed the edge of the descriptor, so the next turn is
@@ -172,26 +161,25 @@ class Coordinator:
         self._will_turn = False
         self._turn()
 
-    def _round(self, events: Iterable[Event]) -> None:
-        for event in events:
-            try:
-                self._handle(event)
-            except Exception:  # the other events of the round are handled
-                log.exception("a %s was not handled", type(event).__name__)
+    def _receive(self) -> bool:
+        """Handle frames of both sockets; return whether there were any, or may be more."""
+        received = False
+        peers: tuple[Sessions[Any], ...] = (self.executor_registry, self.gateways)
+        for sessions in peers:
+            events: list[Event] = []
+            received |= sessions.socket.receive(events) or bool(events)
+            for event in events:
+                try:
+                    sessions.handle(event)
+                except Exception:  # the other events of the round are handled
+                    log.exception("a %s was not handled", type(event).__name__)
+        return received
+
+    def _send(self) -> None:
         if self.draining.drains:
             self.draining.advance()
         self.executor_registry.plan()
         self.gateways.flush()
-
-    def _handle(self, event: Event) -> None:
-        sessions: Sessions[Any] = self.executor_registry if event.kind == "executor" else self.gateways
-        match event:
-            case Received():
-                sessions.take(event)
-            case ConnectionsBroke():
-                sessions.probe()
-            case Unreachable(identity=identity):
-                sessions.give_up(identity)
 
     async def _tick(self) -> None:
         while True:
@@ -200,7 +188,7 @@ class Coordinator:
                 self._check_peers()
             except Exception:
                 log.exception("late executors and gateways were not looked for")
-            self._round(())
+            self._send()
             self._turn()
 
     def _check_peers(self) -> None:

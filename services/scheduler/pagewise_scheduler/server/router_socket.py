@@ -37,29 +37,24 @@ _PING_MS = 2000
 
 
 class Received(NamedTuple):
-    """A frame from the connection ``identity`` of the socket for ``kind``.
+    """A frame from the connection ``identity``.
 
     ``key``: the public key (Z85 text) that the connection has proved to own, "" without CURVE. ``message``: the decoded
     frame, or the error of decoding it.
     """
 
-    kind: PeerKind
     identity: bytes
     key: str
     message: Message | ProtocolError
 
 
 class ConnectionsBroke(NamedTuple):
-    """Some connections of the socket for ``kind`` have broken; ZeroMQ does not report which."""
-
-    kind: PeerKind
+    """Some connections have broken; ZeroMQ does not report which."""
 
 
 class Unreachable(NamedTuple):
-    """A message could not be sent to the connection ``identity`` of the socket for ``kind``. All its earlier frames
-    have been returned before."""
+    """A message could not be sent to the connection ``identity``. All its earlier frames have been returned before."""
 
-    kind: PeerKind
     identity: bytes
 
 
@@ -190,7 +185,7 @@ class RouterSocket:
         """Append frames and other events to ``events``; return whether there may be more frames."""
         if self._broke:
             self._broke = False
-            events.append(ConnectionsBroke(self.kind))
+            events.append(ConnectionsBroke())
         more, due = False, self._turns + _TURNS_BEFORE_REPORT
         for _ in range(_FRAMES_AT_ONCE):
             # Poll first, because receiving nothing costs three times as much.
@@ -205,12 +200,12 @@ class RouterSocket:
                 message = self._decode(frame)
             except ProtocolError as error:
                 message = error
-            events.append(Received(self.kind, identity, key, message))
+            events.append(Received(identity, key, message))
         else:
             self._turns += 1
             more, due = True, self._turns
         while self._unreachable and self._unreachable[0][1] <= due:
-            events.append(Unreachable(self.kind, self._unreachable.popleft()[0]))
+            events.append(Unreachable(self._unreachable.popleft()[0]))
         return more
 
     def _receive(self) -> tuple[bytes, str, bytes]:

@@ -27,7 +27,14 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_scheduler.metrics import Drop, Metrics
-from pagewise_scheduler.server.router_socket import PeerKind, Received, RouterSocket
+from pagewise_scheduler.server.router_socket import (
+    ConnectionsBroke,
+    Event,
+    PeerKind,
+    Received,
+    RouterSocket,
+    Unreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +188,21 @@ class Sessions(ABC, Generic[PeerT]):
 
     # ---- receiving -----------------------------------------------------------------------------------
 
-    def take(self, received: Received) -> None:
-        """Handle a frame, or drop and count it."""
-        identity, key, message, now = received.identity, received.key, received.message, clock()
+    def handle(self, event: Event) -> None:
+        """Handle an event of the socket."""
+        match event:
+            case Received(identity, key, message):
+                self._take(identity, key, message)
+            case Unreachable(identity):
+                self._give_up(identity)
+            case ConnectionsBroke():
+                # Send to all: this finds the broken connections before their time-out.
+                for session in self:
+                    self.send(session, HeartbeatAck(session.epoch))
+
+    def _take(self, identity: bytes, key: str, message: Message | ProtocolError) -> None:
+        """Apply a frame, or drop and count it."""
+        now = clock()
         session = self._sessions.get(identity)
         if session is not None and session.key != key:
             self.metrics.frames_dropped("wrong_key").inc()
@@ -304,22 +323,17 @@ class Sessions(ABC, Generic[PeerT]):
             elif session.key in revoked:
                 self.lose(session, "its key was revoked", Loss.REVOKED)
 
-    def probe(self) -> None:
-        """Send to all sessions after connections have broken: this finds the broken ones before their time-out."""
-        for session in self:
-            self.send(session, HeartbeatAck(session.epoch))
-
     def send(self, session: Session[PeerT], message: Message) -> None:
         """Send a message.
 
         A process that cannot be reached has missed a message, so its session ends even if it comes back. It ends later,
-        in ``give_up``, because its Goodbye may be among the frames that have not been read yet.
+        in ``_give_up``, because its Goodbye may be among the frames that have not been read yet.
         """
         if not self.socket.send(session.identity, message) and not session.unreachable:
             session.unreachable = True
             self.socket.report_unreachable(session.identity)
 
-    def give_up(self, identity: bytes) -> None:
+    def _give_up(self, identity: bytes) -> None:
         """End the session of an unreachable process, unless a Goodbye among its last messages has ended it."""
         if (session := self._sessions.get(identity)) is not None and session.unreachable:
             self.lose(session, "its connection broke, or it does not read what it is sent")
