@@ -118,11 +118,11 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
     try:
         folder = resolve_model(path)
     except ModelError as error:
-        raise AdapterNotFoundError(_said(name, "found", str(error))) from error
+        raise AdapterNotFoundError(_error_text(name, "found", str(error))) from error
     config = folder / _CONFIG
     for file in (config, folder / _WEIGHTS):
         if not file.is_file():
-            raise AdapterNotFoundError(_said(name, "found", f"{path} has no {file.name}"))
+            raise AdapterNotFoundError(_error_text(name, "found", f"{path} has no {file.name}"))
     with _reading(name):
         if config.stat().st_size > _MOST_CONFIG_BYTES:
             raise unusable(name, f"its {_CONFIG} is too large")
@@ -132,23 +132,23 @@ def open_adapter(name: str, path: str, max_rank: int) -> AdapterFiles:
             header = _header(folder / _WEIGHTS)
             _check_settings(settings)
             factors = _factors(_shapes(header), settings, max_rank)
-        except _FlawError as error:
+        except _RefusedError as error:
             raise unusable(name, str(error)) from None
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise AdapterError(_said(name, "read", repr(error))) from error
+            raise AdapterError(_error_text(name, "read", repr(error))) from error
     return AdapterFiles(name, content, folder / _WEIGHTS, factors)
 
 
-class _FlawError(Exception):
+class _RefusedError(Exception):
     """An adapter cannot be served; the text has the reason."""
 
 
 def unusable(name: str, reason: str) -> AdapterError:
     """Return the error of an adapter that cannot be served. ``reason``: long quotations of the files are cut."""
-    return AdapterError(_said(name, "served", reason))
+    return AdapterError(_error_text(name, "served", reason))
 
 
-def _said(name: str, done: str, why: str) -> str:
+def _error_text(name: str, done: str, why: str) -> str:
     return f"the adapter {printable(name)!r} cannot be {done}: {printable(why, _MOST_ERROR_TEXT)}"
 
 
@@ -158,7 +158,7 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AdapterError(_said(name, "read", str(error))) from error
+        raise AdapterError(_error_text(name, "read", str(error))) from error
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -197,16 +197,16 @@ _REFUSED: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
 
 def _check_settings(settings: Any) -> None:
     if not isinstance(settings, dict):
-        raise _FlawError(f"{_CONFIG} is no JSON object")
+        raise _RefusedError(f"{_CONFIG} is no JSON object")
     for is_so, text in _REFUSED:
         if is_so(settings):
-            raise _FlawError(text.format_map({"peft_type": None} | settings))
+            raise _RefusedError(text.format_map({"peft_type": None} | settings))
     if asked := sorted(filter(settings.get, settings.keys() - _NEUTRAL)):
-        raise _FlawError(f"{asked[0]} is not supported")
+        raise _RefusedError(f"{asked[0]} is not supported")
     for name in ("rank_pattern", "alpha_pattern"):
         _check_patterns(name, settings.get(name) or {})
     if not all(_is_number(settings.get(name, 8)) for name in ("r", "lora_alpha")):
-        raise _FlawError("r or lora_alpha is no number")
+        raise _RefusedError("r or lora_alpha is no number")
 
 
 def _check_patterns(name: str, values: Any) -> None:
@@ -216,24 +216,26 @@ def _check_patterns(name: str, values: Any) -> None:
     time.
     """
     if not isinstance(values, dict) or not all(map(_is_number, values.values())):
-        raise _FlawError(f"{name} is no table of numbers")
+        raise _RefusedError(f"{name} is no table of numbers")
     if len(values) > _MOST_PATTERNS:
-        raise _FlawError(f"{name}: there are more than {_MOST_PATTERNS} patterns")
+        raise _RefusedError(f"{name}: there are more than {_MOST_PATTERNS} patterns")
     num_open = 0
     for key in values:
         if len(key) > _MOST_PATTERN:
-            raise _FlawError(f"{name}: the pattern {key[:40]!r}... is longer than {_MOST_PATTERN} characters")
+            raise _RefusedError(f"{name}: the pattern {key[:40]!r}... is longer than {_MOST_PATTERN} characters")
         try:
             re.compile(key)
             _module_pattern(key)
         except (re.error, RecursionError, OverflowError) as error:
-            raise _FlawError(f"{name}: {key!r} is no pattern: {error}") from error
+            raise _RefusedError(f"{name}: {key!r} is no pattern: {error}") from error
         repeats = len(_REPEATS.findall(key))
         if max(repeats, key.count("(")) > 1 or _REPEATED_GROUP.search(key):
-            raise _FlawError(f"{name}: the pattern {key!r} has more than one repetition or group, or repeats a group")
+            raise _RefusedError(
+                f"{name}: the pattern {key!r} has more than one repetition or group, or repeats a group"
+            )
         num_open += repeats
     if num_open > _MOST_OPEN_PATTERNS:
-        raise _FlawError(f"{name}: more than {_MOST_OPEN_PATTERNS} patterns repeat something")
+        raise _RefusedError(f"{name}: more than {_MOST_OPEN_PATTERNS} patterns repeat something")
 
 
 def _is_number(value: object) -> bool:
@@ -247,14 +249,14 @@ def _shapes(header: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
         match = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
         if match is None:
             kind = next((text for part, text in _PARTS.items() if part in key), "no factor of a linear layer")
-            raise _FlawError(f"its weight {key} is {kind}, which is not supported")
+            raise _RefusedError(f"its weight {key} is {kind}, which is not supported")
         shape = tensor["shape"]
         if tensor["dtype"] not in _TYPES or len(shape) != 2 or min(shape) < 1:
-            raise _FlawError(f"its weight {key} is of type {tensor['dtype']} and shape {shape}")
+            raise _RefusedError(f"its weight {key} is of type {tensor['dtype']} and shape {shape}")
         if shapes.setdefault(match[1], {}).setdefault(match[2], shape) is not shape:
-            raise _FlawError(f"its weight {key} is there twice, with and without {_PREFIX}")
+            raise _RefusedError(f"its weight {key} is there twice, with and without {_PREFIX}")
     if len(shapes) > _MOST_MODULES or max(map(len, shapes), default=0) > _MOST_MODULE_NAME:
-        raise _FlawError(f"it has more than {_MOST_MODULES} modules, or one whose name is too long")
+        raise _RefusedError(f"it has more than {_MOST_MODULES} modules, or one whose name is too long")
     return shapes
 
 
@@ -262,24 +264,26 @@ def _factors(
     shapes: Mapping[str, Mapping[str, list[int]]], settings: Mapping[str, Any], max_rank: int
 ) -> dict[str, Factor]:
     if not shapes:
-        raise _FlawError("it has no weights")
+        raise _RefusedError("it has no weights")
     ranks = _Patterns(settings.get("rank_pattern"), settings.get("r", 8))
     alphas = _Patterns(settings.get("alpha_pattern"), settings.get("lora_alpha", 8))
     factors = {}
     for module, pair in shapes.items():
         if len(pair) < 2:
-            raise _FlawError(f"its module {module} has only one of A and B")
+            raise _RefusedError(f"its module {module} has only one of A and B")
         names = module.split(".")
         if names[-1] in _EMBEDDINGS:
-            raise _FlawError(f"it changes {module}: LoRA of embeddings and of the head is not supported")
+            raise _RefusedError(f"it changes {module}: LoRA of embeddings and of the head is not supported")
         if "experts" in names:
-            raise _FlawError(f"it changes {module}: LoRA of experts is not supported")
+            raise _RefusedError(f"it changes {module}: LoRA of experts is not supported")
         (rank, ins), (outs, other) = pair["A"], pair["B"]
         expected = ranks.of(module)
         if not rank == other == expected:
-            raise _FlawError(f"its module {module} has ranks {rank} and {other}, and its configuration says {expected}")
+            raise _RefusedError(
+                f"its module {module} has ranks {rank} and {other}, and its configuration says {expected}"
+            )
         if rank > max_rank:
-            raise _FlawError(f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}")
+            raise _RefusedError(f"the rank of its module {module} is {rank}, --max-lora-rank is {max_rank}")
         root = math.sqrt(rank) if settings.get("use_rslora") else rank
         factors[module] = Factor(rank, ins, outs, float(alphas.of(module)) / root)
     return factors

@@ -39,7 +39,7 @@ class Connections:
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
-        self._told: deque[Broken | HandshakeFailure] = deque()
+        self._events: deque[Broken | HandshakeFailure] = deque()
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -49,14 +49,14 @@ class Connections:
 
     async def next(self) -> Broken | HandshakeFailure:
         """Wait for the next event."""
-        if not self._told:
+        if not self._events:
             broken = await self._read()
             if broken:
                 await asyncio.sleep(_SETTLE_SECONDS)
                 while await self._monitor.poll(0):
                     await self._read()
-                self._told.append(Broken())
-        return self._told.popleft()
+                self._events.append(Broken())
+        return self._events.popleft()
 
     async def _read(self) -> bool:
         """Read one event; return whether a connection has broken."""
@@ -65,7 +65,7 @@ class Connections:
         if event == zmq.EVENT_DISCONNECTED:
             return True
         mismatch = message["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-        self._told.append(
+        self._events.append(
             HandshakeFailure(
                 refused=event == zmq.EVENT_HANDSHAKE_FAILED_AUTH,
                 no_common_mechanism=event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and mismatch,

@@ -111,8 +111,8 @@ class Draining:
             return True
         if executor.life is not Life.DRAINED or not self._others(executor):
             return executor.life is Life.DRAINED
-        settled = all(_has_started(live) for live in drain.moved) and all(live.done for live in drain.copies)
-        return settled and not executor.scheduler.kv.pool.num_remote_pins
+        complete = all(_has_started(live) for live in drain.moved) and all(live.done for live in drain.copies)
+        return complete and not executor.scheduler.kv.pool.num_remote_pins
 
     def _conclude(self, drain: _Drain, now: float) -> None:
         executor = drain.executor
