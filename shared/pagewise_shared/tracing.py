@@ -7,8 +7,8 @@ its end, from times that are recorded anyway, so that requests are not slowed do
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit, urlunsplit
 
@@ -81,27 +81,21 @@ class Tracing:
 
         self._processor, self._exporter = _counting_processor(OTLPSpanExporter(traces_url(endpoint)), count)
         self._propagator = TraceContextTextMapPropagator()
-        self._tracers: OrderedDict[tuple[str, str], Tracer] = OrderedDict()
+        self.tracer = lru_cache(_MOST_SERVICES)(self._make_tracer)
         self._own = self.tracer(service, instance)
 
-    def tracer(self, service: str, instance: str) -> "Tracer":
-        """Return a tracer for the spans of a service, which may be another one than its own."""
+    def _make_tracer(self, service: str, instance: str) -> "Tracer":
+        """Return a tracer for the spans of a service, which may be another one than this one."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
-        if (known := self._tracers.get((service, instance))) is not None:
-            self._tracers.move_to_end((service, instance))
-            return known
         version = package_version()
         resource = Resource.create(
             {"service.name": service, "service.instance.id": instance, "service.version": version}
         )
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
-        made = self._tracers[service, instance] = provider.get_tracer("pagewise", version)
-        if len(self._tracers) > _MOST_SERVICES:
-            self._tracers.popitem(last=False)
-        return made
+        return provider.get_tracer("pagewise", version)
 
     def parent(self, headers: Mapping[str, str]) -> "Context":
         """Return the context of a ``traceparent`` and a ``tracestate``; an empty one if they are invalid."""

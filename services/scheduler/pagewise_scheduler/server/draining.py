@@ -67,6 +67,7 @@ class Draining:
                 # Requests that would only wait elsewhere run on here, and some of them finish.
                 if executor.life is Life.DRAINING and self._may_move(drain, now):
                     executor.life = Life.STOPPING
+                # The tokens of steps in flight belong to the requests, so these move only after the last step.
                 if executor.life is Life.STOPPING and not executor.scheduler.num_in_flight:
                     drain.moved = executor.release_all()
                     for live in drain.moved:

@@ -159,7 +159,7 @@ class ExecutorHandle:
                 if self.scheduler.num_in_flight == 1:
                     self.oldest_step_time = now
                 self._send(plan)
-            self._send_messages()
+            self._send_messages()  # planning may have requested adapters or grammars
         self._cancel_fetches()
 
     def _send_messages(self) -> None:

@@ -204,6 +204,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         history = executor.scheduler.kv.eviction_history
         history.executor_id, history.lost = hello.executor_id, self._lost_blocks
         session = Session(identity, key, hello.executor_id, executor, epoch, now, self.new_detector(now))
+        # The order matters: earlier sessions of the executor end first, so that their requests move on and their block
+        # endpoint is free; the Welcome precedes any plan; and only then requests are placed here.
         self.enter(session)
         self._session_of[executor] = session
         self._share(executor, key)
@@ -323,6 +325,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         del self._session_of[executor]
         level = logging.INFO if loss.expected else logging.WARNING
         log.log(level, "executor %s is gone: %s; its requests move on", session.name, reason)
+        # No request may be placed here, and no peer may fetch from here, when the requests are placed again below.
         self.router.left(executor)
         moved = executor.lose(loss)
         for live in moved:

@@ -262,6 +262,7 @@ class Gateways(Sessions[Gateway]):
 
     def _refuse(self, gateway: Gateway, submit: Submit, refused: RequestRefused) -> None:
         gateway.outputs.refused.append(refused)
+        # The request without prompts that this one should have replaced ends too: its gateway does not abort it.
         counted = gateway.submissions.get(submit.counted_as)
         if counted is not None and not counted.prompts and counted.usage.name == submit.params.key:
             self._end(gateway, counted)
@@ -273,6 +274,8 @@ class Gateways(Sessions[Gateway]):
             AdmissionError: it is refused.
             ImpossibleError: a value is out of bounds, or ``counted_as`` names no such request.
         """
+        # The order matters: nothing is counted before all prompts are known to be valid, and the limits of the key come
+        # before the queues. ``cancel`` takes the count back if the queues are full.
         now, resumed = clock(), submit.resumed
         usage = self._usages.of(submit.params.key, submit.limits, now)
         stream = submit.stream
