@@ -79,7 +79,7 @@ def test_every_message_and_every_part_of_one_is_in_a_table_once_with_its_fields(
     assert messages < set(described)
     assert {"SamplingParams", "BlockCopies", "TokenLogprobs", "MetricSample"} < set(described)
     (row,) = re.findall(r"^\| `keeps_blocks` .*", text, re.MULTILINE)
-    assert row.startswith("| `keeps_blocks` | bool | `false` | what the inventory of the Hello with the number `hello`")
+    assert row.startswith("| `keeps_blocks` | bool | `false` | the inventory of the Hello with the number `hello`")
 
 
 def test_fields_are_told_by_their_part_of_the_docstring() -> None:

@@ -196,9 +196,7 @@ class Sessions(ABC, Generic[PeerT]):
             case Unreachable(identity):
                 self._give_up(identity)
             case ConnectionsBroke():
-                # Send to all: this finds the broken connections before their time-out.
-                for session in self:
-                    self.send(session, HeartbeatAck(session.epoch))
+                self.probe()
 
     def _take(self, identity: bytes, key: str, message: Message | ProtocolError) -> None:
         """Apply a frame, or drop and count it."""
@@ -322,6 +320,11 @@ class Sessions(ABC, Generic[PeerT]):
                 self.lose(session, f"no heartbeat for {detector.silence(now):.1f} s{before}")
             elif session.key in revoked:
                 self.lose(session, "its key was revoked", Loss.REVOKED)
+
+    def probe(self) -> None:
+        """Send to all sessions after connections have broken: this finds the broken ones before their time-out."""
+        for session in self:
+            self.send(session, HeartbeatAck(session.epoch))
 
     def send(self, session: Session[PeerT], message: Message) -> None:
         """Send a message.
