@@ -48,7 +48,7 @@ class CpuBackend(AttentionBackend):
     """Prepares the attention of one model's steps on the CPU."""
 
     def prepare(self, work: StepWork) -> CpuStepAttention:
-        """See ``AttentionBackend``."""
+        """Prepare a step from the block tables on the host."""
         batch = self._batch
         rows, positions = batch.flat_batch(work)
         decodes = len(work.decoding)

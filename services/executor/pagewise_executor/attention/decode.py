@@ -36,7 +36,7 @@ class Window:
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Decodes of similar context length, which are computed together: those at ``index`` [n] of the flat batch.
+    """Decodes of similar context length, at ``index`` [n] of the flat batch, which are computed together.
 
     ``blocks`` [n, blocks] int64: their block tables, padded. ``lengths`` [n]: context tokens, the new one included;
     ``longest``: the greatest of them. ``windows``, ``patterns`` and ``masks`` cache what layers of one kind derive from

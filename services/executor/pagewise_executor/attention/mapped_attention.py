@@ -43,7 +43,7 @@ class MappedStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """See ``StepAttention.attend``. K and V are written to the pool, and read where they are mapped."""
+        """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
         layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
         output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
@@ -72,32 +72,32 @@ class MappedBackend(AttentionBackend):
 
     @classmethod
     def check(cls, device: torch.device) -> None:
-        """See ``AttentionBackend``."""
+        """Check that the device has memory that can be mapped."""
         physical_memory(device)
 
     def allocate(self, size: int) -> torch.Tensor:
-        """See ``AttentionBackend``."""
+        """Allocate the physical memory of the pool."""
         return self._memory.allocate(size)
 
     def free(self) -> None:
-        """See ``AttentionBackend``."""
+        """Free the physical memory of the pool."""
         self._memory.free()
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
-        """See ``AttentionBackend``."""
+        """Make new page tables for the rows of ``batch``."""
         super().reset(batch, pool)
         if self._pages is not None:
             self._pages.close()
         self._pages = PageTables(self._memory, pool, *batch.block_tables.shape)
 
     def update_block_tables(self, work: StepWork) -> None:
-        """Map what a step changes in the block tables."""
+        """Map the blocks that a step adds to the block tables."""
         assert self._pages is not None
         for row, start, stop in work.changed_tables:
             self._pages.map(row, start, self._batch.block_tables[row, start:stop])
 
     def prepare(self, work: StepWork) -> MappedStep:
-        """See ``AttentionBackend``."""
+        """Prepare a step from the contexts of its rows."""
         batch, pages = self._batch, self._pages
         assert pages is not None
         rows, positions = batch.flat_batch(work)

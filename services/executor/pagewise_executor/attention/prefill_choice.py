@@ -1,4 +1,4 @@
-"""Chooses what computes the attention of prefill chunks: what ``--attention`` names, or the fastest."""
+"""Chooses the kernel for the attention of prefill chunks: the one that ``--attention`` names, or the fastest."""
 
 import functools
 import importlib.util
@@ -63,8 +63,8 @@ def choose_prefill_library(
 ) -> tuple[TriedLibrary | None, bool]:
     """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
 
-    ``shapes``: of each layer. Layers that the library cannot compute, or all, are left to the Triton kernel. ``auto``
-    takes what is fastest.
+    ``shapes``: of each layer. The Triton kernel computes layers that the library cannot compute. ``auto`` takes the
+    fastest library or the Triton kernel.
 
     Raises:
         ModelError: a library is asked for by name, and cannot compute the model; the text says why.
@@ -138,9 +138,10 @@ def _prepared(
 def _fastest(
     libraries: Sequence[TriedLibrary], shapes: Sequence[AttentionShape], block_size: int, device: torch.device
 ) -> TriedLibrary | None:
-    """Return the library with which the layers of a model take the least time, None if that is without one.
+    """Return the library with which the layers of a model take the least time; None if the Triton kernel is fastest.
 
-    Layers that a library cannot compute take the time of the Triton kernel. What cannot be measured is not taken.
+    Layers that a library cannot compute take the time of the Triton kernel. A library whose measurement fails is not
+    chosen.
     """
     kinds = Counter(shapes)
     times: dict[TriedLibrary | None, float] = {}
@@ -155,14 +156,14 @@ def _fastest(
                 count * measured(library if library is not None and library.computes(shape) else None, shape)
                 for shape, count in kinds.items()
             )
-    except Exception as error:  # whatever torch, a library or the device raise
-        log.warning("attention of prompts: what is left could not be measured (%s)", error)
+    except Exception as error:  # torch, a library or the device may raise anything
+        log.warning("attention of prompts: the remaining libraries could not be measured (%s)", error)
     log.info(
         "attention of prompts of %d tokens, all layers: %s",
         _TOKENS, ", ".join(f"{_name(each)} {milliseconds:.2f} ms" for each, milliseconds in times.items()),
     )  # fmt: skip
     if device.type == "cuda" and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the KV pool is sized by what is free
+        torch.cuda.empty_cache()  # the KV pool is sized by the free memory
     return min(times, key=lambda each: times[each]) if times else None
 
 

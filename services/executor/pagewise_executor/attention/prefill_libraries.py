@@ -180,7 +180,7 @@ class TriedLibrary:
                 error = error_of(self._library, with_small_limits(shape), self._block_size, self._device)
                 if not error <= TOLERANCE:  # also if it is not a number
                     flaw = f"results differ from PyTorch's by {error:.3f} ({_described(shape)})"
-        except Exception as raised:  # a library of others, which may compile and load what does not fit
+        except Exception as raised:  # a third party's library may fail to compile or load in any way
             flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
         self._flaws[shape] = flaw
         return flaw
@@ -194,7 +194,7 @@ def with_small_limits(shape: AttentionShape) -> AttentionShape:
 
 
 def _described(shape: AttentionShape) -> str:
-    """Return what distinguishes a kind of layer, for the log."""
+    """Describe a kind of layer for the log."""
     return f"{shape.heads} heads of {shape.head_dim} over {shape.kv_heads}" + "".join(
         f", {name} {value:g}" for name, value in (("window", shape.window), ("cap", shape.softcap)) if value is not None
     )

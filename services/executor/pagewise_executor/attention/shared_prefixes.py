@@ -19,10 +19,10 @@ _MIN_TOKENS = 64
 """With fewer, sharing saves nothing: merging the parts of the results costs as much."""
 
 _MAX_ROUNDS = 16
-"""What branches more often than that shares what it has in common until there."""
+"""Decodes that branch more often share only the blocks before the last branch."""
 _ROUNDS_OF_LONGEST = 4
 """Rounds whose leaders have the longest contexts, which finds contexts that contain each other in one round. Later
-leaders are of middle length: they halve even a group in which somebody else leaves at every block."""
+leaders are of middle length: they halve even a group that one decode leaves at every block."""
 _FIRST_WINDOW, _WINDOW_GROWTH, _WINDOW_BLOCKS = 16, 4, 1 << 16
 """Columns of the block tables to compare at once: few at first, and then more, while a copy stays in the cache."""
 
@@ -47,7 +47,7 @@ def shared_prefixes(tables: Int32s, rows: Int64s, lengths: Int64s, block_size: i
     a prefix leaves each of its members at least one token. Of all such prefixes, these save the most reading, as far as
     branches are looked at (``_MAX_ROUNDS``).
     """
-    # At least the newest token, which nobody else has, comes behind the prefix.
+    # At least the newest token, which no other decode has, comes behind the prefix.
     full = (lengths - 1) // block_size
     members: list[int] = []
     prefixes: list[tuple[int, int, int]] = []
@@ -128,9 +128,9 @@ def _common(tables: Int32s, rows: Int64s, others: Int64s, equal: Int64s, ends: I
 def _chosen(rounds: list[_Round], block_size: int) -> list[tuple[Int64s, int]]:
     """Choose the prefixes, members and blocks, that save the most.
 
-    Along a chain, either the members up to one of them share what that one follows of the chain, and only branches that
-    have left before may share more; or nobody shares the chain, and all branches may. Where it saves as much, more
-    members share less.
+    Along a chain, either the members up to one of them share the blocks which that member has in common with the chain,
+    and only branches that have left before may share more; or no member shares the chain, and all branches may share
+    theirs. Of two choices that save as much, the one with more members and fewer blocks is taken.
     """
     cuts: list[Int64s] = []
     saved = np.zeros(0, np.int64)

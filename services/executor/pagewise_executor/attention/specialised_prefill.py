@@ -1,7 +1,7 @@
 """Attention of prefill chunks by our kernel for Hopper with specialised warps, as one of the libraries to choose from.
 
-Nothing interprets the language of this kernel, so only a device can tell whether it works there. A kernel that waits
-for ever, or reads what is not there, takes the process along in which it runs. So it is tried in a process of its own
+Nothing interprets the language of this kernel, so only a device shows whether it works there. A kernel that waits
+for ever, or makes an illegal access, ends the process in which it runs. So it is tried in a process of its own
 before an executor launches it, once for each kind of layer, device and version; the verdict is kept beside the kernels
 that Triton has compiled.
 
@@ -31,7 +31,7 @@ _SECONDS = 120.0
 
 
 class SpecialisedPrefill:
-    """The kernel ``specialised_prefill_attention``. See ``PrefillLibrary``."""
+    """The kernel ``specialised_prefill_attention`` as a ``PrefillLibrary``."""
 
     name = "gluon"
 
@@ -39,7 +39,7 @@ class SpecialisedPrefill:
         self._device = device
 
     def flaw(self, shape: AttentionShape, block_size: int) -> str:
-        """See ``PrefillLibrary``."""
+        """Return why the kernel cannot compute such layers here, found by a trial the first time; empty if it can."""
         from pagewise_kernels.attention.specialised import flaw_of_specialised
 
         if shape.window is not None or shape.softcap is not None:
@@ -48,7 +48,7 @@ class SpecialisedPrefill:
         return flaw or _flaw_of_trial(shape, block_size, self._device)
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
-        """See ``PrefillLibrary``."""
+        """Prepare the attention of a step's layers of one kind."""
         from pagewise_kernels.attention import Chunk, PrefillPlan
         from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 

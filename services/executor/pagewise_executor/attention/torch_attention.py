@@ -40,7 +40,7 @@ class TorchStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """See ``StepAttention.attend``."""
+        """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
         layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
         in_place = q.device.type == "cpu" and q.dtype == layer.keys.dtype == torch.float32
@@ -66,7 +66,7 @@ class TorchBackend(AttentionBackend):
         self._upload = Uploads(device)
 
     def prepare(self, work: StepWork) -> TorchStep:
-        """See ``AttentionBackend``."""
+        """Prepare a step: upload the block tables of its decodes and chunks."""
         rows, positions = self._batch.flat_batch(work)
         return TorchStep(
             self._upload(self._batch.slot_mapping(rows, positions)),

@@ -73,7 +73,7 @@ class TritonStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """See ``StepAttention.attend``."""
+        """Write K and V into the pool, and attend: see ``StepAttention``."""
         write_kv(k, v, layer, self.slots)
         return self.attend_written(layer, q, scale, window, softcap)
 
@@ -121,10 +121,10 @@ class TritonBackend(AttentionBackend):
     """Prepares the attention of one model's steps on ``device``, for up to ``num_rows`` rows.
 
     ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
-    sends only what has changed. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
+    sends only the changes. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
     results do not depend on the batch or on how a prompt is cut into chunks. ``library``: computes the prefill chunks
-    of layers that it supports, but for those of CUDA graphs; None: the kernels do. ``kinds``: those of the layers that
-    have computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
+    of layers that it supports, except in CUDA graphs; None: the kernels do. ``kinds``: the kinds of layers that have
+    computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "blocks"}
@@ -153,7 +153,7 @@ class TritonBackend(AttentionBackend):
         self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
 
     def reset(self, batch: InputBatch, pool: KVPool) -> None:
-        """See ``AttentionBackend``."""
+        """Use an empty batch, of which the device's block tables are a copy."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
         super().reset(batch, pool)
@@ -165,7 +165,7 @@ class TritonBackend(AttentionBackend):
         return _once(self._plans, kind, self._new_plan)
 
     def prepare(self, work: StepWork) -> TritonStep:
-        """See ``AttentionBackend``."""
+        """Prepare a step, with one upload of all its arrays."""
         batch = self._batch
         rows, positions = batch.flat_batch(work)
         decodes, chunks = len(work.decoding), chunks_of(work)
@@ -211,13 +211,13 @@ class TritonBackend(AttentionBackend):
         )
 
     def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
-        """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read what they share once.
+        """Let the decodes of the next step, ``rows`` [n] with contexts of ``lengths`` [n], read shared blocks once.
 
         This has to be called before each step with decodes, a replay of a CUDA graph too: the plans read their prefixes
         from static buffers. Only layers without a sliding window share, and none in deterministic mode.
 
-        To look for prefixes takes 0.2 ms for 256 decodes that share one, and 12 µs if they share nothing. So what was
-        found is kept while the same rows decode and the blocks that they share are the same.
+        To look for prefixes takes 0.2 ms for 256 decodes that share one, and 12 µs if they share nothing. So the
+        prefixes are kept while the same rows decode and the blocks that they share are the same.
         """
         if self._shared_blocks and np.array_equal(rows, self._shared_rows):
             return
@@ -235,13 +235,13 @@ class TritonBackend(AttentionBackend):
         return TritonStep(self, slots, self.tables, lengths, rows, [])
 
     def update_block_tables(self, work: StepWork) -> None:
-        """See ``AttentionBackend``. The device is told with the arrays of the next step that computes something."""
+        """Note the changes of a step. They are sent to the device with the next step that computes something."""
         self._changed_tables += work.changed_tables
         if any(start < self._shared_blocks for _, start, _ in work.changed_tables):
             self._shared_blocks = 0
 
     def take_table_changes(self) -> tuple[Int64s, Int32s]:
-        """Return what has changed in the block tables since the last call: places in ``tables``, and blocks [n]."""
+        """Return the changes of the block tables since the last call: indices into ``tables``, and blocks [n]."""
         changed, self._changed_tables = self._changed_tables, []
         if not changed:
             return _NO_CHANGES
@@ -250,7 +250,7 @@ class TritonBackend(AttentionBackend):
         return where, np.concatenate([tables[row, start:stop] for row, start, stop in changed])
 
     def change_tables(self, where: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Apply what ``take_table_changes`` has returned, which is on the device now."""
+        """Apply the changes of ``take_table_changes``, which are on the device now."""
         if len(where):
             self.tables.view(-1).index_copy_(0, where, blocks)
 

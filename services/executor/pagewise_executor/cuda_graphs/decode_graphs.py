@@ -39,7 +39,7 @@ class DecodeGraphs(GraphedSteps):
     """Runs decode steps of up to ``num_rows`` sequences from static buffers.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that was sampled last for each row; the last entry belongs to the
-    queries that pad a batch. ``adapters``: those that rows may have.
+    queries that pad a batch. ``adapters``: the adapters of the rows, if there are any.
     """
 
     name = "decode steps"
@@ -75,24 +75,24 @@ class DecodeGraphs(GraphedSteps):
         self.clear(num_rows)
 
     def clear(self, size: int) -> None:
-        """See ``GraphedSteps``."""
+        """Fill the inputs of a step with padding."""
         self._rows[:size] = self._padding
         self._lengths[:size] = 0
 
     def capture(self, pool: object, ranks: Ranks) -> object:
-        """See ``GraphedSteps``."""
+        """Allocate the results, and capture the graphs: see ``GraphedSteps``."""
         self._logits = torch.empty_like(self.compute(self.sizes[-1])[0])
         return super().capture(pool, ranks)
 
     def record(self, size: int, *, uses: bool) -> None:
-        """See ``GraphedSteps``."""
+        """Compute a step, and copy its results to the memory that all graphs share."""
         assert self._logits is not None
         logits, tokens = self.compute(size)
         self._logits[:size].copy_(logits)
         self._tokens[:size].copy_(tokens)
 
     def drop(self) -> None:
-        """See ``GraphedSteps``."""
+        """Drop all graphs and their results."""
         super().drop()
         self._logits = None
 
@@ -109,7 +109,7 @@ class DecodeGraphs(GraphedSteps):
         self.allocate()
 
     def allocate(self) -> None:
-        """Run the largest step once: that allocates what all steps keep, the attention plans with their scratch."""
+        """Run the largest step once. It allocates the attention plans and their scratch, which all steps use."""
         self.clear(self._padding)
         self.use_adapters(self._padding, uses=False)
         self.compute(self._padding)
@@ -131,7 +131,7 @@ class DecodeGraphs(GraphedSteps):
         where, blocks, inputs = self._upload.together(*self._backend.take_table_changes(), padded)
         self._backend.change_tables(where, blocks)
         self._inputs[:, :size].copy_(inputs)
-        self._token_sampler.parameters()  # uploads those of new sequences, outside of the graph
+        self._token_sampler.parameters()  # uploads the parameters of new sequences, outside of the graph
         uses = self.adapters is not None and self.adapters.begin_static(adapters, size)
         if (graph := self.graphs.get((size, uses))) is not None and self._logits is not None:
             graph.replay()
@@ -140,7 +140,7 @@ class DecodeGraphs(GraphedSteps):
         return logits[:count], tokens[:count]
 
     def compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``GraphedSteps``. Returns logits and tokens."""
+        """Compute a step from the static buffers; return logits [size, vocab] and tokens [size]."""
         rows, lengths, slots = self._rows[:size], self._lengths[:size], self._slots[:size]
         ids, positions = self._ids[:size], self._positions[:size]
         decode_inputs(

@@ -1,4 +1,4 @@
-"""What steps that run by CUDA graphs have in common: static buffers, a ladder of sizes, and how graphs are captured.
+"""The base of steps that run by CUDA graphs: static buffers, a ladder of sizes, and the capture of graphs.
 
 Launching the kernels of a step takes longer than the device needs for a small step; a graph is launched at once. A step
 is padded up to the next size of which there is a graph.
@@ -7,8 +7,8 @@ The graphs of an executor of several ranks have their collectives inside, so all
 the same order. They do, because everything that decides it is the same on all of them:
 
 - Whether there are graphs is agreed on (``Ranks.least``): before the first capture of a sort of steps, and after each.
-  As soon as one rank fails, all drop the graphs of this sort. What is captured does not run, so nobody waits for the
-  rank that has failed, and all of them go on with the same steps without graphs.
+  As soon as one rank fails, all drop the graphs of this sort. A step that is captured does not run, so no rank waits
+  for the rank that has failed, and all of them go on with the same steps without graphs.
 - Warming up and capturing are one sequence of sorts, sizes and variants, which depends on options and on sizes that
   ranks have agreed on. All collectives have been computed once before a capture, as NCCL needs it.
 - Whether a step is replayed, and of which size and variant, follows from these and from the plan, which all ranks get.
@@ -35,8 +35,8 @@ class NoGraphsError(RuntimeError):
 
 
 class GraphedSteps(ABC):
-    """Steps of one sort. ``name``: what the log calls them. ``sizes``: those that get a graph, in ascending order.
-    ``adapters``: those that rows may have."""
+    """Steps of one sort. ``name``: their name in the log. ``sizes``: the sizes that get a graph, in ascending order.
+    ``adapters``: the adapters of the rows, if there are any."""
 
     name: str
 
@@ -51,7 +51,7 @@ class GraphedSteps(ABC):
 
     @abstractmethod
     def clear(self, size: int) -> None:
-        """Fill what steps of this size read with padding alone."""
+        """Fill the inputs of steps of this size with padding."""
 
     @abstractmethod
     def record(self, size: int, *, uses: bool) -> None:
@@ -71,7 +71,7 @@ class GraphedSteps(ABC):
         return len(self.sizes) * len(self.variants())
 
     def variants(self) -> tuple[bool, ...]:
-        """Whether steps use adapters: those that do not should not pay for them."""
+        """Whether steps use adapters: steps without adapters should not pay for them."""
         return (False,) if self.adapters is None else (True, False)
 
     def use_adapters(self, size: int, *, uses: bool) -> None:
@@ -80,10 +80,11 @@ class GraphedSteps(ABC):
             self.adapters.prepare_static(size, uses=uses)
 
     def why_not(self) -> str | None:
-        """Return what in a step waits for the device; None if nothing does.
+        """Return which operation of a step waits for the device; None if none does.
 
-        It is found out before a capture, because it is no failure: some mixtures of experts, for instance, copy the
-        sizes of their groups to the host. Other code may compute large steps than small ones, and those with adapters.
+        This runs before a capture, because such an operation is no failure: some mixtures of experts, for instance,
+        copy the sizes of their groups to the host. Large steps, small steps and steps with adapters may run different
+        code, so each is tried.
         """
         for size, uses in product({self.sizes[0]: None, self.sizes[-1]: None}, self.variants()):
             self.clear(size)
@@ -127,7 +128,7 @@ class GraphedSteps(ABC):
 
 
 def capture_graphs(ranks: Ranks, *sorts: GraphedSteps) -> bool:
-    """Capture the graphs of all sorts of steps, those that take the most memory first: they share it.
+    """Capture the graphs of all ``sorts`` of steps, which share memory: the sort that takes the most comes first.
 
     This takes seconds. A model that waits for the device cannot be captured, and a capture may fail: then steps of this
     sort run without graphs on all ranks, and the log says why. Returns whether all have graphs.
@@ -163,8 +164,9 @@ def _agree(reason: str | None, ranks: Ranks) -> None:
 
 
 def _agree_before(reason: str | None, ranks: Ranks) -> None:
-    """Raise NoGraphsError if all ranks have a reason. It is one of the model, which has ended a step before its end: a
-    rank that has none has computed that step, and its collectives do not fit those of others any more."""
+    """Raise NoGraphsError if all ranks have a reason. The reason lies in the model, and has ended a step early. A rank
+    without a reason has computed the whole step, and its collectives do not match the collectives of the other ranks
+    any more: RuntimeError."""
     possible = ranks.least(reason is None)
     if reason is not None:
         raise NoGraphsError(reason)

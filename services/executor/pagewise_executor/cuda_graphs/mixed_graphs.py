@@ -56,7 +56,7 @@ class _Inputs(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """What steps of one size read: ``inputs`` on the device, and the plans of their chunks."""
+    """The inputs of steps of one size, on the device, and the plans of their chunks."""
 
     inputs: _Inputs
     plans: dict[LayerKind, StaticPrefillPlan]
@@ -66,7 +66,7 @@ class MixedGraphs(GraphedSteps):
     """Runs steps of up to ``most_tokens`` tokens, at most LARGEST, from static buffers.
 
     ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``: see ``DecodeGraphs``. ``runs``: whether steps
-    run like this, by graphs or directly; those that could be captured do.
+    run like this, by graphs or directly; it is true once their graphs have been captured.
     """
 
     name = "steps with prefill chunks"
@@ -106,14 +106,14 @@ class MixedGraphs(GraphedSteps):
         return self.sizes[-1] + 1 if self.runs else 1
 
     def allocate(self) -> None:
-        """Run the largest step once: that allocates what all of them keep."""
+        """Run the largest step once. It allocates the memory that all sizes use."""
         size = self.sizes[-1]
         self.clear(size)
         self.use_adapters(size, uses=False)
         self._hidden = torch.empty_like(self.compute(size).last_hidden_state)
 
     def capture(self, pool: object, ranks: Ranks) -> object:
-        """See ``GraphedSteps``."""
+        """Capture the graphs: see ``GraphedSteps``. Steps run from the static buffers from then on."""
         if self._hidden is None:
             self.allocate()
         pool = super().capture(pool, ranks)
@@ -121,7 +121,7 @@ class MixedGraphs(GraphedSteps):
         return pool
 
     def drop(self) -> None:
-        """See ``GraphedSteps``."""
+        """Drop all graphs and their results."""
         super().drop()
         self._outputs.clear()
         self._hidden = None
@@ -131,7 +131,7 @@ class MixedGraphs(GraphedSteps):
         """Do nothing: they run like larger steps, whose kernels are compiled by chunks of several sizes."""
 
     def record(self, size: int, *, uses: bool) -> None:
-        """See ``GraphedSteps``."""
+        """Compute a step, and copy its hidden states to the memory that all graphs share."""
         assert self._hidden is not None
         output = self.compute(size)
         hidden = self._hidden[:, :size]
@@ -139,13 +139,13 @@ class MixedGraphs(GraphedSteps):
         self._outputs[size, uses] = type(output)(last_hidden_state=hidden)
 
     def clear(self, size: int) -> None:
-        """See ``GraphedSteps``."""
+        """Fill the inputs of a step with padding."""
         self._copy(size, torch.from_numpy(self._packed(size, _NOTHING, _NOTHING, _NOTHING, 0, [])))
 
     def run(
         self, batch: InputBatch, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Compute a step: see ``ForwardPass.compute``."""
+        """Compute a step; the arguments and results are those of ``ForwardPass.compute``."""
         rows, positions = batch.flat_batch(work)
         count, decodes = len(rows), len(work.decoding)
         size = self.sizes[bisect_left(self.sizes, count)]
@@ -169,7 +169,7 @@ class MixedGraphs(GraphedSteps):
             return self._head(self._ids[:size], self._positions[:size], wanted), tuple(there)
 
     def compute(self, size: int) -> Any:
-        """See ``GraphedSteps``. Returns the output of the body."""
+        """Compute a step from the static buffers; return the output of the body."""
         inputs, plans = self._size(size)
         ids, positions, slots = self._ids[:size], self._positions[:size], self._slots[:size]
         decode_inputs(
@@ -210,7 +210,7 @@ class MixedGraphs(GraphedSteps):
         self._static[: len(packed)].copy_(packed)
 
     def _size(self, size: int) -> _Size:
-        """Return what steps of a size read. All sizes share the memory of the inputs."""
+        """Return the inputs and plans of steps of a size. All sizes share the memory of the inputs."""
         if (found := self._by_size.get(size)) is not None:
             return found
         if self._static is None:

@@ -11,8 +11,8 @@ from torch import nn
 class ModelBody:
     """The decoder that the ``forward`` of ``model`` calls: from ids and positions to normalised hidden states.
 
-    How many logits are wanted differs from step to step, and what a model does with them differs from family to family:
-    a softcap, or a scale. So the model's own code runs behind the graph, and gets what the graph has computed.
+    The number of logits differs from step to step, and the processing of logits differs from family to family: a
+    softcap, or a scale. So the model's own code runs behind the graph, and gets the graph's output.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -20,7 +20,7 @@ class ModelBody:
         assert isinstance(body, nn.Module)
         self._forward = body.forward
         self._output: Any = None
-        body.forward = self._run  # a module calls what its instance has
+        body.forward = self._run  # a module calls the ``forward`` of its instance
 
     def compute(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return the output of the body for a flat batch of ids and positions [tokens]."""

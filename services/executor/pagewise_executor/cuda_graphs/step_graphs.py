@@ -15,7 +15,7 @@ class StepGraphs(NamedTuple):
     mixed: MixedGraphs
 
     def allocate(self, *, captures: bool) -> None:
-        """Allocate what all steps keep, before it is measured what the largest one takes beside it.
+        """Allocate the memory that all steps use, before the peak of the largest step is measured.
 
         ``captures``: graphs will be captured.
         """
@@ -24,7 +24,7 @@ class StepGraphs(NamedTuple):
             self.mixed.allocate()
 
     def memory(self, peak: int, tokens: int) -> int:
-        """Return the bytes of device memory that graphs take beside what they keep, as all of them share it.
+        """Return the bytes of device memory that all graphs share, beside the static buffers.
 
         ``peak``: the bytes that the largest step takes, which has so many ``tokens``.
         """
@@ -36,5 +36,5 @@ class StepGraphs(NamedTuple):
         return self.decodes.num_graphs + self.mixed.num_graphs
 
     def capture(self, ranks: Ranks) -> bool:
-        """Capture the graphs, those that take the most memory first: see ``capture_graphs``."""
+        """Capture the graphs with ``capture_graphs``; mixed steps, which take more memory, come first."""
         return capture_graphs(ranks, self.mixed, self.decodes)

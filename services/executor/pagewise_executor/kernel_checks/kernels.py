@@ -1,6 +1,6 @@
 """The kernels, each with a check: it runs a kernel on a tiny problem and yields its results beside PyTorch's.
 
-PyTorch's results are those of the code that serves where there are no Triton kernels.
+PyTorch's results come from the code that serves where there are no Triton kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class Compared(NamedTuple):
 
 
 class _Paged(NamedTuple):
-    """Three sequences in a pool of random K and V, in blocks that lie in disorder. ``written``: what the pool holds,
+    """Three sequences in a pool of random K and V, in blocks in random order. ``written``: the content of the pool in
     float32. ``tables`` int32 [3, blocks]."""
 
     layer: PagedLayer
@@ -222,7 +222,7 @@ def _linear(use: KernelUse) -> Iterator[Compared]:
 
 
 def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
-    """Where few rows have a kernel of their own, also what rounds one row by itself, and what computes more rows."""
+    """Where few rows have a kernel of their own, also the kernel that rounds one row, and the one for more rows."""
     for layer in use.linears:
         for rows in (1, 3, layer.few_rows + 1) if isinstance(layer, ScaledMMLinear) else (3,):
             x = use.draw(rows, layer.values.shape[1])

@@ -1,8 +1,8 @@
-"""Checks the kernels: those of an executor before it joins, or all of them on all GPUs for ``pagewise doctor``.
+"""Checks the kernels that an executor uses before it joins, or all kernels on all GPUs for ``pagewise doctor``.
 
-So a kernel which the device, its driver or a version of Triton cannot run ends the executor with one sentence, and one
-that is compiled wrongly never serves. ``python -m pagewise_executor.kernel_checks.run`` prints JSON, a line before each
-kernel and one after it, so that the last line names the kernel that ended the process.
+A kernel which the device, its driver or a version of Triton cannot run ends the executor with one sentence, and a
+kernel that is compiled wrongly never serves. ``python -m pagewise_executor.kernel_checks.run`` prints JSON, a line
+before each kernel and a line after it, so that the last line names the kernel that ended the process.
 """
 
 import json
@@ -50,8 +50,8 @@ def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtyp
                 "all kernels; --kernels torch serves without them, more slowly"
             )
     if use.device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV pool is sized by what is free
-    log.info("%d kernels compute what PyTorch does, checked in %.1f s", len(kernels), time.perf_counter() - began)
+        torch.cuda.empty_cache()  # the KV pool is sized by the free memory
+    log.info("%d kernels agree with PyTorch, checked in %.1f s", len(kernels), time.perf_counter() - began)
 
 
 def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: None) -> Iterator[Checked]:
@@ -89,7 +89,7 @@ def flaw_of(name: str, use: KernelUse) -> str:
             error, most = float((wide - wanted).abs().max()), float(wanted.abs().max())
             if not error <= tolerance * most:  # also if it is not a number
                 return f"its result differs from PyTorch's by {error:.3g}, where the largest value is {most:.3g}"
-    except Exception as error:  # whatever Triton, the driver or the device raise
+    except Exception as error:  # Triton, the driver or the device may raise anything
         text = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {text}"
     return ""

@@ -1,8 +1,8 @@
 """Physical memory of a GPU that is mapped by the driver's virtual memory API.
 
-It has been tested with a fake of the driver only, which checks the rules of the API, and never on a GPU. What a kernel
-writes at one address may be read at another one of the same memory by later kernels, not by the same one: K and V are
-written and read by kernels of their own.
+It has been tested with a fake of the driver only, which checks the rules of the API, and never on a GPU. Data that a
+kernel writes at one address may be read at another address of the same memory by later kernels, not by the same
+kernel: one kernel writes K and V, and another kernel reads them.
 
 Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 """
@@ -39,7 +39,7 @@ def load_driver() -> Driver:
 
 
 class CudaMemory:
-    """See ``PhysicalMemory``. Each page is an allocation of its own, because the driver maps only whole allocations.
+    """``PhysicalMemory`` of a GPU. Each page is an allocation, because the driver maps only whole allocations.
 
     ``tensor_at``: makes tensors; None: torch does, on ``device``.
     """
@@ -66,7 +66,7 @@ class CudaMemory:
         self._sizes: dict[int, int] = {}
 
     def allocate(self, size: int) -> torch.Tensor:
-        """See ``PhysicalMemory``."""
+        """Allocate pages for ``size`` bytes, and map them as a whole."""
         try:
             for _ in range(-(-size // self.page)):
                 self._handles.append(self._call("cuMemCreate", self.page, self._property, 0))
@@ -79,7 +79,7 @@ class CudaMemory:
         return whole[:size]
 
     def reserve(self, size: int) -> torch.Tensor:
-        """See ``PhysicalMemory``."""
+        """Reserve a range of virtual addresses, in whole pages."""
         size = -(-size // self.page) * self.page
         address = int(self._call("cuMemAddressReserve", size, self.page, 0, 0))
         self._sizes[address] = size
@@ -90,7 +90,7 @@ class CudaMemory:
         return tensor
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """See ``PhysicalMemory``. What is replaced may be in use by kernels, so this waits for them."""
+        """Replace mappings: see ``PhysicalMemory``. Kernels may use the old mappings, so this waits for the kernels."""
         pages = range(address, address + size, self.page)
         self._unmap(self._mapped.intersection(pages))
         first = offset // self.page
@@ -100,14 +100,14 @@ class CudaMemory:
         self._call("cuMemSetAccess", address, size, [self._access], 1)
 
     def release(self, reserved: torch.Tensor) -> None:
-        """See ``PhysicalMemory``."""
+        """Unmap a range, and give its addresses back."""
         address = reserved.data_ptr()
         size = self._sizes.pop(address)
         self._unmap(self._mapped.intersection(range(address, address + size, self.page)))
         self._call("cuMemAddressFree", address, size)
 
     def free(self) -> None:
-        """See ``PhysicalMemory``."""
+        """Unmap and release all pages."""
         self._unmap(set(self._mapped))
         if self._whole is not None:
             self.release(self._whole)

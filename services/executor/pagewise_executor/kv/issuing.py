@@ -1,4 +1,4 @@
-"""Who issues work to the device: one thread at a time, and steps before copies."""
+"""Orders the threads that issue work to the device: one thread at a time, and steps before copies."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 class Issuing:
     """Lets one thread issue at a time.
 
-    Every call of CUDA lets go of the interpreter lock for a few microseconds. If two threads make such calls at the
+    Every call of CUDA releases the interpreter lock for a few microseconds. If two threads make such calls at the
     same time, they take the lock from each other in each of them, and each time a thread has to be woken: both become
     many times slower. So a thread that copies waits while a step is issued, and a step waits for one piece of a copy at
     most.
@@ -33,8 +33,8 @@ class Issuing:
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """Issue a piece of a copy within this context: what takes a tenth of a millisecond, and waits for nothing. A
-        step may issue copies, too."""
+        """Issue a piece of a copy within this context. A piece takes about 0.1 ms and waits for nothing. The thread that
+        issues a step may issue copies, too."""
         if not self._exclusive or self._stepping == threading.get_ident():
             yield
             return
@@ -44,7 +44,7 @@ class Issuing:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait within this context for what other threads may have to issue first."""
+        """Wait within this context for work that other threads may have to issue first."""
         if self._stepping != threading.get_ident():
             yield
             return

@@ -1,4 +1,4 @@
-"""The rotation of keys by their position, which is what it takes to move KV to another position."""
+"""The rotation of keys by their position, with which KV moves to another position."""
 
 from typing import NamedTuple
 

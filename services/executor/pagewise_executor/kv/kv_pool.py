@@ -38,7 +38,7 @@ _MOST_OF_FREE = 0.98
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """K, V or their scales of one layer: shape [block_size, kv_heads, ..] and type of what one block holds of them."""
+    """K, V or their scales of one layer: the shape [block_size, kv_heads, ..] in one block, and the type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,14 +55,14 @@ class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: the
-    same as kernels take it. ``device``: of CUDA, always
-    with an index, because threads that copy to and from the pool make it their current device.
+    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: keys, values and
+    scales as kernels take them. ``device``: a CUDA device always has an index, because threads that copy to and from
+    the pool make it their current device.
 
     ``layout``: "layers" keeps the blocks of each layer together; "blocks" keeps all layers of a block together, so that
     a block is copied in one piece; "tokens" does so too, and in a block all layers of a token, so that the tokens of
     blocks that follow each other lie at equal distances in each layer. ``triton``: the Triton kernels make
-    the copies. ``memory``: what the pool lies in, uint8 [num_blocks * bytes_per_block]; None: memory of its own.
+    the copies. ``memory``: the memory of the pool, uint8 [num_blocks * bytes_per_block]; None: the pool allocates it.
     ``copied``: on a GPU, the event after the last copies inside the pool, which have read their sources then.
 
     Raises:
@@ -168,7 +168,7 @@ class KVPool:
     def scatter(self, blocks: BlockIds | torch.Tensor, staged: Raw) -> None:
         """Write ``staged`` [n, bytes_per_block], as ``gather`` returns it, into ``blocks`` [n].
 
-        On a GPU they may be what ``on_device`` returns.
+        On a GPU the block ids may come from ``on_device``.
         """
         self._move(blocks, staged, gather=False)
 
@@ -258,8 +258,8 @@ def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch
 def pool_size(
     config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0, on_host: int = 1
 ) -> int:
-    """Return the number of blocks of the pool: ``--num-blocks``, or what fits ``--kv-memory``, the executor's share of
-    a GPU's memory, or the free memory of the CPU.
+    """Return the number of blocks of the pool: ``--num-blocks``, or as many as fit into ``--kv-memory``, the executor's
+    share of a GPU's memory, or the free memory of the CPU.
 
     ``reserved``: bytes that steps need beside the pool. ``on_host``: ranks that share this host's memory, of which none
     has taken anything yet. The pool never gets more than ``max_num_seqs`` sequences of
@@ -292,11 +292,11 @@ def pool_size(
 
 
 def _cuda_room(config: SizedConfig, device: torch.device, free: int, reserved: int) -> int:
-    """Return the bytes of a GPU's memory that are left for the pool of what ``--gpu-memory-utilization`` allows.
+    """Return the bytes that ``--gpu-memory-utilization`` leaves for the pool.
 
-    What this process has taken counts, not what others have: several executors may share a GPU, with a share each.
-    What torch has allocated is known. Of what else is not free, nobody says whose it is: if it is little, it counts as
-    this process's context and libraries, and if others use the GPU as well, so much of it does.
+    Only memory of this process counts: several executors may share a GPU, each with its share. Torch knows its own
+    allocations. The driver does not say which process holds the rest of the used memory, so up to ``_OUTSIDE_MOST``
+    bytes of it count as this process's context and libraries.
 
     Raises:
         ModelError: nothing is left.

@@ -33,7 +33,7 @@ _SPARE_MAPS = 4096
 class PhysicalMemory(Protocol):
     """Physical memory, of which any page can be mapped at any number of virtual addresses.
 
-    ``page``: its bytes; what is mapped is whole pages.
+    ``page``: the bytes of a page; mappings are whole pages.
     """
 
     page: int
@@ -50,7 +50,7 @@ class PhysicalMemory(Protocol):
         """
 
     def free(self) -> None:
-        """Give up what was allocated, and its mappings. No tensor of it may be used any more."""
+        """Free the memory and its mappings. No tensor of it may be used any more."""
 
     def reserve(self, size: int) -> torch.Tensor:
         """Reserve a range of virtual addresses, and return it: uint8 [size]. Nothing in it may be touched yet.
@@ -60,7 +60,7 @@ class PhysicalMemory(Protocol):
         """
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Map ``size`` bytes of the memory from ``offset`` on at ``address`` of a range, instead of what is there.
+        """Map ``size`` bytes of the memory from ``offset`` on at ``address`` of a range, in place of older mappings.
 
         Raises:
             OSError: the mapping is refused.
@@ -90,12 +90,12 @@ class SharedMemory:
 
     @property
     def max_maps(self) -> float:
-        """What ``vm.max_map_count`` leaves beside the maps of this process and some for what it will still need."""
+        """The maps that ``vm.max_map_count`` leaves beside the present maps of this process and a reserve."""
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return limit - Path("/proc/self/maps").read_text().count("\n") - _SPARE_MAPS
 
     def allocate(self, size: int) -> torch.Tensor:
-        """See ``PhysicalMemory``. Pages take no memory before they are written for the first time."""
+        """Allocate a memfd. Pages take no memory before they are written for the first time."""
         self._file = file = _Descriptor()
         try:
             os.ftruncate(file.number, size)
@@ -104,19 +104,19 @@ class SharedMemory:
             raise no_room_for_pool(torch.device("cpu"), size) from error
 
     def free(self) -> None:
-        """See ``PhysicalMemory``. The memory itself is freed with the last tensor that views it."""
+        """Close the memfd. The memory itself is freed with the last tensor that views it."""
         self._file = None
 
     def reserve(self, size: int) -> torch.Tensor:
-        """See ``PhysicalMemory``. What is not mapped cannot be read either, not even by mistake."""
+        """Reserve addresses. Addresses that are not mapped cannot be read, so that errors are found."""
         address = self._mmap(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         buffer = (ctypes.c_uint8 * size).from_address(address)
-        # When the last tensor is gone. Not at the end of the process, whose other threads may still be reading.
+        # This unmaps when the last tensor is gone, not at the end of the process: other threads may still be reading.
         weakref.finalize(buffer, self._libc.munmap, address, size).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """See ``PhysicalMemory``. The pages can only be read there: K and V are written to the pool as a whole."""
+        """Map pages, read-only: K and V are written through the mapping of the whole pool."""
         assert self._file is not None, "it is allocated first"
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
         self._mmap(address, size, mmap.PROT_READ, flags, self._file.number, offset)
@@ -133,7 +133,7 @@ class SharedMemory:
 
 
 class _Descriptor:
-    """The descriptor of a new memfd, which is closed with this object. What is mapped stays mapped."""
+    """The descriptor of a new memfd, which is closed with this object. Its mappings stay."""
 
     def __init__(self) -> None:
         self.number = os.memfd_create("pagewise-kv")
@@ -166,7 +166,7 @@ class PageTables:
     """The page tables of the rows of an input batch, which mirror its block tables.
 
     The range of a row has the layout of a pool of ``max_blocks`` blocks. A row that leaves keeps its mappings until the
-    next one replaces them: what that one has in common with it, a system prompt for instance, is not mapped again.
+    next row replaces them: blocks that both rows have, of a system prompt for instance, are not mapped again.
 
     ``num_calls``, ``num_mapped``: the calls that mapped something, and the blocks that they mapped in all rows.
 
@@ -196,8 +196,8 @@ class PageTables:
     def map(self, row: int, start: int, blocks: Int32s) -> None:
         """Map ``blocks`` [n], entries ``start`` to start + n of the block table of ``row``.
 
-        What is mapped there already stays, and neighbours in the pool that are neighbours in the table are mapped by
-        one call.
+        Mappings that are there already stay, and blocks that are neighbours both in the pool and in the table are
+        mapped by one call.
         """
         mapped = self._mapped[row, start : start + len(blocks)]
         new = np.flatnonzero(mapped != blocks)
@@ -217,7 +217,7 @@ class PageTables:
         mapped[:] = blocks
 
     def context(self, row: int) -> Context:
-        """Return K and V of a row. Only what its block table holds may be read."""
+        """Return K and V of a row. Only tokens within its block table may be read."""
         found = self._contexts[row]
         if found is None:
             own = self._ranges[row]
@@ -232,7 +232,7 @@ class PageTables:
 
 
 def _check_pages(pool: KVPool, page: int) -> None:
-    """Refuse a pool in which what is mapped of a block is not a whole number of pages."""
+    """Refuse a pool in which the mapped parts of a block are not whole numbers of pages."""
     for region in pool.regions:
         size = region.shape[2]
         if size % page:

@@ -1,4 +1,4 @@
-"""Migrations the KV of segments from their canonical position to where they stand in a sequence."""
+"""Moves the KV of segments from their canonical position to their position in a sequence."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ _TOKENS_AT_ONCE = 8192
 
 
 class SegmentMover:
-    """Migrations tokens between blocks of ``pool``. ``rotations``: of each layer's keys."""
+    """Moves tokens between blocks of ``pool``. ``rotations``: of each layer's keys."""
 
     def __init__(self, pool: KVPool, rotations: Sequence[KeyRotation], *, triton: bool) -> None:
         self._pool, self._rotations, self._triton = pool, rotations, triton
 
     def warm_up(self) -> None:
-        """Compile what moves tokens, by moving one; nothing of use lies in the pool yet."""
+        """Compile the kernels by moving one token; the pool holds no KV yet."""
         if self._rotations and self._pool.num_blocks * self._pool.block_size > 1:
             self._move(*(torch.tensor([number], device=self._pool.device) for number in (0, 1, 1)))
 

@@ -1,4 +1,4 @@
-"""Joins the reports of all ranks of an executor for the scheduler, and checks what the ranks must have in common.
+"""Joins the reports of all ranks of an executor for the scheduler, and checks the properties that must be equal.
 
 Every rank copies its own part of a block. Copies between tiers, with peers and with storage take different times on
 each rank, and may fail on one rank alone. The scheduler knows blocks of the executor, not of ranks. So a list of copies
@@ -86,9 +86,9 @@ def _joined(messages: Sequence[Any]) -> Answer:
 
 
 def computes(info: RunnerInfo) -> dict[str, str]:
-    """Return the properties that must be the same on all ranks, by their names in messages to people.
+    """Return the properties that must be the same on all ranks, by their names in error messages.
 
-    The scheduler knows only what rank 0 says of weights and block formats, and lets executors exchange blocks by that.
+    The scheduler gets weights and block formats from rank 0 alone, and lets executors exchange blocks by them.
     Ranks on GPUs of two kinds may use different kernels and formats, and round differently.
     """
     return {
@@ -119,7 +119,7 @@ def settings_of(config: ExecutorConfig) -> dict[str, str]:
 def difference(node: int, own: dict[str, str], other: dict[str, str]) -> str:
     """Return a text that names the options in which ``node`` differs from node 0; empty if there are none.
 
-    ``own``: the settings of node 0. ``other``: those of the other node.
+    ``own``: the settings of node 0. ``other``: the settings of ``node``.
     """
     names = [name for name in {**own, **other} if own.get(name) != other.get(name)]
     return ", ".join(

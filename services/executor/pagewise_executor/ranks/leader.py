@@ -1,9 +1,9 @@
 """Rank 0's side of an executor of several ranks: starts the other ranks, and keeps them in step.
 
-Rank 0 makes every decision, but for those that need what all ranks say (``agreement``), and sends the same frames in
-the same order to all other ranks. It has a socket pair with each of them; for a rank on another node, ``nodes``
-forwards what goes through it. When a rank ends, rank 0 reads an end of file and ends the executor's process, and the
-remaining ranks end with it. An executor cannot go on without a rank, because a part of every block is lost with it.
+Rank 0 makes every decision, except decisions that need reports of all ranks (``agreement``), and sends the same frames
+in the same order to all other ranks. It has a socket pair with each of them; for a rank on another node, ``nodes``
+forwards the frames. When a rank ends, rank 0 reads an end of file and ends the executor's process, and the remaining
+ranks end with it. An executor cannot go on without a rank, because a part of every block is lost with it.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ def start_rank() -> tuple[Connection, "subprocess.Popen[bytes]"]:
     """
     own, theirs = socket.socketpair()
     with theirs:
-        # A session of its own keeps Ctrl-C from the rank. Rank 0 gets it, and tells the other ranks to end.
+        # A session of its own keeps Ctrl-C from the rank. Rank 0 gets the signal, and ends the other ranks.
         process = subprocess.Popen(  # noqa: S603  # nosec B603 # our own module
             [sys.executable, "-m", "pagewise_executor.follower", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,

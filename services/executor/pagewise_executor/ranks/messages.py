@@ -25,8 +25,8 @@ class Seat(Message, frozen=True):
     """The first message to a rank: its number, the number of ranks, and where torch.distributed connects them.
 
     ``folder``: the folder of the file through which ranks on one node find each other. ``store``: for ranks on several
-    nodes, HOST:PORT of rank 0's TCP store instead. ``device``: the index of the rank's GPU among those that its process
-    sees. ``on_host``: the number of ranks on this host, which share its memory and its cores.
+    nodes, HOST:PORT of rank 0's TCP store instead. ``device``: the index of the rank's GPU among the GPUs that its
+    process can use. ``on_host``: the number of ranks on this host, which share its memory and its cores.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class TurnedAway(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """All nodes have joined, and this node is to start its ranks. The fields are those of ``Seat``."""
+    """All nodes have joined, and this node is to start its ranks. ``Seat`` explains the fields."""
 
     store: str
     on_host: int
@@ -79,7 +79,7 @@ class ListBlocks(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Tells a rank to end. Nothing follows."""
+    """Ends a rank. No message follows."""
 
 
 class Ready(Message, frozen=True):

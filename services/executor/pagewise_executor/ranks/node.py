@@ -255,7 +255,7 @@ class Node:
         """Forward a frame from node 0 to a rank."""
         mark, *frames = link.socket.recv_multipart()
         if mark != OWN and mark[0] in self._ends:
-            with contextlib.suppress(OSError):  # the rank has ended, which its end of file tells
+            with contextlib.suppress(OSError):  # the rank has ended; its end of file is read next
                 self._ends[mark[0]].send_bytes(frames[0])
 
     def _ended(self, rank: int, link: _Link) -> int:
@@ -272,7 +272,7 @@ class Node:
         return 0
 
     def _end_processes(self) -> None:
-        """Wait for the ranks, which end because their connections are closed, and kill those that do not end."""
+        """Wait for the ranks, which end because their connections are closed, and kill a rank that does not end."""
         for process in self._processes.values():
             try:
                 process.wait(_END_SECONDS)

@@ -1,1 +1,1 @@
-"""The tiers of KV memory: a class and a module for each kind of place where blocks lie, behind one interface."""
+"""The tiers of KV memory: a class and a module for each kind of memory that holds blocks, behind one interface."""

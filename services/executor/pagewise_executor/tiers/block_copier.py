@@ -18,9 +18,9 @@ _MOST_UNWANTED = 1024
 class BlockCopier:
     """Gives each list of copies, in the order of the plan, to the tier that carries it out.
 
-    Of the two tiers that a list names, that is the lower one: it takes blocks over from any tier above, and brings
-    blocks to the device. No block is copied from one lower tier up to another one. ``peers`` brings blocks of other
-    executors, whichever tier they lie in.
+    The lower one of the two tiers of a list does the copies: it takes blocks from any tier above, and brings blocks to
+    the device. No block is copied from one lower tier up to another one. ``peers`` brings blocks of other executors
+    from any of their tiers.
 
     ``tiers``: by number, the nearest first; tiers below the device may be added before anything is copied.
     """
@@ -47,8 +47,8 @@ class BlockCopier:
             self._cancel(one)
 
     def cancel(self, cancelled: CancelCopies) -> None:
-        """Confirm copies of a step soon. May be called on any thread, and before the step itself, which waits for
-        others."""
+        """Confirm copies of a step soon. May be called on any thread, and before ``begin``: the step may still wait
+        for earlier steps."""
         with self._lock:
             if (cancelled.epoch, cancelled.step) > self._begun and len(self._unwanted) < _MOST_UNWANTED:
                 self._unwanted.add(cancelled)
@@ -70,7 +70,7 @@ class BlockCopier:
             tier.reset(epoch, keep=keep)
 
     def report_to(self, report: Callable[[Copied | Found], None]) -> None:
-        """Call ``report``, on any thread, for every list of copies that is done, and for all that was looked up."""
+        """Call ``report``, on any thread, for every list of copies that is done, and for every look-up."""
         for tier in (self.peers, *self.tiers.values()):
             tier.report = report
 
@@ -90,6 +90,6 @@ class BlockCopier:
         return sum(tier.num_errors for tier in self.tiers.values())
 
     def close(self) -> None:
-        """End all copies, and release all tiers, those first that read and write others."""
+        """End all copies, and release all tiers: a tier that reads or writes another tier comes before it."""
         for tier in (self.peers, *reversed(self.tiers.values())):
             tier.close()

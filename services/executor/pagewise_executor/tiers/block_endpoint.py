@@ -17,8 +17,8 @@ def block_listener(config: ExecutorConfig, rank: int = 0) -> tuple[str, str]:
     ``rank``: of this executor's ranks, each of which listens: with ``--block-listen`` on the ports that follow.
 
     Without ``--block-listen`` the endpoint is next to the scheduler's: on the address of this machine that leads to the
-    scheduler, or, with ipc, in the same folder. On nodes other than the first of an executor it is on the address that
-    leads to the first, since only that one talks with the scheduler.
+    scheduler, or, with ipc, in the same folder. Nodes other than node 0 of an executor take the address that leads to
+    node 0, since only node 0 talks with the scheduler.
 
     Raises:
         ConfigError: ``--scheduler`` names a file that cannot be read.
@@ -36,7 +36,7 @@ def block_listener(config: ExecutorConfig, rank: int = 0) -> tuple[str, str]:
 
 
 def in_brackets(host: str) -> str:
-    """Return a host as it stands in an endpoint: addresses of IPv6 have brackets there."""
+    """Return a host in the form of endpoints, where IPv6 addresses have brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 

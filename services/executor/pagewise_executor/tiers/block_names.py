@@ -18,22 +18,22 @@ _LOOKED_AT = 32
 
 
 def content_name(fingerprint: str, digest: str) -> str:
-    """Return what tells the blocks of a model and a format from all others, as part of a file's name or a key."""
+    """Return the name of a model and a block format, for a file's name or a key."""
     return f"{quote(fingerprint, safe='')}.{digest}"
 
 
 def fingerprint_of(content: str) -> str:
-    """Return the model's fingerprint from that."""
+    """Return the model's fingerprint from a ``content_name``."""
     return unquote(content.rpartition(".")[0])
 
 
 def first_digits(hash_of_block: BlockHash) -> str:
-    """Return what tells a block from others where there is little room: 16 hexadecimal digits."""
+    """Return the first 16 hexadecimal digits of a hash, which identify a block where there is little room."""
     return hash_of_block.hex()[:16]
 
 
 def descendants(parents: Mapping[str, str], root: str) -> list[str]:
-    """Return all that follows ``root``. ``parents``: what each block follows; all by their first digits."""
+    """Return all blocks below ``root``. ``parents``: the parent of each block; all by their first digits."""
     children: dict[str, list[str]] = {}
     for own, parent in parents.items():
         children.setdefault(parent, []).append(own)
@@ -54,24 +54,22 @@ def chain(root: BlockHash, tokens: bytes, block_size: int) -> list[BlockName]:
 
 
 def num_leading(names: Sequence[BlockName], contains: Callable[[Sequence[BlockName]], list[bool]]) -> int:
-    """Return how many of a prefix's first blocks are there.
+    """Return how many of a prefix's first blocks a tier contains.
 
-    A tier forgets the end of a prefix before its beginning. So this looks for the end by bisection, several blocks at
-    a time: four rounds of at most 32 blocks for a prefix of a million. Where the middle of a prefix is missing all the
-    same, the answer may be too small or too great, and what is not there is computed.
+    A tier evicts the end of a prefix before its beginning. So this looks for the end by bisection, several blocks at
+    a time: four rounds of at most 32 blocks for a prefix of a million. If the middle of a prefix is missing all the
+    same, the answer may be too small or too great; blocks that a later load does not find are computed.
     """
-    begin, end = 0, len(names)  # those before ``begin`` are there, those from ``end`` on are not
+    begin, end = 0, len(names)  # blocks before ``begin`` are there, blocks from ``end`` on are not
     while begin < end:
         step = -(-(end - begin) // _LOOKED_AT)
-        places = list(range(begin + step - 1, end, step))
-        if places[-1] != end - 1:
-            places.append(end - 1)
-        there = contains([names[place] for place in places])
-        first_missing = next((index for index, found in enumerate(there) if not found), len(places))
-        if first_missing == len(places):
+        indices = [*range(begin + step - 1, end - 1, step), end - 1]
+        there = contains([names[index] for index in indices])
+        if all(there):
             return end
-        end = places[first_missing]
-        begin = places[first_missing - 1] + 1 if first_missing else begin
+        first_missing = there.index(False)
+        end = indices[first_missing]
+        begin = indices[first_missing - 1] + 1 if first_missing else begin
     return begin
 
 
@@ -81,7 +79,7 @@ def checksum(content: Any) -> int:
 
 
 def header(name: BlockName, row: Rows) -> bytes:
-    """Return what is stored before the content of a block."""
+    """Return the header that is stored before the content of a block."""
     return _HEADER.pack(_MAGIC, len(row), checksum(row), name.hash, name.parent)
 
 

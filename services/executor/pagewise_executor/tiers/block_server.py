@@ -51,9 +51,9 @@ class _Request:
 class BlockServer:
     """Answers other executors that fetch blocks, on a thread of its own.
 
-    ``tiers``: those of this executor, by number. ``bytes_per_block``: of each block of theirs. ``begun``: returns epoch
+    ``tiers``: the tiers of this executor, by number; ``bytes_per_block`` is the same in all. ``begun``: returns epoch
     and number of the last step whose copies have all begun; peers may read the blocks that these steps bring to a tier.
-    ``endpoint``: where they connect to. ``num_refused``: the number of connections that were refused because their keys
+    ``endpoint``: peers connect to it. ``num_refused``: the number of connections that were refused because their keys
     are not on the allow-list.
     """
 
@@ -110,7 +110,7 @@ class BlockServer:
     def _receive(self, waiting: list[_Request]) -> None:
         """Receive a request and append it to ``waiting``, unless it is refused at once."""
         identity, frame = self._socket.recv(), b""
-        # A message is one frame. Further ones are dropped one by one: a list of them could fill the memory.
+        # A message is one frame. Further frames are dropped one by one: a list of them could fill the memory.
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv()
         try:
@@ -131,7 +131,7 @@ class BlockServer:
     def _refusal(self, request: ReadBlocks) -> str:
         """Return why a request cannot be answered; empty if it can."""
         if len(request.blocks) % _PLACE_BYTES:
-            return "places come in pairs of tier and block"
+            return "locations are pairs of tier and block"
         places = _places(request)
         if not len(places) or len(places) * self._bytes_per_block > max(_MOST_BYTES, self._bytes_per_block):
             return f"{len(places)} blocks are none, or too many at once"
@@ -161,16 +161,16 @@ class BlockServer:
             log.exception("blocks could not be read for another executor")
             return (Blocks(request.number, error=str(error)[:200]),)
         if not are_sound:
-            return (Blocks(request.number, error="a block does not hold what was stored there"),)
+            return (Blocks(request.number, error="a block is corrupt"),)
         if self._begun()[0] != request.epoch:
-            return (Blocks(request.number, error="they were given up while they were read"),)
+            return (Blocks(request.number, error="the blocks were freed while they were read"),)
         content = rows.data.cast("B")
         return Blocks(request.number, checksum(rows)), *(
             content[start : start + FRAME_BYTES] for start in range(0, len(content), FRAME_BYTES)
         )
 
     def _content(self, places: Int32s) -> tuple[Rows, bool]:
-        """Return the content of ``places`` [n, 2] (tier, block), and whether all of it is what was stored there."""
+        """Return the content of ``locations`` [n, 2] (tier, block), and whether all of it matches its checksums."""
         rows, are_sound = np.empty((len(places), self._bytes_per_block), np.uint8), True
         for number in np.unique(places[:, 0]).tolist():
             here = np.flatnonzero(places[:, 0] == number)

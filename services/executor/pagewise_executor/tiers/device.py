@@ -14,11 +14,10 @@ from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 
 class BlockHashes:
-    """The hash of each device block whose content is known: what an executor offers to a scheduler that has lost its
-    state.
+    """The hash of each device block whose content is known. A scheduler that has lost its state gets these hashes.
 
-    The blocks of a sequence are hashed when it leaves the batch, so steps themselves cost nothing. A block loses its
-    hash when a step is about to write into it.
+    The blocks of a sequence are hashed when it leaves the batch, so that steps take no longer. A block loses its hash
+    when a step is about to write into it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -55,8 +54,8 @@ class BlockHashes:
             parent = found
 
     def discard_overwritten(self, batch: InputBatch, changed: Iterable[tuple[int, int, int]]) -> None:
-        """Drop the hashes of blocks that will be written: those in new stretches (row, start, stop) of block tables
-        that hold no computed tokens yet."""
+        """Drop the hashes of blocks that will be written: blocks without computed tokens in new ranges (row, start,
+        stop) of block tables."""
         hashes = self._hashes
         for row, start, stop in changed:
             computed = int(batch.num_computed[row]) // self._block_size
@@ -73,25 +72,25 @@ class DeviceTier(Tier):
         self._pool, self._hashes = pool, hashes
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
-        """Copy blocks to others; all sources are read before any target is written. This is a part of the step, and not
-        reported."""
+        """Copy blocks to other device blocks; all sources are read before any target is written. The copies are a part
+        of the step, and not reported."""
         self._pool.copy_blocks(job.pairs)
 
     def reset(self, epoch: int, *, keep: bool) -> None:
-        """See ``Tier``."""
+        """Forget all hashes unless ``keep``; no copy is left to void."""
         if not keep:
             self._hashes.clear()
 
     def names(self) -> dict[int, BlockHash]:
-        """See ``Tier``."""
+        """Return the known hashes by block."""
         return self._hashes.known()
 
     def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
-        """See ``Tier``."""
+        """Return the hash of each block; None where it is not known."""
         return self._hashes.of(blocks.tolist())
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
-        """See ``Tier``."""
+        """Read blocks into ``rows``, on a stream of its own. Device memory has no checksums: every block is sound."""
         with torch.inference_mode(), _own_stream(self._pool.device) as stream:
             if stream is None:
                 self._pool.gather_into(blocks, rows)
@@ -100,12 +99,12 @@ class DeviceTier(Tier):
         return [True] * len(blocks)
 
     def write(self, blocks: Blocks, rows: Rows, after: "torch.cuda.Event | None" = None) -> None:
-        """See ``Tier``."""
+        """Write ``rows`` into blocks, on a stream of its own, after the event ``after``."""
         with torch.inference_mode(), _own_stream(self._pool.device) as stream:
             if stream is None:
                 self._pool.scatter(blocks, rows)
                 return
-            # What came over the network is read-only, which torch does not support. Pinned memory is faster, too.
+            # Arrays from the network are read-only, which torch does not support. Pinned memory is faster, too.
             pinned = torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
             np.copyto(pinned.numpy(), rows)
             if after is not None:

@@ -1,10 +1,10 @@
 """The disk tier: a folder with one file for each block, named by its hash.
 
-Executors of one machine share the folder, and those of several machines if it is a network mount. A block is written
-under a temporary name and then renamed, so two that write the same block do not disturb each other, and what was torn
-by a crash is found by its checksum. Another user who may write to the folder (/tmp, or a mount that several users
-share) could put blocks there, so only files of the executor's own user are read. A file also tells the block before it,
-by its name, so a listing alone says which block follows which when room is made.
+Executors of one machine share the folder, and executors of several machines share a network mount. A block is written
+under a temporary name and then renamed, so two executors may write the same block at once, and a checksum finds a block
+that a crash has cut off. Another user who may write to the folder (/tmp, or a mount that several users share) could put
+blocks there, so only files of the executor's own user are read. The name of a file has the hashes of its block and of
+the block before it, so eviction needs only a listing to know the order of blocks.
 """
 
 import errno
@@ -36,7 +36,7 @@ from pagewise_executor.tiers.hashed import SCRATCH, HashedTier
 from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
-"""The alignment that O_DIRECT asks for; the content of a block begins so far behind the beginning of its file."""
+"""The alignment that O_DIRECT needs, and the offset of a block's content in its file."""
 _READERS = 4
 _TEMPORARY = ".new"
 _ABANDONED_SECONDS = 3600.0
@@ -49,7 +49,7 @@ _LISTED_SECONDS = 300.0
 class DiskTier(HashedTier):
     """A folder of blocks.
 
-    ``content``: tells these blocks from those of other models and formats, which may lie in the same ``folder``.
+    ``content``: the model and format of these blocks (``content_name``); ``folder`` may hold blocks of others, too.
     ``most_bytes``: the bound of the folder; each executor that writes there keeps to it.
     """
 
@@ -57,7 +57,7 @@ class DiskTier(HashedTier):
         """Make the folder if it is not there.
 
         Raises:
-            ConfigError: that is not possible, or not one block fits, or its part for this content is another user's.
+            ConfigError: the folder cannot be made, not one block fits, or another user owns the subfolder.
         """
         self._root, self._folder = folder, folder / content
         self._most_bytes = most_bytes
@@ -69,7 +69,7 @@ class DiskTier(HashedTier):
         self._used, self._listed = 0, float("-inf")
         self._direct = getattr(os, "O_DIRECT", 0)
         try:
-            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV tells what was asked
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV reveals the prompts
             _check_own(self._folder.stat(), self._folder)
             for number in range(256):
                 (self._folder / f"{number:02x}").mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ class DiskTier(HashedTier):
         self._readers = ThreadPoolExecutor(_READERS, "read disk")
 
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """See ``HashedTier``."""
+        """Return for each block whether its file is there, and set the time of its last use."""
         return [self._touch(name) for name in names]
 
     def _touch(self, name: BlockName) -> bool:
@@ -93,7 +93,7 @@ class DiskTier(HashedTier):
         return True
 
     def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``HashedTier``."""
+        """Read blocks into ``rows``, by several threads. Return for each whether it was there and is sound."""
         return list(self._readers.map(self._load_one, names, rows))
 
     def _load_one(self, name: BlockName, row: Rows) -> bool:
@@ -111,14 +111,14 @@ class DiskTier(HashedTier):
         with suppress(OSError):  # on a disk that is read-only
             (os.utime if sound else os.unlink)(path)
         if not sound:
-            self.failed("%s does not hold what was written there", path)
+            self.failed("%s is corrupt: its checksum does not match", path)
         return sound
 
     def _fill(self, path: str, content: Rows) -> bool:
-        """Read a file; returns whether it was long enough.
+        """Read a file; return whether it was long enough.
 
-        Past the page cache, if the file system can do that: what is read lies in KV memory then, and the page cache is
-        for others.
+        The read bypasses the page cache if the file system supports it: the block lies in KV memory afterwards, so a
+        second copy in the page cache would be waste.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | self._direct)
@@ -130,7 +130,7 @@ class DiskTier(HashedTier):
         try:
             _check_own(os.fstat(descriptor), path)
             done = 0
-            while done < self._file_bytes:  # one read brings it all, as a rule
+            while done < self._file_bytes:  # usually one read is enough
                 got = os.preadv(descriptor, [content[done:].data], done)
                 if not got:
                     break
@@ -140,7 +140,7 @@ class DiskTier(HashedTier):
         return done == self._file_bytes
 
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``HashedTier``."""
+        """Write blocks that are not there, then evict if the folder is full. Return for each whether it is there."""
         written = [
             # Blocks that measure how long writing takes are written again.
             (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row)
@@ -176,7 +176,7 @@ class DiskTier(HashedTier):
         return True
 
     def close(self) -> None:
-        """See ``Tier``."""
+        """Void all jobs, and end all threads."""
         super().close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -187,9 +187,9 @@ class DiskTier(HashedTier):
     # ---- the bound -----------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Delete what has not been used for the longest, if the folder holds too much; one process does so at a time.
+        """Delete the least recently used blocks if the folder is full; a lock file lets one process do so at a time.
 
-        A prefix is used as lately as the last of its blocks, so the end of a prefix goes before its beginning.
+        A use of a block is a use of all blocks before it, so the end of a prefix goes before its beginning.
         """
         now = time.monotonic()
         if self._used <= self._most_bytes and now - self._listed < _LISTED_SECONDS:
@@ -207,15 +207,15 @@ class DiskTier(HashedTier):
                             os.unlink(file.path)
                         used -= file.size
                 self._used, self._listed = used, now
-        except BlockingIOError:  # another process is at it
+        except BlockingIOError:  # another process deletes blocks now
             self._listed = now
         except OSError as error:
             self.failed("blocks cannot be deleted: %s", error)
 
 
 class StoredFile(NamedTuple):
-    """A block's file. ``own``, ``parent``: what tells the block from others, and the one before it. ``used``: when it
-    was used last, nanoseconds. ``size``: bytes."""
+    """A block's file. ``own``, ``parent``: content name and first digits of the block, and of the block before it.
+    ``used``: the time of its last use in nanoseconds. ``size``: bytes."""
 
     path: str
     own: str
@@ -225,7 +225,7 @@ class StoredFile(NamedTuple):
 
 
 def _list(folder: Path) -> Iterator[StoredFile]:
-    """All blocks of one content. Files that were abandoned while they were written are deleted."""
+    """List the blocks of one content. Delete temporary files that a process has left behind."""
     for number in range(256):
         with suppress(FileNotFoundError), os.scandir(folder / f"{number:02x}") as entries:
             for entry in entries:
@@ -243,9 +243,9 @@ def _list(folder: Path) -> Iterator[StoredFile]:
 
 
 def least_recently_used(files: Sequence[StoredFile]) -> list[StoredFile]:
-    """Return files in the order in which they are to go: each after all that follow it in a prefix."""
+    """Return files in the order of eviction: each after all files that follow it in a prefix."""
     by_own = {file.own: file for file in files}
-    kept: dict[str, StoredFile] = {}  # those first that are to go last
+    kept: dict[str, StoredFile] = {}  # in reverse order of eviction
     for file in sorted(files, key=lambda file: file.used, reverse=True):
         path = []
         current: StoredFile | None = file
@@ -262,7 +262,7 @@ def wipe(folder: Path, salt: str | None) -> int:
     """Delete all blocks of requests with a cache salt, of every model; returns how many there were.
 
     Raises:
-        OSError: that is not possible.
+        OSError: a file cannot be deleted, or the folder not be read.
     """
     num_wiped = 0
     for content in folder.glob("*.*/"):
@@ -290,14 +290,14 @@ def _check_own(status: os.stat_result, path: str | Path) -> None:
 
 
 def _aligned(size: int) -> Rows:
-    """Return so many bytes of memory that begin with a page."""
+    """Return ``size`` bytes of memory that begin at a multiple of the page size."""
     memory = np.empty(size + _PAGE, np.uint8)
     start = -memory.ctypes.data % _PAGE
     return memory[start : start + size]
 
 
 def _identity(folder: Path) -> str:
-    """Return what tells a folder from all others, whatever path it is mounted at."""
+    """Return an identity of a folder, which does not depend on the path of its mount. The first process makes it."""
     file = folder / "identity"
     with suppress(FileExistsError), open(file, "x") as new:
         new.write(uuid.uuid4().hex)

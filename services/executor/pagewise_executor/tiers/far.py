@@ -35,14 +35,14 @@ class FarTier(Tier):
         self._jobs_lock = threading.Lock()
 
     def note(self, copies: CopyJob, upper: Tier) -> FarJob:
-        """Return the job of copies that begin now. It writes after all that the device has been given so far."""
+        """Return the job of copies that begin now. It writes after all work that the device has so far."""
         job = FarJob(copies, upper, upper.fence(), set(copies.pairs[:, 1].tolist()))
         with self._jobs_lock:
             self._jobs[job] = None
         return job
 
     def bring(self, job: FarJob, blocks: Blocks, rows: Rows) -> bool:
-        """Write ``rows`` into blocks above; return False if the job has ended: the blocks may be given to others."""
+        """Write ``rows`` into blocks above; return False if the job has ended: other sequences may have the blocks."""
         with job.lock:
             if job.ended:
                 return False
@@ -51,7 +51,7 @@ class FarTier(Tier):
         return True
 
     def end(self, job: FarJob, seconds: float) -> None:
-        """Confirm a job, unless it has ended; what is missing is bad."""
+        """Confirm a job, unless it has ended. Missing blocks are reported as bad."""
         with job.lock:
             if job.ended:
                 return
@@ -61,14 +61,14 @@ class FarTier(Tier):
         self.report(job.copies.confirmed(seconds, sorted(job.missing)))
 
     def cancel(self, cancelled: CancelCopies) -> None:
-        """Confirm the copies of a step now, what is missing as bad, whatever their threads wait for."""
+        """Confirm the copies of a step now, with missing blocks as bad, without waiting for their threads."""
         with self._jobs_lock:
             jobs = [job for job in self._jobs if job.copies.is_of(cancelled)]
         for job in jobs:
             self.end(job, 0.0)
 
     def reset(self, epoch: int, *, keep: bool) -> None:
-        """Void all jobs. What lies in this tier stays."""
+        """Void all jobs. The blocks of this tier stay."""
         with self._jobs_lock:
             jobs, self._jobs = list(self._jobs), {}
         for job in jobs:

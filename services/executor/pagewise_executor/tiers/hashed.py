@@ -1,9 +1,9 @@
-"""Tiers whose blocks have no ids: they lie under the names of their content, where they outlive the executor.
+"""Tiers whose blocks have no ids: hashes name them, and they outlive the executor.
 
 Any number of executors share such a tier, of one machine or of several, without knowing of each other. That works
-because a name tells the content: all executors that write a block write the same bytes, and a block that is found holds
-the content that was looked for. The tier forgets by itself to stay within its bound, so a block that was there may be
-gone when it is read; then it is computed again.
+because a name identifies the content: all executors that write a block write the same bytes, and a block that is found
+holds the content that was looked for. The tier evicts by itself to stay within its bound, so a block that was there may
+be gone when it is read; then it is computed again.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ def _hash_of(text: str) -> BlockHash:
 
 
 SCRATCH = _hash_of("scratch")
-"""The parent of the blocks that copies are tried with."""
+"""The parent of the blocks with which the speed of copies is measured."""
 
 
 class HashedTier(FarTier, ABC):
     """A tier of named blocks. Loads, stores and look-ups have a thread each, so that no step waits for any of them.
 
-    Subclasses say where the blocks lie. None of their methods raises: what fails is logged and counted.
+    Subclasses store the blocks. None of their methods raises: failures are logged and counted.
 
-    ``name``: for people. ``identity``: of what lies there.
+    ``name``: for the log. ``identity``: see ``Tier``.
     """
 
     def __init__(self, name: str, bytes_per_block: int, identity: str) -> None:
@@ -56,18 +56,18 @@ class HashedTier(FarTier, ABC):
 
     @abstractmethod
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """Return for each block whether it is there. Those that are count as used now."""
+        """Return for each block whether it is there, which counts as a use of it."""
 
     @abstractmethod
     def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """Read blocks into ``rows``. Return for each whether it was there and is what was written."""
+        """Read blocks into ``rows``. Return for each whether it was there and is sound."""
 
     @abstractmethod
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
         """Write blocks that are not there. Return for each whether it is there now."""
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
-        """See ``Tier``."""
+        """Begin copies on the thread for loads, or for stores. A store reads the upper tier now: see ``Tier``."""
         copies = self.note(job, upper)
         if job.target == DEVICE:
             self._later("load", lambda: self._do(copies, lambda: self._load(copies)))
@@ -77,7 +77,7 @@ class HashedTier(FarTier, ABC):
         self._later("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
 
     def _later(self, kind: str, work: Callable[[], None]) -> None:
-        """Have the thread of this kind of work do it."""
+        """Queue work for the thread of its kind."""
         if kind not in self._inboxes:  # by the one thread that asks for work of this kind
             inbox = self._inboxes[kind] = queue.SimpleQueue()
             threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True).start()
@@ -88,7 +88,7 @@ class HashedTier(FarTier, ABC):
         try:
             if not job.ended:
                 work()
-        except Exception:  # of any kind: the scheduler must be told that the blocks did not come
+        except Exception:  # of any kind: the scheduler has to learn that the blocks are missing
             log.exception("copies to or from %s failed", self.name)
         self.end(job, time.perf_counter() - began)
 
@@ -111,7 +111,7 @@ class HashedTier(FarTier, ABC):
         job.missing.difference_update(targets[np.array(stored, bool)].tolist())
 
     def look_up(self, message: LookUp, block_size: int) -> None:
-        """See ``Tier``."""
+        """Count the leading blocks of a prefix that are here, on a thread of its own, and report the number."""
 
         def find() -> None:
             found = 0
@@ -125,7 +125,7 @@ class HashedTier(FarTier, ABC):
         self._later("look up", find)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
-        """Return blocks that no prefix has; the same in each process, so that there are never more of them."""
+        """Return blocks that no prefix has; the same in every process, so that their number stays small."""
         numbers = range(min(count, _SCRATCH_BLOCKS))
         return list(numbers), [BlockName(_hash_of(f"scratch {number}"), SCRATCH) for number in numbers]
 

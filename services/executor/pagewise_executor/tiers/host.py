@@ -3,12 +3,12 @@
 Each direction has a thread of its own, and on a GPU streams of its own, so copies run while steps and copies of the
 other direction run. No copy waits for a step in flight, and no step waits for the link:
 
-- What is stored was computed by steps that have come back. Small kernels on a stream of their own read it into staging
-  memory at once, and what the step overwrites waits for these kernels alone.
-- What is loaded goes into blocks that no step in flight touches: the scheduler hands no others out. It waits for the
-  copies that read these blocks before, which are stores and copies inside the device, and for stores of its own source
-  blocks. The copies of a list are issued to the device ahead, so the thread needs the interpreter no more until the
-  last of them has arrived; and while a step is issued, no thread that copies takes the interpreter from it.
+- Stores read blocks of steps that have come back. Small kernels on a stream of their own read them into staging memory
+  at once, and the next step, which may overwrite the blocks, waits for these kernels alone.
+- Loads write blocks that no step in flight uses: the scheduler hands out no others. They wait for earlier readers of
+  these blocks, which are stores and copies inside the device, and for stores of their own source blocks. The copies of
+  a list are issued to the device ahead, so the thread needs the interpreter no more until the last of them has arrived;
+  and while a step is issued, no thread that copies takes the interpreter from it.
 """
 
 import logging
@@ -46,10 +46,10 @@ STAGING_BYTES = _STAGING_PIECE * _STAGING_PIECES + LOADING_BYTES
 class HostTier(Tier):
     """The tier whose blocks are those of ``memory``. A thread for each direction calls ``report`` when a job is done.
 
-    ``issuing``: shared with who issues steps to the device; None: nobody else does. ``bandwidth``: bytes per second
-    that each direction is held to, None for what the machine gives. ``verify``: keep a checksum of every block that is
-    stored, and check what arrives on the device against it. What another process has left in the memory is checked in
-    any case. ``keep_memory``: leave it to the next process, if it outlives this one.
+    ``issuing``: shared with the thread that issues steps; None: no other thread issues work to the device.
+    ``bandwidth``: bytes per second that each direction is limited to; None: no limit. ``verify``: keep a checksum of
+    every block that is stored, and check blocks that arrive on the device against it. Blocks of an earlier process are
+    checked in any case. ``keep_memory``: leave the memory to the next process, if it outlives this one.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class HostTier(Tier):
         threading.Thread(target=self._run, name="store", daemon=True).start()
 
     def reset(self, epoch: int, *, keep: bool) -> None:
-        """Whatever is asked for under an older epoch is void, and so is what was stored, unless ``keep``. Waits for
-        copies that have begun, and for the device: copies of the new epoch do not wait for steps of an older one."""
+        """Void all jobs of older epochs, and all blocks unless ``keep``. This waits for copies that have begun, and for
+        the device: copies of the new epoch do not wait for steps of an older one."""
         self._copies.epoch = epoch
         for begin in (self._inbox.put, self._loads.begin):
             last = barrier()
@@ -112,7 +112,7 @@ class HostTier(Tier):
     def _begin_store(self, asked: CopyJob, names: list[BlockHash | None]) -> None:
         """When this returns, the device blocks have been read as far as the device's own order goes."""
         pairs, names = _by_target(asked.pairs, names)
-        size = self._piece if self._copies.cuda else max(1, len(pairs))  # there, staging is host memory as well
+        size = self._piece if self._copies.cuda else max(1, len(pairs))  # on the CPU, staging needs no limit
         for start in range(0, len(pairs), size):
             part = pairs[start : start + size]
             job = Job(asked, part, names=names[start : start + size], last=start + size >= len(pairs))
@@ -126,7 +126,7 @@ class HostTier(Tier):
             torch.cuda.current_stream(self._pool.device).wait_event(self._gathered)
 
     def _gather(self, job: Job) -> None:
-        """Read what a job stores into staging memory, beside the steps in flight."""
+        """Read the blocks that a job stores into staging memory, beside the steps in flight."""
         with self._copies.issuing.waiting():
             job.staging = self._stagings.get()
         try:
@@ -147,28 +147,28 @@ class HostTier(Tier):
         self._stored_by[job.pairs[:, 1]] = self._num_stores
 
     def names(self) -> dict[int, BlockHash]:
-        """See ``Tier``."""
+        """Return the hashes of all blocks, once all stores are done."""
         self._wait_for(max(self._stores, default=0))
         return self.memory.names()
 
     def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
-        """See ``Tier``."""
+        """Return the hashes of some blocks, once their stores are done."""
         self._wait_for(self._last_store(blocks))
         return [self.memory.name(slot) for slot in blocks.tolist()]
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
-        """See ``Tier``."""
+        """Read blocks into ``rows``, once their stores are done; return for each whether it is sound."""
         self._wait_for(self._last_store(blocks))
         return list(map(self._read, blocks.tolist(), rows))
 
     def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
-        """See ``Tier``. The thread that stores reads, so a later store into one of the blocks comes after it."""
+        """Read blocks on the thread that stores, so that a later store into one of them comes after the read."""
         done: Future[list[bool]] = Future()
 
         def read() -> None:
             try:
                 done.set_result(list(map(self._read, blocks.tolist(), rows)))
-            except Exception as error:  # of any kind: who waits gets it
+            except Exception as error:  # of any kind: the waiting thread gets it
                 done.set_exception(error)
 
         self._inbox.put(read)
@@ -180,7 +180,7 @@ class HostTier(Tier):
         return self.memory.checksum(slot) is not None and self._copies.is_sound(slot)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
-        """Return blocks without a name: those with one may be another process's."""
+        """Return blocks without a name: a named block may come from an earlier process."""
         named = self.names()
         return [block for block in range(self.num_blocks) if block not in named][:count], []
 
@@ -194,7 +194,7 @@ class HostTier(Tier):
                 done.result()
 
     def close(self) -> None:
-        """See ``Tier``."""
+        """Release the memory, unless the next process is to find its blocks."""
         if not self._keep_memory:
             self.memory.close()
 
@@ -255,20 +255,19 @@ def make_host_tier(
     ranks: Ranks,
     issuing: Issuing | None = None,
 ) -> HostTier:
-    """The host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
+    """Make the host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
-    Of an executor with several ranks, those on one host take equal parts of it, and of ``--host-bandwidth``. All have
-    as many blocks as the one with the smallest part, in files of one number: those of the same executor before, whose
-    blocks are only of use together.
+    The ranks on one host take equal parts of it, and of ``--host-bandwidth``. All ranks have as many blocks as the rank
+    with the smallest part. Their files have one number: ranks can use blocks of an earlier executor only together.
 
-    ``content``: what tells its blocks from those of other models and formats.
+    ``content``: names the model and the block format.
 
     Raises:
         ModelError: there is less memory, or not one block fits.
     """
     assert config.host_memory is not None
     whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
-    # All look before any of them takes its part: later on, parts would be missing from what is free.
+    # All ranks read the free memory before any of them takes its part, which would reduce it for the others.
     num_blocks = ranks.least(whole // ranks.on_host // pool.bytes_per_block if whole <= free else 0)
     if not num_blocks:
         raise ModelError(
@@ -283,7 +282,7 @@ def make_host_tier(
             memory = named = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda, number)
             number = named.number
         except OSError as error:
-            log.warning("no named host memory (%s): what it holds will be gone with this process", error)
+            log.warning("no named host memory (%s): its blocks will be gone with this process", error)
     if ranks.first:
         ranks.of_first(number)
     if memory is None:
@@ -298,11 +297,11 @@ def make_host_tier(
 
 
 def _by_target(pairs: Pairs, names: list[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
-    """Order copies by their targets, and leave out those into blocks that a later copy of the list is written over.
+    """Order copies by their targets, and leave out a copy if a later copy of the list has the same target.
 
-    Leaving them out is more than thrift. A process that was killed in the middle of such a list could leave the content
-    of the later copy under the name of the earlier one, with a checksum that fits: wrong KV that nothing would ever
-    notice.
+    Leaving them out is needed for correctness. A process that is killed in the middle of such a list could leave the
+    content of the later copy under the name of the earlier one, with a checksum that fits: wrong KV that no check would
+    find.
     """
     last = len(pairs) - 1 - np.unique(pairs[::-1, 1], return_index=True)[1]
     return pairs[last], [names[index] for index in last.tolist()]

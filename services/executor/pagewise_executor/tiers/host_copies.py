@@ -1,4 +1,4 @@
-"""What both directions of the host tier share: the memory on both sides, and how its blocks are copied."""
+"""The shared part of both directions of the host tier: the memory on both sides, and how its blocks are copied."""
 
 import concurrent.futures
 import logging
@@ -22,9 +22,9 @@ from pagewise_executor.tiers.tier import Tier
 log = logging.getLogger(__name__)
 
 _LARGEST_COPY = 8 * 2**20
-"""The bytes of the largest single copy: what a step uploads may have to wait for the one that is being made."""
+"""The bytes of the largest single copy: the uploads of a step may have to wait for one copy."""
 URGENT = -1
-"""The priority of streams whose kernels go before those of steps, which are larger by far."""
+"""The priority of streams whose small kernels go before the large kernels of steps."""
 
 Done = concurrent.futures.Future[None]
 
@@ -34,9 +34,9 @@ class Job:
     """A list of copies, or a part of it (``pairs``, in the order of their host blocks), of which only the ``last`` is
     reported.
 
-    ``copies``: None for a barrier. ``staged`` [n, block bytes]: what a store has read from the device, in the buffer
-    ``staging`` on a GPU. ``names`` [n]: the block hashes, as far as they are known. ``after``: the store that a load
-    waits for. ``ready``: events that its copies wait for.
+    ``copies``: None for a barrier. ``staged`` [n, block bytes]: blocks that a store has read from the device, in the
+    buffer ``staging`` on a GPU. ``names`` [n]: the block hashes, as far as they are known. ``after``: the store that a
+    load waits for. ``ready``: events that its copies wait for.
     """
 
     copies: CopyJob | None
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def waits(self) -> bool:
-        """Whether a store that it waits for is not done."""
+        """Whether the job still waits for a store."""
         return self.after is not None and not self.after.done()
 
 
@@ -122,12 +122,12 @@ class HostCopies:
             wanted = num_blocks * self.pool.bytes_per_block / self.bandwidth
             time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
 
-    def failed(self, what: str, job: Job, error: Exception) -> None:
-        """Log and report that a job has failed, which is a ``what``."""
+    def failed(self, kind: str, job: Job, error: Exception) -> None:
+        """Log and report that a job has failed. ``kind``: "load" or "store"."""
         assert job.copies is not None
         epoch, step = job.copies.epoch, job.copies.step
         where = about(epoch=epoch, step=step)
-        log.exception("a %s of step %d of epoch %d failed", what, step, epoch, extra=where)
+        log.exception("a %s of step %d of epoch %d failed", kind, step, epoch, extra=where)
         self.tier.report(job.copies.confirmed(0.0, error=StepError("internal", str(error)[:500])))
 
 

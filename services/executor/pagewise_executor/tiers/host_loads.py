@@ -32,9 +32,9 @@ class _Staging:
 class _Loading:
     """A list that is being issued. ``began``: seconds of the clock. ``bad``: device blocks whose source is not sound.
 
-    ``slots``: the blocks of the host, of which the first ``issued`` have been issued; ``blocks``: those of the device,
-    on the device if that is a GPU. ``arrived``: the event after the last copy; None on the CPU, where copies are made
-    at once.
+    ``slots``: the host blocks, of which the first ``issued`` have been issued; ``blocks``: the ids of the device
+    blocks, on the device if it is a GPU. ``arrived``: the event after the last copy; None on the CPU, where copies are
+    made at once.
     """
 
     job: Job
@@ -71,7 +71,7 @@ class HostLoads:
 
     def begin(self, job: Job) -> None:
         """Begin a list of loads, or a barrier."""
-        # What another process left is summed up before it is used, for which a step would wait here.
+        # The checksums of blocks of an earlier process are computed before use. A step would wait here for that.
         inherited = any(map(self._copies.memory.is_inherited, job.pairs[:, 0].tolist()))
         if self._copies.cuda and job.copies is not None and not self._num_waiting and not job.waits and not inherited:
             with torch.inference_mode(), torch.cuda.stream(self._scatters), self._copies.issuing.copies():
@@ -122,7 +122,7 @@ class HostLoads:
             return self._start(job, asked, sound)
 
     def _start(self, job: Job, asked: CopyJob, sound: list[bool]) -> _Loading:
-        """Prepare a list. ``sound``: of each block, whether the host holds what was stored there."""
+        """Prepare a list. ``sound``: of each block, whether its content in the host is sound."""
         slots, blocks = job.pairs[:, 0].tolist(), job.pairs[:, 1]
         bad = [block for block, is_sound in zip(blocks.tolist(), sound, strict=True) if not is_sound]
         loading = _Loading(job, asked, time.perf_counter(), bad, slots, blocks)
@@ -179,7 +179,7 @@ class HostLoads:
                 copies.failed("load", issued.job, error)
 
     def _wrong(self, pairs: Pairs) -> list[int]:
-        """Return the device blocks that do not hold what was stored."""
+        """Return the device blocks whose content does not match the checksum of the store."""
         checked = zip(self._copies.pool.gather(pairs[:, 1]), pairs.tolist(), strict=True)
         checksum = self._copies.memory.checksum
         return [block for row, (slot, block) in checked if checksum_of(row) != checksum(slot)]

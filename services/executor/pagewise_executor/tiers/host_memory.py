@@ -69,11 +69,11 @@ class HostMemory:
         self._inherited.discard(block)
 
     def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """Mark a block as whole, after it was written. ``name``: its block hash if that is known."""
+        """Mark a block as whole, after it was written. ``name``: its block hash if it is known."""
         self._records["checksum"][block] = checksum
         if name is not None:
             self._records["name"][block] = np.frombuffer(name, np.uint8)
-        self._records["whole"][block] = 1 if name is None else 2  # the last of it
+        self._records["whole"][block] = 1 if name is None else 2  # last, so that a killed process leaves it void
 
     def checksum(self, block: int) -> int | None:
         """Return the checksum that was kept with a block; None if it is void."""

@@ -1,4 +1,4 @@
-"""Which tiers an executor has below the device, by its options."""
+"""Makes the tiers of an executor below the device, by its options."""
 
 import hashlib
 import logging
@@ -33,11 +33,11 @@ def make_tiers(
     ranks: Ranks = ALONE,
     issuing: Issuing | None = None,
 ) -> dict[int, Tier]:
-    """The tiers that the options ask for, by number, the nearest first.
+    """Return the tiers that the options ask for, by number, the nearest first.
 
-    ``fingerprint``: of the model, with which block hashes begin. ``block_format``, ``weight_files``: what else tells
-    the blocks from those of other models and formats. ``host_folder``: where host memory outlives the process.
-    ``ranks``: of this executor, which all make theirs. ``issuing``: shared with who issues steps.
+    ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
+    ``weight_files``. ``host_folder``: where host memory outlives the process. ``ranks``: all ranks of this executor
+    call this. ``issuing``: shared with the thread that issues steps.
 
     Raises:
         ModelError: there is no room for one.
@@ -59,7 +59,7 @@ def make_tiers(
         tiers[DISK] = DiskTier(folder, shared, size, most_bytes)
         log.info("disk cache: up to %.2f GiB in %s", most_bytes / 2**30, folder)
     if config.store is not None:
-        from pagewise_executor.tiers.redis import RedisTier  # others need not wait for its import
+        from pagewise_executor.tiers.redis import RedisTier  # executors without a store do not wait for its import
 
         tiers[REDIS] = RedisTier(config.store, shared, size, config.store_expire)
         log.info("store: redis")
@@ -72,8 +72,8 @@ def staging_bytes(config: ExecutorConfig) -> int:
 
 
 def _digest(files: Iterable[Path], ranks: Ranks) -> str:
-    """Return a checksum of all that the weight files hold: the fingerprint of a model takes samples only, and these
-    tiers outlive what an operator does to the files. Of several ranks, the first reads them for all."""
+    """Return a checksum of the whole weight files. The fingerprint of a model takes samples only, and the blocks of
+    these tiers outlive changes of the files. Rank 0 reads the files for all ranks."""
     digest = xxhash.xxh3_128()
     for file in files if ranks.first else ():
         with file.open("rb") as stream:

@@ -40,9 +40,9 @@ _LOOK_UP_MS = 50
 class Peers(FarTier):
     """Fetches blocks from the tiers of other executors, with a thread for each of them.
 
-    ``server``: serves blocks of ``tiers``, those of this executor by number, to the others; for ``listen`` and
-    ``advertised_host`` see ``BlockServer``. ``bytes_per_block``: of each block of each of these executors. ``rank``: of
-    this executor's ranks; it fetches from the same rank of others, whose endpoints are named together.
+    ``server``: serves blocks of ``tiers``, the tiers of this executor by number; for ``listen`` and ``advertised_host``
+    see ``BlockServer``. ``bytes_per_block``: the same for all executors. ``rank``: the rank of this process; it fetches
+    from the same rank of other executors, each of which has a list of endpoints, one for each rank.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Peers(FarTier):
         self._links: dict[str, _Link] = {}
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
-        """Begin a step's copies from one tier of a peer. They come after whatever the device has been given so far."""
+        """Begin a step's copies from one tier of a peer. They come after all work that the device has so far."""
         peer = job.peer
         assert peer is not None
         fetch = self.note(job, upper)
@@ -123,10 +123,10 @@ class _Link:
             began = time.perf_counter()
             try:
                 self._do(job)
-            except Exception as error:  # of any kind: the scheduler must be told that the blocks did not come
+            except Exception as error:  # of any kind: the scheduler has to learn that the blocks are missing
                 log.warning("blocks from %s: %s", self.peer, error)
             if job.missing:
-                self.disconnect()  # late answers must not be taken for those of the next job
+                self.disconnect()  # late answers must not reach the next job
             self.owner.end(job, time.perf_counter() - began)
 
     def _do(self, job: FarJob) -> None:
@@ -177,7 +177,7 @@ class _Link:
         header, *frames = self.socket.recv_multipart(copy=False)
         answer = decode_from_peer(header.buffer)
         if not isinstance(answer, Blocks) or answer.number not in asked:
-            raise ProtocolError("it answered something else than was asked")
+            raise ProtocolError("its answer belongs to no request")
         if answer.error:
             raise ProtocolError(answer.error)
         part = asked.pop(answer.number)
@@ -188,7 +188,7 @@ class _Link:
         pieces = [np.frombuffer(frame.buffer, np.uint8) for frame in frames]
         content = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if checksum(content) != answer.checksum:
-            raise ProtocolError("what it sent does not match its checksum")
+            raise ProtocolError("its blocks do not match their checksum")
         return part, content.reshape(count, bytes_per_block)
 
     def disconnect(self) -> None:
@@ -199,13 +199,13 @@ class _Link:
 
 
 MakePeers = Callable[[Mapping[int, Tier], int], Peers]
-"""Makes the exchange with other executors, by this executor's tiers and the bytes of each of their blocks."""
+"""Makes the exchange with other executors, from this executor's tiers and the bytes of a block."""
 
 
 def make_peers(
     config: ExecutorConfig, keys: Keys | None, rank: int, tiers: Mapping[int, Tier], bytes_per_block: int
 ) -> Peers:
-    """The exchange with other executors that the options ask for.
+    """Return the exchange with other executors that the options ask for.
 
     Raises:
         ConfigError: the address of the scheduler, next to which peers are served, cannot be read.

@@ -27,18 +27,18 @@ from pagewise_executor.tiers.tier import Rows
 T = TypeVar("T")
 
 _PIECE_BYTES = 16 * 2**20
-"""About how much is asked for, or sent, at a time."""
+"""About the bytes of one request or answer."""
 _CONNECT_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _IDENTITY = "pagewise:identity"
 _REST_SECONDS = 5.0
-"""How long a server is left alone that did not answer: each try would wait for it."""
+"""The pause after a server has not answered: each try would wait for a time-out."""
 
 
 class RedisTier(HashedTier):
-    """A server's blocks of one ``content``, which tells those of other models and formats apart.
+    """A server's blocks of one ``content``, which names the model and the block format.
 
-    The server keeps to a bound of its own: its ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds
-    after which it forgets a block that was not written again; None: never.
+    The server has its own bound, ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds after which it
+    deletes a block that was not written again; None: never.
     """
 
     def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
@@ -62,19 +62,19 @@ class RedisTier(HashedTier):
             raise ConfigError(f"--store: {error}") from error
 
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
-        """See ``HashedTier``."""
+        """Return for each block whether the server has it, which counts as a use of it."""
 
         def lengths() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
-                pipeline.strlen(self._key(name))  # counts as a use, which EXISTS does not
-            pipeline.get(_IDENTITY)  # so is this, which must not be what was not used for the longest
+                pipeline.strlen(self._key(name))  # counts as a use; EXISTS does not
+            pipeline.get(_IDENTITY)  # a use of the identity, which must not become the least recently used key
             return [length == self._value_bytes for length in pipeline.execute()[:-1]]
 
         return self._ask(lengths, [False] * len(names))
 
     def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``HashedTier``."""
+        """Read blocks into ``rows``. Return for each whether it was there and is sound; delete corrupt blocks."""
         found: list[bool] = []
         for start in range(0, len(names), self._per_piece):
             part = slice(start, start + self._per_piece)
@@ -90,12 +90,12 @@ class RedisTier(HashedTier):
             row[:] = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
             if is_sound(value[:HEADER_BYTES], name, row):
                 return True
-        self.failed("a block in the store is not what was written there")
+        self.failed("a block in the store is corrupt: its checksum does not match")
         self._ask(lambda: self._client.delete(self._key(name)), 0)
         return False
 
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """See ``HashedTier``."""
+        """Write blocks. Return for each whether the server has taken it."""
         written: list[bool] = []
         for start in range(0, len(names), self._per_piece):
             part = slice(start, start + self._per_piece)
@@ -109,14 +109,14 @@ class RedisTier(HashedTier):
                 pipeline.set(self._key(name), header(name, row) + row.tobytes(), ex=self._expire)
             answers = pipeline.execute(raise_on_error=False)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
-            if errors:  # it answers: there is no room, or nothing may be written
+            if errors:  # the server answers, but it is full or read-only
                 self.failed("the store does not take a block: %s", errors[0])
             return [not isinstance(answer, Exception) for answer in answers]
 
         return self._ask(send, [False] * len(names))
 
     def close(self) -> None:
-        """See ``Tier``."""
+        """Void all jobs, end all threads, and disconnect."""
         super().close()
         self._client.close()
 
@@ -124,7 +124,7 @@ class RedisTier(HashedTier):
         return self._prefix + name.hash.hex().encode() + b"." + first_digits(name.parent).encode()
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
-        """Return what the server answers, or ``otherwise`` if it does not."""
+        """Return the server's answer, or ``otherwise`` if there is none."""
         if time.monotonic() < self._rests_until:
             return otherwise
         try:
@@ -142,7 +142,7 @@ def wipe(url: str, salt: str | None) -> int:
         RedisError: the server does not answer, or does not let us in.
     """
     client = _connect(url)
-    contents: dict[str, dict[str, str]] = {}  # what each block follows
+    contents: dict[str, dict[str, str]] = {}  # the parent of each block
     keys: dict[tuple[str, str], list[str]] = {}
     for key in client.scan_iter("pagewise:*:*", count=1000):
         _, content, block = key.decode().split(":")

@@ -18,13 +18,13 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Tier:
-    """The base class of tiers. Its methods do as a tier without any block does; a tier overrides those that it needs.
+    """The base class of tiers. Its methods behave like a tier without blocks; subclasses override some of them.
 
     Fields:
         num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
-        identity: executors whose tiers have the same one share the content; empty: the executor has it alone.
+        identity: executors whose tiers have the same identity share the content; empty: the content is not shared.
         num_errors: reads and writes that have failed so far.
-        begun: epoch and number of the last step whose copies have all begun; only peers' is kept up to date.
+        begun: epoch and number of the last step whose copies have all begun; only ``Peers`` keeps it up to date.
         report: is called, on any thread, with the answer to each list of copies and to each look-up.
     """
 
@@ -39,9 +39,9 @@ class Tier:
     def begin(self, job: CopyJob, upper: "Tier") -> None:
         """Begin a list of copies between this tier and ``upper``, which lies above it, and report it when it is done.
 
-        Reads and writes of device memory are ordered with the work of the device: what is issued to it after this
-        returns may overwrite the source blocks, and targets are written after all that was issued before. Source blocks
-        of a tier above are read by its ``begin_read``, because the next list may write there.
+        Reads and writes of device memory are ordered with the work of the device: work that is issued after this
+        returns may overwrite the source blocks, and targets are written after all work that was issued before. Source
+        blocks of a tier above are read by its ``begin_read``, because the next list may overwrite them.
         """
         self.report(job.confirmed(0.0, job.pairs[:, 1].tolist()))
 
@@ -67,31 +67,30 @@ class Tier:
         self.report(Found(message.epoch, message.number, 0))
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
-        """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it holds what was stored
-        in it. Called on any thread, for other executors and for tiers below, while no step writes to the blocks."""
+        """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it is sound. Called on
+        any thread, for other executors and for tiers below, while no step writes to the blocks."""
         return [False] * len(blocks)
 
     def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
-        """Begin to read blocks into ``rows``, after all copies that have begun, and before those that begin later.
+        """Begin to read blocks into ``rows``, after all copies that have begun, and before copies that begin later.
 
-        Called where steps are issued. The result is that of ``read``, which a tier that can is to compute elsewhere.
+        Called by the thread that issues steps, so a tier should read on another thread. The result is that of ``read``.
         """
         done: Future[list[bool]] = Future()
         done.set_result(self.read(blocks, rows))
         return done
 
     def write(self, blocks: Blocks, rows: Rows, after: Any = None) -> None:
-        """Write ``rows`` into blocks, after all work that came before ``after``. Called on any thread."""
+        """Write ``rows`` into blocks, after all work before ``after``. Called on any thread."""
         raise NotImplementedError("only the device is written to by the tiers below it")
 
     def fence(self) -> Any:
-        """Return the ``after`` of a ``write`` that comes after all work that this tier has been given so far; None if
-        there is none."""
+        """Return the ``after`` for a ``write`` behind all work that this tier has so far; None if there is none."""
         return None
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
-        """Return up to ``count`` blocks that copies may be tried with, and the names of those if they have no ids."""
+        """Return up to ``count`` blocks for measuring copies, and their names if they have no ids."""
         return [], []
 
     def close(self) -> None:
-        """Release all resources. Nothing is called afterwards."""
+        """Release all resources. No method is called afterwards."""

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pagewise wipe",
         description="Delete the KV of requests with one cache salt, of all models, from a disk cache or a store. "
-        "Executors may be running; what they compute from now on is written again.",
+        "Executors may be running; blocks that they compute from now on are written again.",
     )
     parser.add_argument(
         "--salt",
