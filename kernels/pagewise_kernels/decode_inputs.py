@@ -1,4 +1,4 @@
-"""What a step feeds to the model, looked up on the device: tokens sampled last, their positions and slots."""
+"""The model's inputs of a step, looked up on the device: the tokens sampled last, their positions and slots."""
 
 import torch
 import triton

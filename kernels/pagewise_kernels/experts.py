@@ -4,7 +4,7 @@
 
 Nothing waits for the host, so all of it may be part of a CUDA graph. Pairs of a token and an expert are sorted by
 expert on the device and cut into tiles of one expert each, as in MegaBlocks (arXiv 2211.15841) and in vLLM's fused_moe.
-The grid has a program for each tile that there may be; those without one end at once. As in ``skinny_linear``, operands
+The grid has a program for each possible tile; a program without a tile ends at once. As in ``skinny_linear``, operands
 are swapped: a tile of the weight is the left one, so a few tokens per expert cost no more than a narrow right one.
 """
 
@@ -20,7 +20,7 @@ from pagewise_kernels.products import FLOATS, compute_options
 from pagewise_kernels.shapes import power_of_two
 
 _FEW_IDS, _MANY_IDS = 128, 1024
-"""Pairs that a program of the sort looks at together: those of a small decode step, and more."""
+"""Pairs that a program of the sort looks at together: as many as a small decode step has, or more."""
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def choose_experts_kernel(
     experts, slots = tl.arange(0, PADDED), tl.arange(0, SLOTS)
     wait_for_predecessor(PDL)
     read = tl.load(logits + token * stride_logits + experts, mask=experts < EXPERTS, other=-float("inf")).to(tl.float32)
-    left = tl.where(read == read, read, -float("inf"))  # what is no number is not chosen before numbers
+    left = tl.where(read == read, read, -float("inf"))  # NaN is not chosen before numbers
     shares = tl.exp(read - tl.max(left, 0))
     whole = tl.sum(shares, 0)
     found, values = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
@@ -165,7 +165,7 @@ def expert_gate_up_kernel(
     if expert >= 0:
         at = tl.load(entry + 1) + tl.arange(0, ROWS)
         there = at < tl.load(entry + 2)
-        # What lies behind the end is computed for the first token, and not stored: no load of the loop needs a mask.
+        # Rows behind the end compute the first token, and store nothing: no load of the loop needs a mask.
         tokens = tl.load(order + at, mask=there, other=0) // TOP_K
         weight_rows = gate_up + expert.to(tl.int64) * stride_expert + read * size_in
         x_rows = x + tokens.to(tl.int64) * stride_x
@@ -280,7 +280,7 @@ the other one reads: 128 KiB of the weights are on their way then."""
 def sum_of_experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sums [tokens, hidden] of what the experts of each token make of x [tokens, hidden].
+    """Return the weighted sums [tokens, hidden] of the results of each token's experts for x [tokens, hidden].
 
     ``gate_up`` [experts, 2 · inner, hidden], gate first, and ``down`` [experts, hidden, inner], contiguous.
     ``chosen`` int32 and ``weights``, both [tokens, k]: see ``choose_experts``. The same row may differ slightly between
@@ -293,9 +293,7 @@ def sum_of_experts(
     if (size, gate_up.shape) != (hidden, (experts, 2 * inner, hidden)) or x.stride(1) != 1:
         raise ValueError(f"x {list(x.shape)} does not fit {list(gate_up.shape)} and {list(down.shape)}")
     if chosen.shape[:-1] != (tokens,) or weights.shape != chosen.shape:
-        raise ValueError(
-            f"experts {list(chosen.shape)} and weights {list(weights.shape)} are not those of {tokens} rows"
-        )
+        raise ValueError(f"experts {list(chosen.shape)} and weights {list(weights.shape)} do not fit {tokens} rows")
     if any(not tensor.is_contiguous() for tensor in (gate_up, down, chosen, weights)):
         raise ValueError("weights and experts are contiguous")
     if x.dtype not in FLOATS or (gate_up.dtype, down.dtype, chosen.dtype) != (x.dtype, x.dtype, torch.int32):

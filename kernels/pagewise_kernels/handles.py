@@ -1,20 +1,20 @@
 """Launches compiled kernels without Triton's binder, which takes more of the host's time than the launch itself.
 
-The first launch of each kind goes through Triton, which compiles. What it returns is kept as a handle: the compiled
-kernel and its launcher. Later launches of the kind call that with their arguments. Two launches are of one kind if
-Triton would not tell them apart. It specialises kernels for
+The first launch of each kind goes through Triton, which compiles. The compiled kernel and its launcher are kept as a
+handle. Later launches of the kind call the launcher with their arguments. Two launches are of one kind if Triton would
+use the same compiled kernel. It specialises kernels for
 
 - the device, constants, and options such as ``num_warps`` and ``num_stages``,
-- the type of every argument: of a tensor that of its elements, of an integer its width,
+- the type of every argument: for a tensor the type of its elements, for an integer its width,
 - pointers and integers that are divisible by 16, and integers that are 1.
 
-What it has been told not to specialise (``do_not_specialize``) makes kinds of their own here, which share what was
-compiled. Triton also reads its knobs in each launch, and looks whether globals that a kernel uses have changed; here
-only the first launch of a kind does that. While launch hooks are set, Triton launches everything, and calls them.
+Arguments that are exempt (``do_not_specialize``) make kinds of their own here, which share a compiled kernel. Triton
+also reads its knobs in each launch, and looks whether globals that a kernel uses have changed; here only the first
+launch of a kind does that. While launch hooks are set, Triton launches all kernels, and calls the hooks.
 
-All of this relies on how Triton calls the launcher of a compiled kernel in ``JITFunction.run``, and on what that calls,
-which Triton does not promise. So it is done with ``TRITON_VERSIONS`` only. With others, and if something is not as
-expected, Triton launches the kernel: the log says so once, and ``num_unfrozen`` counts these launches.
+All of this relies on how Triton calls the launcher of a compiled kernel in ``JITFunction.run``, and on the launcher's
+own calls, which Triton does not promise. So only ``TRITON_VERSIONS`` use handles. With other versions, and if something
+is not as expected, Triton launches the kernel: the log says so once, and ``num_unfrozen`` counts these launches.
 """
 
 import inspect
@@ -32,12 +32,12 @@ Kind = tuple[object, ...]
 _Launcher = Callable[[tuple[int, ...], Arguments, Options], Kind | None]
 
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
-"""Those with which ``tests/kernels/launches.py`` found that handles tell the driver the same as Triton."""
+"""The versions for which ``tests/kernels/launches.py`` found that handles give the driver the same calls as Triton."""
 
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 _LAUNCHER = ["gridX", "gridY", "gridZ", "stream", "function"]
-"""The first parameters of a launcher. The metadata of the kernel comes next, then what hooks are told, the hooks before
-and after the launch, and the kernel's arguments."""
+"""The first parameters of a launcher. The metadata of the kernel comes next, then the metadata for hooks, the hooks
+before and after the launch, and the kernel's arguments."""
 _NO_HOOKS = (None, None, None)
 _NO_SCRATCH = (None, None)
 _MOST_KINDS = 10_000
@@ -47,7 +47,7 @@ _MOST_KINDS = 10_000
 class _Handle(NamedTuple):
     """How a compiled kernel is launched: ``run`` gets grid and stream, ``before``, and the arguments.
 
-    ``constants``: what stands for the constants, which are compiled in, behind the other arguments; None: arguments are
+    ``constants``: placeholders, behind the other arguments, for constants, which are compiled in; None: arguments are
     one list, without constants.
     """
 
@@ -57,7 +57,7 @@ class _Handle(NamedTuple):
 
 
 class _IntKinds(dict[int, int]):
-    """What Triton tells apart in integers, remembered by integer: 1, divisible by 16, and the width of the type."""
+    """The kind of each integer for Triton: whether it is 1 or divisible by 16, and the width of its type."""
 
     def __missing__(self, value: int) -> int:
         if len(self) >= _MOST_KINDS:
@@ -68,7 +68,7 @@ class _IntKinds(dict[int, int]):
 
 
 class Handles:
-    """The kinds of launches so far. ``num_unfrozen``: launches that Triton had to make though they were not new."""
+    """The handles of all kinds of launches so far. ``num_unfrozen``: launches by Triton whose kind was not new."""
 
     def __init__(self) -> None:
         self.num_unfrozen = 0
@@ -103,7 +103,7 @@ class Handles:
     def _launch_by_triton(
         self, kind: Kind, kernel: Any, grid: tuple[int, ...], arguments: Arguments, options: Options
     ) -> None:
-        """Make a launch whose kind is new, or of which hooks are told, and keep the handle."""
+        """Make a launch whose kind is new, or for which hooks are called, and keep the handle."""
         compiled = kernel[grid](*arguments, **options)
         handles = self._handles[kernel.fn]
         if (kernel.fn, kind) in self._refused:
@@ -179,7 +179,7 @@ def _freeze(kernel: Any, compiled: Any, num_arguments: int) -> _Handle:
     """Return the handle of a compiled kernel.
 
     Raises:
-        ValueError: it is not called as expected. AttributeError, TypeError: it lacks what is expected.
+        ValueError: its launcher has other parameters. AttributeError, TypeError: an expected attribute is missing.
     """
     is_constant = [bool(parameter.is_constexpr) for parameter in kernel.params]
     if (is_constant.count(False), is_constant) != (num_arguments, sorted(is_constant)):

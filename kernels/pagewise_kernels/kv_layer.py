@@ -21,7 +21,7 @@ class KVLayer:
     """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of float8 KV.
 
     They are checked here, once for a pool, and not at each launch. ``strides``: of a block, a token and a head;
-    ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or what stands for them.
+    ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or placeholders.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

@@ -1,7 +1,7 @@
 """How kernels are launched: on a device, by the interpreter, or not at all but compiled.
 
-Everything that launches goes through ``launch``, so a choice of configuration exists once: what ``compile.py`` compiles
-without a GPU is what runs on one.
+Every launch goes through ``launch``, so a choice of configuration exists once: ``compile.py`` compiles without a GPU
+exactly the kernels that run on a GPU.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from pagewise_kernels.handles import Handles
 log = logging.getLogger(__name__)
 
 NOMINAL_SMS = 132
-"""Multiprocessors that are assumed where there is no GPU: those of an H100 or H200."""
+"""Multiprocessors that are assumed where there is no GPU: as many as an H100 or H200 has."""
 
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _watcher: Watcher | None = None
@@ -39,9 +39,9 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 def called_by_kernels(function: Callable[..., object]) -> Any:
     """``triton.jit`` of a function with global constants, which kernels call.
 
-    Triton's key of a kernel has the constants of a function that it calls in it only if the function has its own key
-    already. So the key would depend on which kernel is launched first, and what another process has compiled would not
-    be found in the cache.
+    Triton's key of a kernel includes the constants of a function that it calls only if the function has its own key
+    already. So the key would depend on which kernel is launched first, and kernels that another process has compiled
+    would not be found in the cache.
     """
     made: Any = triton.jit(function)
     if not _INTERPRETED:
@@ -56,7 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: objec
     are exempt (``do_not_specialize``), so that nothing is compiled in the middle of serving.
 
     Nothing is launched on an empty grid, nor while the calls are watched by the compiler. Products and sums are fused
-    unless ``enable_fp_fusion`` says otherwise: Triton 3.9 warns where nobody decides, and its default may change.
+    unless ``enable_fp_fusion`` is False: Triton 3.9 warns where it is not given, and its default may change.
 
     A kernel whose last constant is ``PDL`` begins before the one before it has ended (see ``dependent_launch``), where
     the device of its first argument, a tensor, can do that.
@@ -130,12 +130,12 @@ def _driver_version() -> int:
 
 
 def num_unfrozen_launches() -> int:
-    """The number of launches that should have been by handles, and were made by Triton, which the log explains."""
+    """The number of launches that Triton made in place of a handle; the log has the reason."""
     return _handles.num_unfrozen if _handles is not None else 0
 
 
 def pretend_gpu(capability: int | None) -> None:
-    """Take tensors of the CPU for those of a GPU of ``capability``, because Triton's driver is a fake; None ends that.
+    """Treat tensors of the CPU as tensors of a GPU of ``capability``, with a fake of Triton's driver; None ends that.
 
     Kernels compute nothing then.
     """
@@ -150,7 +150,7 @@ def device_type() -> str:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether ``device`` has the shared memory of Hopper or of the data centre's GPUs after it, 227 KiB for a program.
-    Those of compute capability 12 have 99 KiB."""
+    GPUs of compute capability 12 have 99 KiB."""
     return 90 <= capability(device) < 120
 
 

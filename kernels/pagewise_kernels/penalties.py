@@ -1,4 +1,4 @@
-"""Penalties on logits: what stands in the prompt or the output already becomes less likely."""
+"""Penalties on logits: tokens of the prompt and the output so far become less likely."""
 
 import torch
 import triton

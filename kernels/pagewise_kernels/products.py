@@ -1,4 +1,4 @@
-"""What linear layers have in common: their operands, and the types that tensor cores compute in."""
+"""The common part of linear layers: checks of operands, and the types that tensor cores compute in."""
 
 import functools
 from typing import Any

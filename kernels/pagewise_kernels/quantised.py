@@ -3,8 +3,8 @@
     out = (x · x_scales) · (weight · weight_scales)ᵀ + bias
 
 A scale belongs to a block of the weight: an output (per channel), the whole weight (per tensor), a run of inputs of one
-output (per group), or a rectangle (per block). Scales of inputs belong to a row, or to a run of it. What is constant
-along the sum is multiplied behind it, anything else after each part of it, in float32 (as DeepSeek-V3 does,
+output (per group), or a rectangle (per block). Scales of inputs belong to a row, or to a run of it. Scales that are
+constant along the sum are multiplied behind it, other scales after each part of it, in float32 (as DeepSeek-V3 does,
 arXiv 2412.19437, section 3.3.2). Sums of int8 are whole numbers.
 """
 
@@ -37,10 +37,10 @@ def e4m3_from_bits(bits):
 
 @triton.jit
 def scale_of(wide, AXIS: tl.constexpr, MOST: tl.constexpr):
-    """What to divide numbers of float32 by along ``AXIS``, so that the largest of them becomes MOST; 1 for zeros.
+    """The divisor of float32 numbers along ``AXIS`` that makes the largest of them MOST; 1 for zeros.
 
-    Bits of numbers without a sign compare as the numbers do, and those of NaN are the greatest. So a NaN becomes that
-    of the scale and of all products, because int8 has none: a broken layer must not go on with plausible values.
+    Bits of numbers without a sign compare as the numbers do, and the bits of NaN are the greatest. So a NaN makes the
+    scale and all products NaN, because int8 has none: a broken layer must not go on with plausible values.
     """
     most = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)
     return tl.where(most == 0, 1.0, most / MOST)
@@ -94,7 +94,7 @@ def quantise_rows(
     """Quantise x [rows, size] to ``dtype`` (float8_e4m3fn or int8), as one kernel.
 
     ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
-    With ``static_scale`` (float32, one value) all have that one, and what is larger than it allows becomes the largest.
+    With ``static_scale`` (float32, one value) all have that scale, and larger values are clamped.
     Returns values [rows, size] and float32 scales [rows, groups], whose product is x. The scale of a group with a NaN
     is NaN.
 
@@ -108,7 +108,7 @@ def quantise_rows(
     rows, size = x.shape
     group = min(group or size, size)
     if not 1 <= group <= _LARGEST:
-        raise ValueError(f"groups of {group} are not supported, those of 1 to {_LARGEST} are")
+        raise ValueError(f"groups of {group} are not supported, only groups of 1 to {_LARGEST}")
     if static_scale is not None and (static_scale.numel(), static_scale.dtype, group) != (1, torch.float32, size):
         raise ValueError("a static scale is one float32 for all rows, without groups")
     values = torch.empty(rows, size, dtype=dtype, device=x.device)
@@ -297,11 +297,11 @@ def _part(inner: int, size_in: int, block_in: int, group: int, quantised: bool) 
     return inner
 
 
-def _check_scales(scales: torch.Tensor, shape: tuple[int, int], what: str) -> None:
-    """Raise ValueError if ``scales`` are not float32 of this ``shape``, those of a row side by side."""
+def _check_scales(scales: torch.Tensor, shape: tuple[int, int], name: str) -> None:
+    """Raise ValueError if ``scales`` are not float32 of this ``shape`` with contiguous rows."""
     if scales.shape != shape or scales.dtype != torch.float32 or (shape[1] > 1 and scales.stride(1) != 1):
         raise ValueError(
-            f"{what} have scales in float32 {list(shape)} with contiguous rows, not {scales.dtype} "
+            f"{name} have scales in float32 {list(shape)} with contiguous rows, not {scales.dtype} "
             f"{list(scales.shape)} with strides {list(scales.stride())}"
         )
 

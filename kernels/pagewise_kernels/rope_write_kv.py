@@ -1,4 +1,4 @@
-"""What lies between the projection of a layer and its attention: norm of the heads, RoPE, and K and V into the pool.
+"""The steps between the projection of a layer and its attention: norm of the heads, RoPE, and K and V into the pool.
 
 Rotary position embedding (Su et al., arXiv 2104.09864) with halves turned against each other as in Llama, after an
 RMSNorm of each query and key where the model has one (Qwen3).
@@ -124,9 +124,9 @@ def rope_write_kv(
     """Rotate the queries of qkv [tokens, heads + 2 · kv_heads, head_dim] in place; write keys and values into the pool.
 
     positions int64 [tokens]: rows of cos and sin [max_positions, head_dim / 2]; they have to be below max_positions.
-    Element i of a query or key is turned against element i + head_dim / 2. ``layer`` and slots: as in
-    ``write_kv``. With ``head_norm`` [heads + kv_heads, head_dim] queries
-    and keys have an RMSNorm with these weights before. What qkv holds of keys and values stays.
+    Element i of a query or key is turned against element i + head_dim / 2. ``layer`` and slots: as in ``write_kv``.
+    With ``head_norm`` [heads + kv_heads, head_dim] queries and keys have an RMSNorm with these weights before. The keys
+    and values in qkv do not change.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

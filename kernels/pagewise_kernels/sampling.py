@@ -4,8 +4,8 @@ Noise is Philox 4x32-10 (Salmon et al., SC 2011) keyed by the request's seed, wi
 of the token as counter, so a row samples the same token in any batch and on any device. Gumbel-max after Maddison et
 al. (arXiv 1411.0030).
 
-What top-k and top-p keep is a beginning of the entries sorted by value, ties by index. Where it ends is searched for
-without sorting: every pass over the row weighs what is over each of eight pivots, and leaves an eighth of the range.
+Top-k and top-p keep the first entries in the order of value, ties by index. A search finds the end of these entries
+without sorting: every pass over the row weighs the entries over each of eight pivots, and leaves an eighth of it.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def load_logits(row, columns, vocab_size):
 
 @triton.jit
 def weigh_over(row, vocab_size, pivots, rate, highest, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """What the entries at or over each of 8 pivots weigh: 1 each, or 2 ** ((logit - highest) · rate) with MASS.
+    """The weight of the entries at or over each of 8 pivots: 1 each, or 2 ** ((logit - highest) · rate) with MASS.
 
     Each thread sums up its own entries, so that nothing is exchanged before the end of the row.
     """
@@ -89,10 +89,10 @@ def ends_between(row, vocab_size, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_cut(row, vocab_size, low, highest, wanted, rate, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the fewest of the greatest entries end that weigh ``wanted``, of those from ``low`` to ``highest``.
+    """The cut between ``low`` and ``highest`` above which the fewest of the greatest entries weigh ``wanted``.
 
-    Returns a logit, what the entries at or over it weigh, and what those over it do. If the former is more than
-    ``wanted``, only some of the entries that are equal to it belong to those; otherwise all from it on do.
+    Returns the cut, a logit; the weight of the entries at or over it; and the weight of the entries over it. If the
+    former is more than ``wanted``, only some of the entries that are equal to the cut are kept, otherwise all of them.
     """
     pivots = tl.arange(0, 8)
     # The ends of the range, as integers that compare as the logits do.
@@ -159,9 +159,9 @@ def filter_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """One program per row of logits: what its filters keep. ``rows``: where its parameters stand.
+    """One program per row of logits: the entries that its filters keep. ``rows``: the index of its parameters.
 
-    Logits over ``cuts`` are kept, and those that are equal to it up to the column ``limits``.
+    Logits over ``cuts`` are kept, and logits that are equal to the cut up to the column ``limits``.
     """
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride
@@ -180,7 +180,7 @@ def filter_kernel(
         cut = lowest
         if min_p > 0.0:
             cut = tl.maximum(lowest, highest + temperature * tl.log(min_p))
-        # How many of those at the cut stay; 0: all of them.
+        # How many of the entries at the cut stay; 0: all of them.
         ties = 0.0
         if filters_k:
             wanted = top_k.to(tl.float32)
@@ -190,12 +190,12 @@ def filter_kernel(
         if filters_p:
             low = cut
             if ties > 0.0:
-                low = value_of_bits(ordered_bits(cut + 0.0) + 1)  # -0.0 and what comes next, +0.0, are equal
+                low = value_of_bits(ordered_bits(cut + 0.0) + 1)  # -0.0 and the next value, +0.0, are equal
             pivot = low + tl.zeros([8], tl.float32)
             mass = tl.max(weigh_over(row, vocab_size, pivot, rate, highest, True, BLOCK), 0)
             at_cut = tl.exp2((cut - highest) * rate)
             wanted = top_p * (mass + ties * at_cut)
-            if (ties > 0.0) & (wanted > mass):  # it ends among those that tie at the end of top-k
+            if (ties > 0.0) & (wanted > mass):  # the cut of top-p lies among the ties at the end of top-k
                 ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-30)))
             else:
                 cut, weight, over = find_cut(row, vocab_size, low, highest, wanted, rate, True, BLOCK)
@@ -278,7 +278,7 @@ def sample(
     """One token int64 [n] for each row of logits [n, vocab].
 
     rows int32 [n]: which of the ``parameters`` are its own. positions int64 [n]: of the token that is sampled. min_p
-    goes first, then top_k, then top_p of what is left, of which at least one entry stays.
+    goes first, then top_k, then top_p of the remaining entries, of which at least one stays.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -304,8 +304,8 @@ def sample(
         filter_kernel,
         (number,),
         logits, rows, p.temperature, p.top_k, p.top_p, p.min_p, cuts, limits, vocab_size, logits.stride(0),
-        # One program walks the whole row some times, so it is as wide as registers allow. Chosen by what the compiler
-        # says; not tuned on a GPU.
+        # One program walks the whole row some times, so it is as wide as registers allow. The number of registers comes
+        # from the compiler; nothing was tuned on a GPU.
         BLOCK=block, num_warps=16,
     )  # fmt: skip
     launch(

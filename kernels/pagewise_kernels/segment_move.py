@@ -97,7 +97,7 @@ def move_tokens(
 ) -> None:
     """Move tokens of one layer from slots to slots, block * block_size + offset; no target is a source.
 
-    sources, targets int32 or int64 [tokens]; cos, sin float32 [tokens, pairs]: by what each token's keys are rotated,
+    sources, targets int32 or int64 [tokens]; cos, sin float32 [tokens, pairs]: the rotation of each token's keys,
     in the first 2 * pairs elements of a head. ``interleaved``: the elements of a pair lie side by side, else ``pairs``
     apart. In a float8_e4m3fn pool each token and head is scaled anew. Source: RoPE, arXiv 2104.09864.
 

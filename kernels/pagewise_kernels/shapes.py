@@ -1,4 +1,4 @@
-"""Shapes: arithmetic, and what rows of logits are checked for."""
+"""Shapes: arithmetic, and the checks of rows of logits."""
 
 import torch
 

@@ -113,7 +113,7 @@ def skinny_linear_kernel(
     up_rows = gate_rows + tl.cast(size_out, tl.int64) * stride_weight
     gate_at, up_at = gate_rows[:, None] + inner[None, :], up_rows[:, None] + inner[None, :]
     x_at = x + rows.to(tl.int64)[None, :] * stride_x + inner[:, None]
-    if PDL:  # what the first turns of the loop read: the kernel before is a small one, so memory has time
+    if PDL:  # prefetch for the first turns of the loop: the kernel before is a small one, so memory has time
         prefetch_rows(gate_rows + first, last - first, PREFETCHED)
         if GATED:
             prefetch_rows(up_rows + first, last - first, PREFETCHED)
@@ -176,7 +176,7 @@ def skinny_linear_kernel(
 
 
 class _Tile(NamedTuple):
-    """What a program computes: ``columns`` of the result (of gate and of up each), ``inner`` inputs in each turn of its
+    """The tile of a program: ``columns`` of the result (of gate and of up each), ``inner`` inputs in each turn of its
     loop, for ``rows``; with ``stages`` of them in shared memory. ``parts``: programs for each tile of columns."""
 
     rows: int
@@ -199,7 +199,7 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x · weightᵀ + bias [rows, out] for x [rows, in] of at most MOST_ROWS rows, weight [out, in] and bias [out].
 
-    ``gated``: weight and bias are those of gate and, behind them, up, [2 · out, in] and [2 · out], and the result is
+    ``gated``: weight and bias hold gate and, behind it, up, [2 · out, in] and [2 · out], and the result is
     silu(gate) · up. ``weight_scales`` float32 [out or 2 · out]: the weight is float8_e4m3fn, and multiplied by them.
     x is then float8_e4m3fn as well, with ``x_scales`` float32 [rows], or it is of 16 or 32 bits, has at most
     MOST_ROUNDED_ROWS rows, and the kernel rounds it with the scales of ``quantise_rows``. It multiplies by the

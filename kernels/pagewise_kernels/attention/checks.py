@@ -1,4 +1,4 @@
-"""The checks of the arguments of attention. Those of the KV are made once, by ``KVLayer``."""
+"""The checks of the arguments of attention. ``KVLayer`` checks the KV, once."""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which tile, how many warps: one plain function per kind of attention, never keyed on the batch."""
+"""The tile and the number of warps: one plain function per kind of attention, never keyed on the batch."""
 
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,7 @@ def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, det
 
 
 def decode_configs(group: int) -> list[TileConfig]:
-    """What may be fastest for decodes with heads of 128 in 16 bits, the default first: for benchmarks to find out."""
+    """Candidates for decodes with heads of 128 in 16 bits, the default first, of which benchmarks find the fastest."""
     rows = max(16, power_of_two(group))
     return [TileConfig(rows, 64, 4, 5, 3), TileConfig(rows, 64, 4, 2, 3), TileConfig(rows, 64, 4, 5, 2)]
 

@@ -27,7 +27,7 @@ LEAST_SHARED = 256 if not interpreted() else 16
 
 
 class DecodePlan:
-    """How decodes are shared out among programs, and the scratch they need; allocated once, planned anew each step.
+    """How decodes are shared out among programs, and their scratch; allocated once, planned anew each step.
 
     Args:
         max_queries: most sequences of a step. heads, kv_heads, head_dim: of the model. kv_dtype: of the KV pool.
@@ -105,9 +105,9 @@ class DecodePlan:
         """Let queries of the following steps read shared prefixes together, until this is called anew.
 
         ``prefixes`` [n, 3] (begin, count, tokens): the queries members[begin : begin + count] have equal block tables
-        for the first ``tokens`` tokens, and longer contexts than that. No query is in two prefixes. What is shorter
-        than LEAST_SHARED tokens is not shared, and nothing is by a plan that cannot (``can_share``). ``upload`` brings
-        an array to the device. Without prefixes, nothing is copied unless there were some before.
+        for the first ``tokens`` tokens, and longer contexts than that. No query is in two prefixes. Prefixes shorter
+        than LEAST_SHARED tokens are not shared, and a plan without ``can_share`` shares none. ``upload`` brings an
+        array to the device. Without prefixes, nothing is copied unless there were some before.
 
         Raises:
             ValueError: a query is in two prefixes, or is none.
@@ -185,9 +185,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
-    tables int32 [rows, blocks].
-    ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros. ``scale``:
-    head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
+    tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros.
+    ``scale``: head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

@@ -2,12 +2,11 @@
 
 Its work comes in *units*, which ``plan_decode_kernel`` makes: contexts are split so that all multiprocessors have
 something to read, as in Flash-Decoding, and a prefix that several sequences share is read by units of them (after
-Hydragen, Juravsky et al., arXiv 2402.05099). All rows of a unit see the same tokens, so nothing has to be known of
-positions.
+Hydragen, Juravsky et al., arXiv 2402.05099). All rows of a unit see the same tokens, so the kernel needs no positions.
 
 The loop over tiles has two buffers, and the other programs of the multiprocessor hide the latency of memory: three fit
-on Hopper (``config``). So a context of a single tile, which is what a program gets of a small batch, has no more
-instructions before it and behind it than it needs.
+on Hopper (``config``). A program of a small batch gets a context of a single tile, so the code before and behind the
+loop is as short as possible.
 """
 
 import triton
@@ -155,11 +154,11 @@ def decode_attention_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Program i takes unit i // KV_HEADS, and those that follow it, for KV head i % KV_HEADS.
+    """Program i takes unit i // KV_HEADS, and the units that follow it, for KV head i % KV_HEADS.
 
-    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` units of
-    several queries are those of entries of ``order``. ``PARTS``: how many parts of a query's result the program merges
-    at once that has stored the last of them. A unit of 0 queries does nothing: what a program has that gets no work.
+    Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` the
+    queries of a unit with several of them are entries of ``order``. ``PARTS``: how many parts of a query's result are
+    merged at once, by the program that has stored the last part. A program without work gets a unit of 0 queries.
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)

@@ -20,8 +20,8 @@ _SPLIT = tl.constexpr("""{
 def unpack_pairs(pairs, COMPUTE: tl.constexpr):
     """The first and the second values in ``COMPUTE`` of pairs of float8_e4m3fn, which are int16 of any shape.
 
-    Matrix products want values of neighbouring tokens in one register, and KV has those of neighbouring dimensions next
-    to each other. Only elements of 16 bits are transposed when they are loaded from shared memory (``ldmatrix``). So
+    Matrix products want values of neighbouring tokens in one register, and KV has neighbouring dimensions next to each
+    other. Only elements of 16 bits are transposed when they are loaded from shared memory (``ldmatrix``). So
     values are loaded as pairs, and each half of the dimensions becomes a matrix of its own: three instructions for four
     values. Triton would load each byte by itself, and convert it to bfloat16 with three further instructions.
     """

@@ -1,7 +1,7 @@
 """The kernel of prefill attention: query rows of one KV head against a paged context.
 
-Its work comes in *units*: some neighbouring queries of the batch, the block table they look through, and the stretch of
-context they see. What is done with a tile of it is in ``tiles``, as for decodes (``decode_kernel``).
+Its work comes in *units*: some neighbouring queries of the batch, their block table, and the stretch of context that
+they see. ``tiles`` has the work on a tile, as for decodes (``decode_kernel``).
 """
 
 import triton

@@ -28,18 +28,18 @@ def merge_if_last(
 ):
     """Count a part of ``query`` and KV head ``head`` that this program has stored; merge all parts if it is the last.
 
-    The query has ``count`` parts from place ``first`` on.
+    The query has ``count`` parts from index ``first`` on.
     ``arrivals`` int32 [queries, KV_HEADS]: parts that have been stored, 0 before and after a launch. ``AT_ONCE``: parts
-    that are read together. With 1 they are merged one after the other, in the order of the context, whoever merges.
+    that are read together. With 1 they are merged one after the other, in the order of the context, by any program.
     ``ROWS``: GROUP rounded up to a power of two.
 
     Why nothing stale is read: the caller has a barrier between its stores and this call, so all threads' stores come
     before the atomic, which one thread executes as a release and an acquire for the whole device. The last program's
-    acquire sees what every release before it in the chain of additions has covered, thus all parts. Triton hands the
+    acquire covers every release before it in the chain of additions, thus all parts. Triton hands the
     atomic's result to the other threads through shared memory behind a barrier, so their loads come after the acquire.
     These loads go to the L2 cache (.cg): a line of a former launch may linger in the L1 cache of this multiprocessor.
 
-    The last program sets the counter back to 0. Nobody else looks at it any more in this launch, and the next launch on
+    The last program sets the counter back to 0. No other program reads it later in this launch, and the next launch on
     this stream, or the next replay of its graph, waits until this one has ended, if it begins earlier at all.
     """
     arrival = arrivals + query * KV_HEADS + head

@@ -42,17 +42,17 @@ def plan_decode_kernel(
     tokens that count, a large number for all of them.
 
     The first unit of run i is unit i, so that a program finds its work with one access to memory; the others lie behind
-    those of all runs (or in order, with SPLIT_TILES), and each says which comes next. A run without work has a unit of
-    0 queries. RUNS: ``num_runs`` rounded up to a power of two.
+    the first units of all runs (or in order, with SPLIT_TILES), and each has the index of the next. A run without work
+    has a unit of 0 queries. RUNS: ``num_runs`` rounded up to a power of two.
 
     With ``SHARING`` there are also ``num_items`` [1] shared stretches: the first ``item_tokens`` (whole tiles) of the
-    contexts of ``item_sizes`` queries, those at ``item_firsts`` and after it in ``order``. They are cut like contexts,
-    which begin behind them: that of query i behind stretch ``item_of[i]``, unless that is -1.
+    contexts of ``item_sizes`` queries, which begin at ``item_firsts`` in ``order``. They are cut like contexts, which
+    begin behind them: the context of query i behind stretch ``item_of[i]``, unless that is -1.
 
-    Each query has parts from ``first_parts`` on, ``num_parts`` of them: those of its stretch, then those of its own. A
-    query without context, which pads the batch, gets a unit without tokens, whose result is zeros: what lies in
-    uninitialised memory should not go on from here. A query of length -1 gets nothing: it is no decode, and something
-    else writes its result.
+    Each query has parts from ``first_parts`` on, ``num_parts`` of them: the parts of its stretch, then its own. A query
+    without context, which pads the batch, gets a unit without tokens, whose result is zeros: later layers should not
+    read uninitialised memory. A query of length -1 gets no unit: it is no decode, and prefill attention writes its
+    result.
 
     ``arrivals`` [queries, kv_heads] of these queries become 0. They are already, unless units did not fit into
     ``max_units`` in an earlier step: then its parts never were complete, and later steps would merge theirs too early.

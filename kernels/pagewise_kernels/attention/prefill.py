@@ -34,13 +34,13 @@ class PrefillPlan:
     """How the chunks of a step are shared out among programs; used by all its layers of one kind.
 
     Args:
-        chunks: what is computed; their queries do not overlap. heads, kv_heads, head_dim: of the model. kv_dtype: of
-            the KV pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
+        chunks: of a step; their queries do not overlap. heads, kv_heads, head_dim: of the model. kv_dtype: of the KV
+            pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is
             not pinned, so CUDA copies a plan of more than 64 KiB (about 14,000 tokens) only after all work that was
             issued before.
 
-    ``packed``: the plan in one array, for those who upload it with others, and then say where it is (``place``).
+    ``packed``: the plan in one array, for callers that upload it with other arrays, and then call ``place``.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class PrefillPlan:
         positions = np.zeros(self._num_queries, np.int32)
         for chunk in chunks:
             positions[chunk.first : chunk.first + chunk.size] = np.arange(chunk.start, chunk.start + chunk.size)
-        # One copy to the device for all of it. Its parts are aligned like those of static plans, so that kernels which
-        # have been compiled for these are those that this plan needs.
+        # One copy to the device for all of it. Its parts are aligned like the parts of static plans, so that both sorts
+        # of plans use the same compiled kernels.
         self._num_units = len(units)
         self._first_position = _ALIGNED + -(-units.size // _ALIGNED) * _ALIGNED
         self.packed = np.zeros(self._first_position + self._num_queries, np.int32)
@@ -87,13 +87,13 @@ class PrefillPlan:
 
 
 class StaticPrefillPlan:
-    """A prefill plan whose tensors stay where they are, so that a CUDA graph can be captured of what reads them.
+    """A prefill plan whose tensors keep their addresses, so that a CUDA graph can be captured of kernels that read it.
 
-    What it depends on is fixed, but for the chunks of a step, whose units ``units_of`` returns; somebody else copies
-    them into the tensors before each step.
+    Only the chunks of a step change. ``units_of`` returns their units, and the caller copies these into the tensors
+    before each step.
 
-    The tile is that of chunks as long as the step, also where all chunks of a step are short: drafts, for instance,
-    fill a small part of it. Smaller tiles for those would take further graphs of every size, or a further launch in
+    The tile is the tile of chunks as long as the step, also where all chunks of a step are short: drafts, for instance,
+    fill a small part of it. Smaller tiles for short chunks would need more graphs of every size, or one more launch in
     each layer of every step; whether that is worth it has not been measured.
 
     Args:
@@ -123,7 +123,7 @@ class StaticPrefillPlan:
         )
         self._queries = self.config.rows // group
         self.unit_count, self.units, self.positions = unit_count, units, positions
-        # What is more than fits at once would only find that there is nothing to do.
+        # More programs than fit at once would find no work.
         at_once = _STATIC_PROGRAMS * num_sms(device) if not interpreted() else 3
         self.programs = min(size * kv_heads, at_once)
 
@@ -141,7 +141,7 @@ class StaticPrefillPlan:
 
 
 def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None) -> npt.NDArray[np.int32]:
-    """Units of ``queries`` neighbouring queries [n, UNIT_FIELDS], those with the most context first."""
+    """Units of ``queries`` neighbouring queries [n, UNIT_FIELDS], in descending order of context."""
     first, start, size, table = np.array(chunks, np.int64).reshape(-1, len(Chunk._fields)).T
     number = -(-size // queries)
     of = np.repeat(np.arange(len(number)), number)

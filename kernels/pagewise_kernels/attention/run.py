@@ -1,4 +1,4 @@
-"""Launches the kernels of attention; what decode and prefill have in common."""
+"""Launches the kernels of attention, with the arguments that decode and prefill have in common."""
 
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ _COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 
 
 class Parts(NamedTuple):
-    """Where partial results go.
+    """The buffers of partial results.
 
-    ``values`` float32 [n, heads, head_dim]: values times weights; ``highs`` [n, heads]: log2 of what weights are
-    relative to; ``totals`` [n, heads]: sums of weights. Those of query i are ``first[i]`` and the ``number[i] - 1``
-    after it. ``arrivals`` int32 [queries, kv_heads]: zeros.
+    ``values`` float32 [n, heads, head_dim]: values times weights; ``highs`` [n, heads]: log2 of the unit of weights;
+    ``totals`` [n, heads]: sums of weights. The parts of query i are ``first[i]`` and the ``number[i] - 1`` after it.
+    ``arrivals`` int32 [queries, kv_heads]: zeros.
     """
 
     values: torch.Tensor

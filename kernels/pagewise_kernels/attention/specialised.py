@@ -11,7 +11,7 @@ from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import capability, check_device, launch, num_sms
 
 SPECIALISED = TileConfig(rows=128, tile=128, num_warps=4, num_stages=2)
-"""The units that the kernel computes. ``num_warps``: those of a consumer, of which there are two."""
+"""The units that the kernel computes. ``num_warps``: of a consumer, of which there are two."""
 
 
 def flaw_of_specialised(

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """From Triton 3.9 on it has the former name, and the latter one raises."""
 _ROWS = gl.constexpr(64)
-"""Rows of a consumer: those of a product of four warps."""
+"""Rows of a consumer: the rows of a product of four warps."""
 _PIECE = gl.constexpr(16)
 """Tokens of a piece of a block. Tiles are copied piece by piece, which takes as few registers for large blocks."""
 _LOADERS = gl.constexpr(128)
@@ -46,8 +46,8 @@ def copy_tile(
     tile, pool, ids, begin, stop, stride_piece, stride_token,
     PIECES: gl.constexpr, DIM: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the tokens from ``begin`` on, which lie in the pieces ``ids`` [PIECES] of the pool. Zeros take the
-    place of those from ``stop`` on, whose weights are zero, because zero times what lies there may be NaN."""
+    """Begin to copy the tokens from ``begin`` on, which lie in the pieces ``ids`` [PIECES] of the pool. Zeros replace
+    the tokens from ``stop`` on: their weights are zero, but zero times the content of the pool may be NaN."""
     line: gl.constexpr = gl.SliceLayout(0, COPIED)
     pieces = gl.expand_dims(gl.expand_dims(gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COPIED))), 1), 2)
     places = gl.expand_dims(gl.arange(0, _PIECE, gl.SliceLayout(1, line)), 1)
@@ -105,7 +105,7 @@ def load_tiles(
 
 @gluon.jit
 def weigh(scores, high, total, positions, places, begin, unmasked, factor, TILE: gl.constexpr):
-    """Weights of a tile, what former sums are multiplied by, the new high and total: as ``tiles.weigh`` does it.
+    """Weights of a tile, the factor of former sums, the new high and total: as ``tiles.weigh`` computes them.
     Rows see the first token of a context in their first tile, so ``high`` is finite."""
     if begin + TILE > unmasked:
         seen = gl.expand_dims(begin + places, 0) <= gl.expand_dims(positions, 1)
@@ -150,7 +150,7 @@ def attend(
         at = (first_query + q_lines // GROUP).to(gl.int64) * stride_qn + (head * GROUP + q_lines % GROUP) * stride_qh
         there = gl.expand_dims(q_lines < num_queries * GROUP, 1)
         q_rows.store(gl.load(q + (gl.expand_dims(at, 1) + gl.expand_dims(q_dims, 0)), mask=there, other=0.0))
-        fence_async_shared()  # by those who write, before the barrier behind which the tensor cores read
+        fence_async_shared()  # by the writing threads, before the barrier behind which the tensor cores read
         # The queries of a unit are neighbours, the last of which is the last token that the unit sees.
         positions = stop - num_queries + rows // GROUP
         unmasked = stop - num_queries + FIRST // GROUP + 1
@@ -238,6 +238,6 @@ def specialised_prefill_kernel(
                           KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, DIM, TILE, STAGES)),
         ],
         [4, 4],
-        # Registers of a thread of the second consumer and of the producer; those that are left are the first one's.
+        # Registers of a thread of the second consumer and of the producer; the first consumer gets the rest.
         [240, 24],
     )  # fmt: skip

@@ -35,8 +35,8 @@ def token_offsets(blocks, tile, stride_block, stride_token, BLOCK_SIZE: tl.const
     elif BLOCK_SIZE >= TILE:
         inside = tile % BLOCK_SIZE + places
     else:
-        # Before the multiplication by the stride, which tells the compiler how addresses are aligned: Triton 3.6 has
-        # forgotten it after a reshape, and would copy two bytes at a time.
+        # Before the multiplication by the stride, by which the compiler knows the alignment of addresses: Triton 3.6
+        # forgets it after a reshape, and would copy two bytes at a time.
         blocks = tl.reshape(tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE])
         inside = places % BLOCK_SIZE
     return blocks * stride_block + inside * stride_token
@@ -53,8 +53,8 @@ def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
     """Queries [M, DIM] as they are multiplied, and the factor that makes logarithms (log2) of weights of the products.
 
     Next to float8 keys, which become float16, rows are divided by the power of two below their greatest element: so all
-    of bfloat16 fits into float16, and nothing is rounded but what lies 2**-14 below the greatest. It goes into the
-    factor, which is [M] then.
+    of bfloat16 fits into float16, and only elements 2**-14 below the greatest are rounded. It goes into the factor,
+    which is [M] then.
     """
     factor = scale * 1.4426950408889634
     if HAS_SCALES:
@@ -81,13 +81,13 @@ def weigh(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
 ):
-    """Weights [M, TILE] of a tile, what former sums are multiplied by [M], and the new high and total [M].
+    """Weights [M, TILE] of a tile, the factor [M] of former sums, and the new high and total [M].
 
     ``scores`` [M, TILE]: products of queries and keys; ``k_scale``, ``v_scale`` [TILE] of float8 KV. ``seen``, with
-    ``MASKED``: what counts. ``SEES_NONE``: there may be rows that have seen nothing yet.
+    ``MASKED``: the tokens that count. ``SEES_NONE``: there may be rows that have seen no token yet.
 
-    Scales never meet an element of K or V. That of a key multiplies its score. That of a value belongs to the weight
-    which multiplies it, in the sum but not in the total. So that weights fit into float16, whatever scales there are,
+    Scales never multiply an element of K or V. The scale of a key multiplies its score. The scale of a value multiplies
+    the weight of the value, in the sum but not in the total. So that weights fit into float16 with scales of any size,
     its power of two is added to the exponent before the maximum is taken: ``high`` is the maximum of both together.
     """
     if HAS_SCALES:
@@ -241,7 +241,7 @@ def attend_stretch(
 
 @triton.jit
 def merge(acc, high, total, part, part_high, part_total):
-    """Add the sums of a part, of which every row has seen something or which is the first, to those of others."""
+    """Add the sums of a part to the sums of earlier parts. Every row of it has seen a token, unless it is the first."""
     new_high = tl.maximum(high, part_high)
     base = tl.where(new_high == float("-inf"), 0.0, new_high)
     mine, its = tl.exp2(high - base), tl.exp2(part_high - base)

@@ -1,4 +1,4 @@
-"""What the library's functions take: the same as in its C files."""
+"""The parameters of the library's functions, as its C files declare them."""
 
 import ctypes
 

@@ -21,7 +21,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Rotation(NamedTuple):
-    """What happens to queries and keys before attention.
+    """The rotation of queries and keys, and their norm, before attention.
 
     ``cos``, ``sin`` [tokens, head_dim], whose two halves are equal: RoPE. ``head_norm`` [heads + kv_heads, head_dim] or
     None: the weights of an RMSNorm of each head before it, with ``eps``.
@@ -34,7 +34,7 @@ class Rotation(NamedTuple):
 
 
 class CpuStep:
-    """The attention of one step: what all of its layers have in common.
+    """The attention of one step, with the arguments that all of its layers have in common.
 
     Args:
         slots: the slot of each token of the flat batch [tokens] in the pool.

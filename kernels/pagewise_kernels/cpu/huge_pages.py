@@ -1,6 +1,6 @@
-"""Memory on huge pages, where the kernel has them, for what every step reads: packed weights.
+"""Memory on huge pages, where the kernel has them, for packed weights, which every step reads.
 
-On pages of 4 KiB the processor has to look up so often where they lie that reading them takes a sixth longer
+On pages of 4 KiB the processor has to translate so many addresses that reading takes a sixth longer
 (``docs/performance.md``).
 """
 
@@ -17,7 +17,7 @@ import torch
 _PAGE = 2 << 20
 """Bytes of a huge page, except on aarch64 with pages of 16 or 64 KiB, where such memory has ordinary ones."""
 _CHUNK = 64 << 20
-"""Bytes that are mapped at once, since a huge page holds several small weights. What is not used takes no memory."""
+"""Bytes that are mapped at once, since a huge page holds several small weights. Unused pages take no memory."""
 _LINE = 64
 
 _lock = threading.Lock()

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 _REMEDY = "python -m pagewise_kernels.cpu.build builds it, with ziglang"
 Block = npt.NDArray[np.uint8]
 _LEAST = 1 << 20
-"""Bytes below which the C library keeps what is freed: the results of decode steps are that small."""
+"""The C library keeps freed blocks below so many bytes: the results of decode steps are that small."""
 _free: defaultdict[int, list[Block]] = defaultdict(list)
-"""Blocks that nothing lies in, by size: powers of two, of which only what has been written takes memory."""
+"""Free blocks by size, which is a power of two. Only pages that have been written take memory."""
 _least_free: defaultdict[int, int] = defaultdict(int)
 """Of each size, how many have been free all the time since ``free_unused`` was called last."""
 
@@ -92,7 +92,7 @@ def _variants() -> list[Variant]:
     name = machine()
     if name is None:
         raise LibraryMissingError("the CPU operations are built for Linux with glibc on x86_64 and aarch64 only")
-    # torch has looked at what processor and operating system support; ATEN_CPU_CAPABILITY makes it look no further.
+    # torch knows the capabilities of the processor and the operating system; ATEN_CPU_CAPABILITY limits them.
     widest = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 4)
     vnni = widest == 16 and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
     return sorted((one for one in VARIANTS[name] if one.vec <= widest and one.vnni <= vnni), reverse=True)
@@ -126,7 +126,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     capacity = 1 << (size - 1).bit_length()
     blocks = _free[capacity]
     try:
-        block = blocks.pop()  # the one that came last, so that those that are not needed stay where they are
+        block = blocks.pop()  # the block that was freed last, so that surplus blocks are never taken
         _least_free[capacity] = min(_least_free[capacity], len(blocks))
     except IndexError:
         block = torch.empty(capacity, dtype=torch.uint8).numpy()
@@ -136,7 +136,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def free_unused() -> None:
-    """Free the blocks that nothing has lain in since the last call: the largest prefill may not come again.
+    """Free the blocks that were not used since the last call: the largest prefill may not come again.
 
     May be called on any thread.
     """

@@ -20,7 +20,7 @@ class Int8Weight:
 
     ``packed`` int8 [panels, groups, panel, group]: the outputs in panels, the inputs in groups, whose sizes depend on
     the processor. ``scales`` float32, ``offsets`` int32 [panels · panel]: see ``linear_int8.c``. ``squares``: the sum
-    of the squares of all weights. ``squared_error``: that of what rounding them has changed.
+    of the squares of all weights. ``squared_error``: the sum of the squares of their rounding errors.
 
     A weight that is quantised already is int8, and comes with the ``scales`` of its outputs, float32 [outs].
 

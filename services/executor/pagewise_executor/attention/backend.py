@@ -123,7 +123,7 @@ class PagedLayer(KVLayer):
         window: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attend with the step that is being computed; the arguments are those of ``StepAttention.attend``."""
+        """Attend with the step that is being computed, which ``StepAttention`` explains."""
         step = self.forward_context.step
         assert step is not None, "the step is set before the forward pass"
         return step.attend(self, q, k, v, scale, window, softcap)

@@ -156,7 +156,7 @@ class FlashInfer:
 
 
 class TriedLibrary:
-    """A library that computes those kinds of layers for which it gives PyTorch's results; others are left to Triton.
+    """A library that computes the kinds of layers for which it gives PyTorch's results; Triton computes the others.
 
     ``block_size``: of the pool, in tokens.
     """
@@ -187,7 +187,7 @@ class TriedLibrary:
 
 
 def with_small_limits(shape: AttentionShape) -> AttentionShape:
-    """Return the same kind of layer with numbers that matter for contexts as short as those of ``error_of``."""
+    """Return the same kind of layer with numbers that matter for the short contexts of ``largest_difference``."""
     window = None if shape.window is None else min(shape.window, 7)
     softcap = None if shape.softcap is None else min(shape.softcap, 2.0)
     return replace(shape, scale=1.25 * shape.head_dim**-0.5, window=window, softcap=softcap)

@@ -15,8 +15,8 @@ Kernels = Literal["torch", "triton", "cpu"]
 
 
 class Backend(NamedTuple):
-    """An attention backend. ``kernels``: those that compute the rest of the model. ``path``: of its class, which is
-    imported when it is used."""
+    """An attention backend. ``kernels``: for the rest of the model. ``path``: of its class, which is imported when it is
+    used."""
 
     kernels: Kernels
     path: str

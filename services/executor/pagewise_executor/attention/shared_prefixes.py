@@ -2,9 +2,9 @@
 
 The block tables of the decodes are a trie, and a prefix is one of its nodes: all decodes below it share the blocks down
 to it. The trie is taken apart into chains. A chain is the path of one decode of a group, its leader, and every other
-decode of the group leaves that path somewhere: a context ends there, or another block follows. Those that leave a chain
-at the same place with the same block are the group of another chain, of the next round. A round handles all of its
-chains at once in a few array operations.
+decode of the group leaves that path somewhere: a context ends there, or another block follows. Decodes that leave a
+chain at the same index with the same block are the group of another chain, of the next round. A round handles all of
+its chains at once in a few array operations.
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ _FIRST_WINDOW, _WINDOW_GROWTH, _WINDOW_BLOCKS = 16, 4, 1 << 16
 
 
 class _Round(NamedTuple):
-    """Chains that leave those of the round before. ``members`` are the decodes of one chain after the other, those
-    first that follow it furthest, for ``common`` blocks. Chain i begins at ``starts[i]``, belongs to ``chains`` == i,
-    and leaves its parent where the member ``parents[i]`` of the round before does."""
+    """Chains that leave chains of the round before. ``members`` are the decodes of one chain after the other, in
+    descending order of ``common``, their number of blocks in common with it. Chain i begins at ``starts[i]``, belongs
+    to ``chains`` == i, and leaves its parent where the member ``parents[i]`` of the round before does."""
 
     members: Int64s
     common: Int64s
@@ -157,7 +157,7 @@ def _chosen(rounds: list[_Round], block_size: int) -> list[tuple[Int64s, int]]:
 
 
 def _selected(rounds: list[_Round], cuts: list[Int64s]) -> list[tuple[Int64s, int]]:
-    """Return members and blocks of each cut but those of chains whose members share a part of their parent."""
+    """Return members and blocks of each cut, except for chains whose members share a part of their parent."""
     selected: list[tuple[Int64s, int]] = []
     is_open: npt.NDArray[np.bool_] = np.ones(0, bool)
     for number, ((members, common, starts, _, parents), cut) in enumerate(zip(rounds, cuts, strict=True)):

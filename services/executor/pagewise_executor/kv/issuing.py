@@ -33,7 +33,7 @@ class Issuing:
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """Issue a piece of a copy within this context. A piece takes about 0.1 ms and waits for nothing. The thread that
+        """Issue a piece of a copy within this context, which takes about 0.1 ms and waits for nothing. The thread that
         issues a step may issue copies, too."""
         if not self._exclusive or self._stepping == threading.get_ident():
             yield
