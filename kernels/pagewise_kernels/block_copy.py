@@ -24,16 +24,10 @@ def copy_blocks_kernel(pool, pairs, num_words, stride, stride_part, PIECE: tl.co
 
 @triton.jit
 def move_blocks_kernel(
-    pool,
-    blocks,
-    staged,
-    num_words,
-    stride,
-    stride_part,
-    stride_staged,
-    GATHER: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    pool, blocks, staged, num_words,
+    stride, stride_part, stride_staged,
+    GATHER: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """Between blocks of a pool and rows of ``staged``, part after part: to the rows if GATHER, else from them."""
     row = tl.program_id(0)
     part = tl.program_id(2).to(tl.int64)

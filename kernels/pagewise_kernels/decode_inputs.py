@@ -12,21 +12,10 @@ _BLOCK = 256
 
 @triton.jit(do_not_specialize=["number"])
 def decode_inputs_kernel(
-    rows,
-    lengths,
-    tables,
-    last_tokens,
-    known,
-    ids,
-    positions,
-    slots,
-    number,
+    rows, lengths, tables, last_tokens, known, ids, positions, slots, number,
     stride_tables,
-    HAS_KNOWN: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    HAS_KNOWN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """One program per BLOCK queries."""
     queries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = queries < number

@@ -25,17 +25,11 @@ _FEW_IDS, _MANY_IDS = 128, 1024
 
 @triton.jit
 def choose_experts_kernel(
-    logits,
-    weights,
-    chosen,
+    logits, weights, chosen,
     stride_logits,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, NORMALISE: tl.constexpr,
     PDL: tl.constexpr = False,
-):
+):  # fmt: skip
     """Programs: token. ``PADDED``, ``SLOTS``: EXPERTS and TOP_K up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     experts, slots = tl.arange(0, PADDED), tl.arange(0, SLOTS)
@@ -59,19 +53,9 @@ def choose_experts_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_counters"])
 def sort_by_expert_kernel(
-    chosen,
-    order,
-    tiles,
-    counters,
-    num_pairs,
-    num_tiles,
-    num_counters,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    chosen, order, tiles, counters, num_pairs, num_tiles, num_counters,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: expert. It counts the pairs of all experts, and finds its own, in their order.
 
     ``order`` int32 [pairs]: pairs by expert. ``tiles`` int32 [tiles, 3]: expert, -1 for a tile that is not used, and
@@ -109,14 +93,9 @@ def sort_by_expert_kernel(
 
 @triton.jit
 def _product(
-    weight_rows,
-    x_rows,
-    size_in,
-    INNER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    weight_rows, x_rows, size_in,
+    INNER: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """weight · xᵀ in float32, of pointers to rows of ``size_in`` inputs each; ``WHOLE``: a multiple of ``INNER``."""
     inner = tl.arange(0, INNER)
     acc = tl.zeros([weight_rows.shape[0], x_rows.shape[0]], tl.float32)
@@ -134,24 +113,12 @@ def _product(
 
 @triton.jit
 def expert_gate_up_kernel(
-    x,
-    gate_up,
-    tiles,
-    order,
-    activated,
-    stride_x,
-    stride_expert,
-    size_in,
-    size_out,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, gate_up, tiles, order, activated,
+    stride_x, stride_expert,
+    size_in, size_out,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, WHOLE: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of columns; tile of pairs. silu(gate) · up of each pair, in the order of ``order``.
 
     Rows of gate and up take turns in a tile of the weight, so that 32 of each fill the 64 that ``wgmma`` takes.
@@ -180,26 +147,12 @@ def expert_gate_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    activated,
-    down,
-    weights,
-    tiles,
-    order,
-    parts,
-    counters,
-    out,
+    activated, down, weights, tiles, order, parts, counters, out,
     stride_expert,
-    size_in,
-    size_out,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    size_in, size_out,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, WHOLE: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of columns; tile of pairs. Each pair's part of its token's result, and the sums of all parts.
 
     ``parts`` [pairs, size_out]. ``counters`` int32 [tokens, tiles of columns], 0 before: how many parts there are. The

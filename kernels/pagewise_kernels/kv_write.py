@@ -25,36 +25,12 @@ def round_to_e4m3(value):
 
 @triton.jit
 def write_kv_kernel(
-    new_keys,
-    new_values,
-    keys,
-    values,
-    k_scales,
-    v_scales,
-    slots,
-    stride_nk,
-    stride_nkh,
-    stride_nv,
-    stride_nvh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    MOST: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    new_keys, new_values, keys, values, k_scales, v_scales, slots,
+    stride_nk, stride_nkh, stride_nv, stride_nvh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+    stride_sb, stride_st, stride_sh,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, IS_FP8: tl.constexpr, MOST: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """One program per token: all its heads, K and V."""
     token = tl.program_id(0).to(tl.int64)
     wait_for_predecessor(PDL)

@@ -38,23 +38,11 @@ class LoraTiles(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_ordered"])
 def lora_shrink_kernel(
-    x,
-    a,
-    tiles,
-    order,
-    shrunk,
-    num_ordered,
+    x, a, tiles, order, shrunk, num_ordered,
     stride_x,
-    SIZE_IN: tl.constexpr,
-    SIZE_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    SPLIT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of tokens, tile of ranks, part of the inputs."""
     tile, split = tl.program_id(0), tl.program_id(2)
     wait_for_predecessor(PDL)
@@ -79,26 +67,12 @@ def lora_shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_ordered"])
 def lora_expand_kernel(
-    shrunk,
-    b,
-    tiles,
-    order,
-    y,
-    num_ordered,
+    shrunk, b, tiles, order, y, num_ordered,
     stride_y,
-    RANK: tl.constexpr,
-    SIZE_SHRUNK: tl.constexpr,
-    SIZE_OUT: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    RANK: tl.constexpr, SIZE_SHRUNK: tl.constexpr, SIZE_OUT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of tokens, tile of outputs, which lies in one of up to three parts: the first two end at ``FIRST``
     and ``SECOND``."""
     tile, number = tl.program_id(0), tl.program_id(1)

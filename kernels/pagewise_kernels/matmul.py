@@ -15,24 +15,11 @@ from pagewise_kernels.products import FLOATS, check_product, compute_options
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    stride_x,
-    stride_weight,
-    stride_out,
-    SIZE_IN: tl.constexpr,
-    SIZE_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, weight, bias, out, num_rows,
+    stride_x, stride_weight, stride_out,
+    SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of columns, tile of rows; neighbours share the weights of a tile of columns."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

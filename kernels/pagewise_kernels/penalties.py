@@ -11,21 +11,10 @@ from pagewise_kernels.shapes import check_logits, check_rows
 
 @triton.jit(do_not_specialize_on_alignment=["repetition", "presence", "frequency"])
 def penalise_kernel(
-    logits,
-    out,
-    counts,
-    in_prompt,
-    rows,
-    repetition,
-    presence,
-    frequency,
-    vocab_size,
-    stride,
-    stride_out,
-    stride_counts,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    logits, out, counts, in_prompt, rows, repetition, presence, frequency, vocab_size,
+    stride, stride_out, stride_counts,
+    BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: row, piece of the vocabulary."""
     index = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -48,23 +48,11 @@ def scale_of(wide, AXIS: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def quantise_rows_kernel(
-    x,
-    values,
-    scales,
-    static_scale,
-    stride_x,
-    stride_values,
-    stride_scales,
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATIC: tl.constexpr,
-    INTEGER: tl.constexpr,
-    MOST: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, values, scales, static_scale,
+    stride_x, stride_values, stride_scales,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, STATIC: tl.constexpr,
+    INTEGER: tl.constexpr, MOST: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: row, GROUPS groups of it."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -131,34 +119,13 @@ def quantise_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def scaled_linear_kernel(
-    x,
-    x_scales,
-    weight,
-    weight_scales,
-    bias,
-    out,
-    num_rows,
-    stride_x,
-    stride_x_scales,
-    stride_weight,
-    stride_weight_scales,
-    stride_out,
-    SIZE_IN: tl.constexpr,
-    SIZE_OUT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_X_SCALES: tl.constexpr,
-    FROM_BITS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, x_scales, weight, weight_scales, bias, out, num_rows,
+    stride_x, stride_x_scales, stride_weight, stride_weight_scales, stride_out,
+    SIZE_IN: tl.constexpr, SIZE_OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, X_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_X_SCALES: tl.constexpr, FROM_BITS: tl.constexpr, COMPUTE: tl.constexpr, SUM: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of rows, tile of columns; neighbours share the weights of a tile of columns."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

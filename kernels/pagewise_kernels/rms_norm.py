@@ -16,26 +16,12 @@ _LARGEST = 16384
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    scales,
-    num_rows,
-    stride_x,
-    stride_residual,
-    stride_out,
-    eps,
-    offset,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    MOST: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, weight, residual, out, scales, num_rows,
+    stride_x, stride_residual, stride_out,
+    eps, offset,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROUNDED: tl.constexpr,
+    MOST: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """ROWS rows; a row is summed up in an order that depends on its length alone."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, PADDED)[None, :]

@@ -20,41 +20,14 @@ _TILE = 1024
 
 @triton.jit
 def rope_write_kv_kernel(
-    qkv,
-    positions,
-    cos,
-    sin,
-    head_norm,
-    keys,
-    values,
-    k_scales,
-    v_scales,
-    slots,
-    stride_token,
-    stride_head,
-    stride_cos,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_sb,
-    stride_st,
-    stride_sh,
+    qkv, positions, cos, sin, head_norm, keys, values, k_scales, v_scales, slots,
+    stride_token, stride_head, stride_cos, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb,
+    stride_st, stride_sh,
     eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    MOST: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, MOST: tl.constexpr,
+    ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: token, ROWS of its heads (queries, then keys, then values)."""
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

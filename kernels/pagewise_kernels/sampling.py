@@ -146,19 +146,10 @@ def find_limit(row, vocab_size, cut, ties, BLOCK: tl.constexpr):
 
 @triton.jit
 def filter_kernel(
-    logits,
-    rows,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    cuts,
-    limits,
-    vocab_size,
+    logits, rows, temperatures, top_ks, top_ps, min_ps, cuts, limits, vocab_size,
     stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """One program per row of logits: the entries that its filters keep. ``rows``: the index of its parameters.
 
     Logits over ``cuts`` are kept, and logits that are equal to the cut up to the column ``limits``.
@@ -211,20 +202,10 @@ def filter_kernel(
 
 @triton.jit
 def sample_kernel(
-    logits,
-    rows,
-    temperatures,
-    seeds,
-    positions,
-    cuts,
-    limits,
-    best_values,
-    best_tokens,
-    vocab_size,
+    logits, rows, temperatures, seeds, positions, cuts, limits, best_values, best_tokens, vocab_size,
     stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    BLOCK: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: row of logits, piece of the vocabulary. The best of each piece, with noise unless the row is greedy."""
     index, piece = tl.program_id(0), tl.program_id(1)
     row = logits + index.to(tl.int64) * stride

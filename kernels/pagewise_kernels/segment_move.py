@@ -12,34 +12,12 @@ from pagewise_kernels.shapes import power_of_two
 
 @triton.jit
 def move_tokens_kernel(
-    keys,
-    values,
-    k_scales,
-    v_scales,
-    sources,
-    targets,
-    cos,
-    sin,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_sb,
-    stride_st,
-    stride_sh,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    MOST: tl.constexpr,
+    keys, values, k_scales, v_scales, sources, targets, cos, sin,
+    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb, stride_st, stride_sh,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr, MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
-):
+):  # fmt: skip
     """One program per token: all its heads, K and V. ``PAIRS``: of elements that are rotated, at the head's beginning.
 
     Each element is loaded together with the other one of its pair, so that a row of a head stays in one piece.

@@ -12,14 +12,10 @@ _PIECE = 2048
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up,
-    out,
-    stride_in,
-    stride_out,
-    SIZE: tl.constexpr,
-    PIECE: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    gate_up, out,
+    stride_in, stride_out,
+    SIZE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: row, piece of the row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * PIECE + tl.arange(0, PIECE)

@@ -66,35 +66,12 @@ def _sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def skinny_linear_kernel(
-    x,
-    x_scales,
-    weight,
-    weight_scales,
-    bias,
-    out,
-    parts,
-    arrivals,
-    num_rows,
-    size_in,
-    size_out,
-    part_size,
-    stride_x,
-    stride_weight,
-    stride_out,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    ROUNDED_SIZE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MOST: tl.constexpr,
-    PREFETCHED: tl.constexpr,
-    PDL: tl.constexpr = False,
-):
+    x, x_scales, weight, weight_scales, bias, out, parts, arrivals, num_rows, size_in, size_out, part_size,
+    stride_x, stride_weight, stride_out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALES: tl.constexpr, ROUNDED_SIZE: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr, MOST: tl.constexpr, PREFETCHED: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
     """Programs: tile of columns and rows, neighbours with the same columns; part of the inner dimension, ``part_size``
     inputs.
 

@@ -144,28 +144,14 @@ class DecodePlan:
             raise ValueError(f"query {self._queries_sharing - 1} shares a prefix, and there are only {count} queries")
         check_device(self.units, lengths, rows)
         launch(
-            plan_decode_kernel,
-            (1,),
-            lengths,
-            rows,
-            self.units,
-            self.first_parts,
-            self.num_parts,
-            *views(self._shared, self.max_queries),
-            self._slot_counts,
-            self.parts.arrivals,
-            count,
-            self._num_runs,
-            self.window or NO_WINDOW,
-            self.units.shape[0] - self._num_runs,
-            self.parts.arrivals.shape[1],
-            TILE=self.config.tile,
-            SPLIT_TILES=self.split_tiles,
-            SHARING=self.can_share,
-            N=power_of_two(count + count // 2 if self.can_share else count),
-            RUNS=power_of_two(self._num_runs),
+            plan_decode_kernel, (1,),
+            lengths, rows, self.units, self.first_parts, self.num_parts, *views(self._shared, self.max_queries),
+            self._slot_counts, self.parts.arrivals, count, self._num_runs, self.window or NO_WINDOW,
+            self.units.shape[0] - self._num_runs, self.parts.arrivals.shape[1],
+            TILE=self.config.tile, SPLIT_TILES=self.split_tiles, SHARING=self.can_share,
+            N=power_of_two(count + count // 2 if self.can_share else count), RUNS=power_of_two(self._num_runs),
             num_warps=4,
-        )
+        )  # fmt: skip
 
     @property
     def order(self) -> torch.Tensor | None:

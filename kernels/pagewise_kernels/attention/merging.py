@@ -8,24 +8,11 @@ from pagewise_kernels.attention.tiles import finish
 
 @triton.jit
 def merge_if_last(
-    parts,
-    part_highs,
-    part_totals,
-    first,
-    count,
-    arrivals,
-    out,
-    query,
-    head,
-    stride_on,
-    stride_oh,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    parts, part_highs, part_totals, first, count, arrivals, out, query, head,
+    stride_on, stride_oh,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     AT_ONCE: tl.constexpr,
-):
+):  # fmt: skip
     """Count a part of ``query`` and KV head ``head`` that this program has stored; merge all parts if it is the last.
 
     The query has ``count`` parts from index ``first`` on.

@@ -8,31 +8,11 @@ from pagewise_kernels.dependent_launch import wait_for_predecessor
 
 @triton.jit(do_not_specialize=["num_queries"], do_not_specialize_on_alignment=["lengths", "rows"])
 def plan_decode_kernel(
-    lengths,
-    rows,
-    units,
-    first_parts,
-    num_parts,
-    num_items,
-    item_of,
-    order,
-    item_firsts,
-    item_sizes,
-    item_tokens,
-    slot_counts,
-    arrivals,
-    num_queries,
-    num_runs,
-    window,
-    max_units,
-    kv_heads,
-    TILE: tl.constexpr,
-    SPLIT_TILES: tl.constexpr,
-    SHARING: tl.constexpr,
-    N: tl.constexpr,
-    RUNS: tl.constexpr,
+    lengths, rows, units, first_parts, num_parts, num_items, item_of, order, item_firsts, item_sizes, item_tokens,
+    slot_counts, arrivals, num_queries, num_runs, window, max_units, kv_heads,
+    TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, SHARING: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr,
     PDL: tl.constexpr = False,
-):
+):  # fmt: skip
     """One program: units for ``decode_attention_kernel``, whose programs take ``num_runs`` runs of them per KV head.
 
     ``lengths`` [num_queries]: context tokens, 0 for none, -1 for no decode; ``rows`` [num_queries]: of the block

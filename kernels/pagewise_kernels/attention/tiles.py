@@ -68,19 +68,9 @@ def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def weigh(
-    scores,
-    high,
-    total,
-    k_scale,
-    v_scale,
-    seen,
-    factor,
-    softcap,
-    MASKED: tl.constexpr,
-    SEES_NONE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-):
+    scores, high, total, k_scale, v_scale, seen, factor, softcap,
+    MASKED: tl.constexpr, SEES_NONE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
     """Weights [M, TILE] of a tile, the factor [M] of former sums, and the new high and total [M].
 
     ``scores`` [M, TILE]: products of queries and keys; ``k_scale``, ``v_scale`` [TILE] of float8 KV. ``seen``, with
@@ -140,39 +130,13 @@ def scales_of_tile(
 
 @triton.jit
 def attend_tiles(
-    acc,
-    high,
-    total,
-    q,
-    row_positions,
-    keys,
-    values,
-    k_scales,
-    v_scales,
-    table,
-    start,
-    stop,
-    end,
-    stride_kb,
-    stride_kt,
-    stride_vb,
-    stride_vt,
-    stride_sb,
-    stride_st,
-    factor,
-    softcap,
-    window,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, start, stop, end,
+    stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st,
+    factor, softcap, window,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Take context tokens ``start`` to ``stop`` (whole tiles) into acc [M, DIM], high [M] (log2) and total [M].
 
     ``start`` is a multiple of TILE. ``MASKED``: some row does not see some of them, or they reach over ``end``.
