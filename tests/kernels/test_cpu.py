@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_kernels.cpu import library
-from pagewise_kernels.cpu.arguments import AttentionArguments
 from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_kernels.cpu.build import FOLDER, Variant
+from pagewise_kernels.cpu.library import AttentionArguments
 from pagewise_kernels.cpu.operations import PackedWeight, rms_norm, silu_mul
 from pagewise_kernels.kv_layer import KVLayer
 

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.cpu.arguments import AttentionArguments
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
 from pagewise_kernels.kv_layer import KVLayer
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.cpu.arguments import FUNCTIONS, AttentionArguments
 from pagewise_kernels.cpu.build import FOLDER, VARIANTS, Variant, machine
 
 log = logging.getLogger(__name__)
@@ -27,6 +26,51 @@ _free: defaultdict[int, list[Block]] = defaultdict(list)
 """Free blocks by size, which is a power of two. Only pages that have been written take memory."""
 _least_free: defaultdict[int, int] = defaultdict(int)
 """Of each size, how many have been free all the time since ``free_unused`` was called last."""
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+FUNCTIONS = {
+    "pagewise_rms_norm": [
+        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, ctypes.c_int, _LONG, _POINTER
+    ],
+    "pagewise_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, ctypes.c_int, _LONG, _POINTER],
+    "pagewise_panel": [],
+    "pagewise_linear": [
+        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
+    "pagewise_int8_panel": [],
+    "pagewise_int8_group": [],
+    "pagewise_linear_int8": [
+        _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
+    "pagewise_sizeof_attention": [],
+    "pagewise_attend": [_POINTER],
+}  # fmt: skip
+"""All functions that are called, with their arguments."""
+
+
+class AttentionArguments(ctypes.Structure):
+    """``struct attention`` of attention.h, which paged attention reads its arguments from."""
+
+    _fields_ = tuple(
+        (name, kind)
+        for kind, names in (
+            (_POINTER, "q k v out"),
+            (_LONG, "q_token q_head k_token k_head v_token v_head"),
+            (_POINTER, "keys values"),
+            (_LONG, "key_block key_slot key_head value_block value_slot value_head"),
+            (_POINTER, "slots tables"),
+            (_LONG, "table_stride block_size tokens decodes num_chunks num_prefixes"),
+            (_POINTER, "rows lengths chunks prefixes members"),
+            (_LONG, "heads kv_heads dim bf16 window"),
+            (ctypes.c_float, "scale softcap"),
+            (_POINTER, "cos sin head_norm"),
+            (ctypes.c_float, "norm_eps"),
+            (ctypes.c_int32, "unused"),
+            (_LONG, "threads"),
+            (_POINTER, "parallel"),
+        )
+        for name in names.split()
+    )
 
 
 class LibraryMissingError(Exception):

@@ -4,6 +4,7 @@ import torch
 
 from pagewise_kernels.cpu import huge_pages
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.operations import check_input
 
 MAX_INPUTS = 65_536
 """With more inputs, the sum of products of eight bits may not fit into 32."""
@@ -84,11 +85,7 @@ class Int8Weight:
         Raises:
             ValueError: x does not fit. TypeError: it is not float32 on the CPU.
         """
-        if x.dim() != 2 or x.shape[1] != self.ins or x.stride(1) != 1:
-            raise ValueError(f"the product takes contiguous rows of {self.ins}, not {list(x.shape)}")
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
-        rows = x.shape[0]
+        rows = check_input(x, self.ins)
         out, row_scales = empty((rows, self.outs), x.dtype), x.new_empty(rows)
         inputs = empty((rows, self._groups * self._group), torch.uint8)
         self._library.pagewise_linear_int8(

@@ -78,11 +78,7 @@ class PackedWeight:
         Raises:
             ValueError: x does not fit. TypeError: it is not float32 on the CPU.
         """
-        if x.dim() != 2 or x.shape[1] != self.ins or x.stride(1) != 1:
-            raise ValueError(f"the product takes contiguous rows of {self.ins}, not {list(x.shape)}")
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
-        rows = x.shape[0]
+        rows = check_input(x, self.ins)
         out = empty((rows, self.outs), x.dtype)
         packed, bias = self._pointers
         self._library.pagewise_linear(
@@ -90,6 +86,19 @@ class PackedWeight:
             parallel_regions(),
         )  # fmt: skip
         return out
+
+
+def check_input(x: torch.Tensor, ins: int) -> int:
+    """Return the number of rows of the input of a linear layer, x float32 [rows, ins].
+
+    Raises:
+        ValueError: shape or strides do not fit. TypeError: it is not float32 on the CPU.
+    """
+    if x.dim() != 2 or x.shape[1] != ins or x.stride(1) != 1:
+        raise ValueError(f"the product takes contiguous rows of {ins}, not {list(x.shape)}")
+    if x.dtype != torch.float32 or x.device.type != "cpu":
+        raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
+    return len(x)
 
 
 def _check_types(x: torch.Tensor, *others: torch.Tensor) -> None:

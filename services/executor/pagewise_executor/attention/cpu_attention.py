@@ -24,22 +24,10 @@ class CpuStepAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See ``StepAttention.attend``."""
-        return self.attend_rotated(layer, q, k, v, scale, window, softcap)
-
-    def attend_rotated(
-        self,
-        layer: PagedLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """Do the same after the norm and rotation of queries and keys; ``q`` is changed in place by them."""
+        """Attend as ``StepAttention`` says. With ``rotation``, queries and keys have norm and rotation before, and
+        ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         return self._step.attend(q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation)
 

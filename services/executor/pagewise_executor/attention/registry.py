@@ -15,8 +15,7 @@ Kernels = Literal["torch", "triton", "cpu"]
 
 
 class Backend(NamedTuple):
-    """An attention backend. ``kernels``: for the rest of the model. ``path``: of its class, which is imported when it is
-    used."""
+    """An attention backend. ``kernels``: for the rest of the model. ``path``: of its class, imported at its first use."""
 
     kernels: Kernels
     path: str

@@ -225,7 +225,7 @@ class CpuOperations(_RotationsByStep, _NormsAsTheyAre):
         q, k, v = qkv[:, : shape.heads], qkv[:, shape.heads : rotated], qkv[:, rotated:]
         weight, eps = head_norm if head_norm is not None else (None, 0.0)
         turned = attention.Rotation(rotation.cos, rotation.sin, weight, eps)
-        return step.attend_rotated(layer, q, k, v, shape.scale, shape.window, rotation=turned)
+        return step.attend(layer, q, k, v, shape.scale, shape.window, rotation=turned)
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
