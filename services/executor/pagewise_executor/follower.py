@@ -25,8 +25,8 @@ from pagewise_executor.ranks.messages import (
     ListBlocks,
     Listed,
     Ready,
+    ResetDone,
     Seat,
-    Settled,
     Stop,
     ToRank,
     decode_config,
@@ -136,7 +136,7 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
                 pending = issued
             case Welcome():
                 runner.reset(message)
-                link.send(Settled(message.epoch, num_steps))
+                link.send(ResetDone(message.epoch, num_steps))
                 num_steps = 0
             case ListBlocks():
                 link.send(Listed(runner.inventory()))

@@ -20,8 +20,7 @@ from pagewise_executor.uploads import Array, Uploads
 
 if TYPE_CHECKING:
     from pagewise_executor.attention.prefill_libraries import TriedLibrary
-    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
-    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, StepGraphs
 
 
 class ForwardPass:
@@ -147,9 +146,7 @@ def triton_compute(
     from pagewise_executor.adapters.triton_slots import TritonSlots
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
-    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs
-    from pagewise_executor.cuda_graphs.model_body import ModelBody
-    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, ModelBody, StepGraphs
 
     device, rows = loaded.device, config.max_num_seqs
     backend = TritonBackend(

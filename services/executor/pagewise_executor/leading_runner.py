@@ -56,10 +56,10 @@ class LeadingRunner(ModelRunner):
     def reset(self, welcome: Welcome) -> None:
         """See ``Runner``."""
         if self._leads:
-            self._leader.tell(welcome)
+            self._leader.send(welcome)
         super().reset(welcome)
         if self._leads:
-            self._leader.settle(welcome.epoch)
+            self._leader.await_reset(welcome.epoch)
 
     def report_to(self, report: Report) -> None:
         """See ``Runner``."""
@@ -76,7 +76,7 @@ class LeadingRunner(ModelRunner):
     def handle(self, message: BesideSteps) -> None:
         """See ``Runner``. Rank 0 alone has grammars."""
         if not isinstance(message, CompileGrammar):
-            self._leader.tell(message)
+            self._leader.send(message)
         super().handle(message)
 
     def inventory(self) -> Inventory | None:

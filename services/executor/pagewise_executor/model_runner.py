@@ -57,7 +57,7 @@ from pagewise_executor.uploads import Array, Uploads, to_host
 from pagewise_executor.warm_up import warm_up, warm_up_copies
 
 if TYPE_CHECKING:
-    from pagewise_executor.cuda_graphs.step_graphs import StepGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import StepGraphs
 
 
 log = logging.getLogger(__name__)

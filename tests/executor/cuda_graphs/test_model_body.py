@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pagewise_executor.cuda_graphs.model_body import ModelBody
+from pagewise_executor.cuda_graphs.mixed_graphs import ModelBody
 
 from tests.model_builders import FAMILIES, OTHERS, VOCAB_SIZE, build_model
 

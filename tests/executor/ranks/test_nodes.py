@@ -17,7 +17,7 @@ from pagewise.keys import keys as make_keys
 from pagewise_executor.ranks import host
 from pagewise_executor.ranks import node as node_module
 from pagewise_executor.ranks.host import host_identity, interface_of
-from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, TurnedAway, decode_to_node
+from pagewise_executor.ranks.messages import Admitted, Ended, Heartbeat, Join, Rejected, decode_to_node
 from pagewise_executor.ranks.node import Node, _Link
 from pagewise_executor.ranks.nodes import Nodes
 from pagewise_shared.config import ExecutorConfig
@@ -139,7 +139,7 @@ def test_a_node_ends_soon_after_node_0(
     monkeypatch.setattr(node_module.signal, "signal", lambda *_: None)
     command = [sys.executable, "-c", "import sys, os; os.read(int(sys.argv[1]), 10**6); os.read(int(sys.argv[1]), 1)"]
 
-    def start_rank() -> Any:
+    def start_rank(*_: object) -> Any:
         import subprocess
         from multiprocessing.connection import Connection
 
@@ -227,7 +227,7 @@ def test_a_node_that_has_given_up_before_it_was_heard_is_waited_for_again(made: 
         dealer.connect(group.nodes.endpoint)
         dealer.send_multipart([b"", encode(Join(1, package_version(), host_identity(), settings))])
         assert group.nodes._socket.poll(5000)
-    while group.nodes._answer(b"first attempt", Noted()):
+    while group.nodes._answer(b"first attempt", Heartbeat()):
         time.sleep(0.01)
     joining = group.join()
     group.gather()
@@ -274,7 +274,7 @@ def test_the_key_of_another_executor_is_not_that_of_this_one(made: Callable[...,
         with pytest.raises(TimeoutError):
             group.gather(1.5)
         said = decode_to_node.decode(dealer.recv_multipart()[1])
-    assert isinstance(said, TurnedAway)
+    assert isinstance(said, Rejected)
     assert "its key is another one than that of node 0" in said.reason
 
 

@@ -15,7 +15,7 @@ Kernels = Literal["torch", "triton", "cpu"]
 
 
 class Backend(NamedTuple):
-    """An attention backend. ``kernels``: for the rest of the model. ``path``: of its class, imported at its first use."""
+    """An attention backend. ``kernels``: of the rest of the model. ``path``: of its class, imported when needed."""
 
     kernels: Kernels
     path: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,11 @@ _NOTHING_SHARED = (np.zeros((0, 3), np.int64), np.zeros(0, np.int64))
 _NO_CHANGES = (np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
-@dataclass(slots=True, frozen=True)
-class LayerKind:
-    """The properties of a layer that attention plans depend on: layers of one kind share their plans."""
+class LayerKind(NamedTuple):
+    """The properties of a layer that attention plans depend on, named like the plans' parameters.
+
+    Layers of one kind share their plans.
+    """
 
     heads: int
     kv_heads: int
@@ -199,15 +201,7 @@ class TritonBackend(AttentionBackend):
     ) -> PrefillPlan:
         """Return the plan of chunks for layers of one kind, which ``upload`` brings to the device."""
         return PrefillPlan(
-            chunks,
-            heads=kind.heads,
-            kv_heads=kind.kv_heads,
-            head_dim=kind.head_dim,
-            kv_dtype=kind.kv_dtype,
-            device=self._device,
-            window=kind.window,
-            deterministic=self.deterministic,
-            upload=upload,
+            chunks, **kind._asdict(), device=self._device, deterministic=self.deterministic, upload=upload
         )
 
     def share_prefixes(self, rows: Int64s, lengths: Int64s) -> None:
@@ -256,13 +250,9 @@ class TritonBackend(AttentionBackend):
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         plan = DecodePlan(
+            **kind._asdict(),
             max_queries=len(self.tables),
-            heads=kind.heads,
-            kv_heads=kind.kv_heads,
-            head_dim=kind.head_dim,
-            kv_dtype=kind.kv_dtype,
             device=self._device,
-            window=kind.window,
             deterministic=self.deterministic,
             max_context=self._max_model_len,
         )

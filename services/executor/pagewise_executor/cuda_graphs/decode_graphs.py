@@ -56,12 +56,8 @@ class DecodeGraphs(GraphedSteps):
     ) -> None:
         device, num_rows = last_tokens.device, len(last_tokens) - 1
         super().__init__(sizes_up_to(min(num_rows, _LARGEST), LADDER), adapters)
-        self._forward, self._forward_context, self._backend, self._token_sampler = (
-            forward,
-            forward_context,
-            backend,
-            token_sampler,
-        )
+        self._forward, self._forward_context = forward, forward_context
+        self._backend, self._token_sampler = backend, token_sampler
         self._last_tokens = last_tokens
         self._block_size = block_size
         self._padding = num_rows

@@ -8,7 +8,8 @@ graph, as they do in vLLM.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 from pagewise_kernels.attention import Chunk, StaticPrefillPlan
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.decode_inputs import decode_inputs
+from torch import nn
 
 from pagewise_executor.adapters.triton_slots import TritonSlots
 from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import LayerKind, TritonBackend, TritonStep, chunks_of
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
-from pagewise_executor.cuda_graphs.model_body import ModelBody
+from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
+from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, capture_graphs, sizes_up_to
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
 from pagewise_executor.uploads import Array, Uploads
 
@@ -36,6 +38,37 @@ LADDER = [16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 
 _ALIGNED = 4
 """Parts of the buffer begin at multiples of so many int32: kernels are compiled for pointers divisible by 16 bytes."""
 _NOTHING: Int64s = np.zeros(0, np.int64)
+
+
+class ModelBody:
+    """The decoder that the ``forward`` of ``model`` calls: from ids and positions to normalised hidden states.
+
+    The number of logits differs from step to step, and the processing of logits differs from family to family: a
+    softcap, or a scale. So the model's own code runs behind the graph, and gets the graph's output.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        body = model.get_decoder()  # type: ignore[operator] # not always the base model: OPT's is ``model.decoder``
+        assert isinstance(body, nn.Module)
+        self._forward = body.forward
+        self._output: Any = None
+        body.forward = self._run  # a module calls the ``forward`` of its instance
+
+    def compute(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Return the output of the body for a flat batch of ids and positions [tokens]."""
+        return self._forward(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+
+    @contextmanager
+    def computed(self, output: Any) -> Iterator[None]:
+        """When the model is called inside, its body returns this output of ``compute``."""
+        self._output = output
+        try:
+            yield
+        finally:
+            self._output = None
+
+    def _run(self, *args: Any, **named: Any) -> Any:
+        return self._output if self._output is not None else self._forward(*args, **named)
 
 
 class _Inputs(NamedTuple):
@@ -220,14 +253,10 @@ class MixedGraphs(GraphedSteps):
         plans = {
             kind: StaticPrefillPlan(
                 size,
-                heads=kind.heads,
-                kv_heads=kind.kv_heads,
-                head_dim=kind.head_dim,
-                kv_dtype=kind.kv_dtype,
+                **kind._asdict(),
                 unit_count=count,
                 units=units,
                 positions=inputs.positions,
-                window=kind.window,
                 deterministic=self._backend.deterministic,
             )
             for kind, count, units in zip(self._kinds, inputs.counts, inputs.units, strict=True)
@@ -259,6 +288,38 @@ class MixedGraphs(GraphedSteps):
             begin += _aligned(length)
         rows, lengths, known, positions, decodes, *of_kinds = parts
         return _Inputs(rows, lengths, known, positions, decodes, of_kinds[::2], of_kinds[1::2])
+
+
+class StepGraphs(NamedTuple):
+    """``decodes``: steps of decodes alone. ``mixed``: steps with chunks, which the engine runs by them."""
+
+    decodes: DecodeGraphs
+    mixed: MixedGraphs
+
+    def allocate(self, *, captures: bool) -> None:
+        """Allocate the memory that all steps use, before the peak of the largest step is measured.
+
+        ``captures``: graphs will be captured.
+        """
+        self.decodes.allocate()
+        if captures:
+            self.mixed.allocate()
+
+    def memory(self, peak: int, tokens: int) -> int:
+        """Return the bytes of device memory that all graphs share, beside the static buffers.
+
+        ``peak``: the bytes that the largest step takes, which has so many ``tokens``.
+        """
+        return peak * min(tokens, self.mixed.sizes[-1]) // tokens
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there will be."""
+        return self.decodes.num_graphs + self.mixed.num_graphs
+
+    def capture(self, ranks: Ranks) -> bool:
+        """Capture the graphs with ``capture_graphs``; mixed steps, which take more memory, come first."""
+        return capture_graphs(ranks, self.mixed, self.decodes)
 
 
 def _aligned(length: int) -> int:

@@ -24,26 +24,24 @@ from pagewise_shared.service_process import CANNOT_START
 
 from pagewise_executor.process_end import End, end_process
 from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks
-from pagewise_executor.ranks.link import start_rank
+from pagewise_executor.ranks.link import END_SECONDS, end_rank, start_rank
 from pagewise_executor.ranks.messages import (
     Failed,
     FromRank,
     ListBlocks,
     Listed,
     Ready,
+    ResetDone,
     Seat,
-    Settled,
     Stop,
     ToRank,
     decode_from_rank,
-    encode_config,
 )
 from pagewise_executor.ranks.nodes import Nodes
 from pagewise_executor.runner import Counted
 
 log = logging.getLogger(__name__)
 
-_STOP_SECONDS = 10.0
 _ANSWER_SECONDS = 300.0
 """How long a rank may take to finish the steps that it was sent, before the executor is ended."""
 
@@ -70,10 +68,10 @@ class Follower:
         self._receiver = threading.Thread(target=self._receive, name=f"rank {rank}", daemon=True)
         self._receiver.start()
 
-    def tell(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         """Send a frame to this rank; may be called on any thread."""
-        with self._lock:
-            self._send(frame)
+        with self._lock, contextlib.suppress(OSError):  # the rank has ended, which the receiving thread reports
+            self._link.send_bytes(frame)
 
     def answer(self, kind: type[AnswerT], seconds: float | None = _ANSWER_SECONDS) -> AnswerT:
         """Wait for this rank's answer, of type ``kind``, to the last request. ``seconds``: None waits forever.
@@ -90,19 +88,15 @@ class Follower:
         return found
 
     def stop(self) -> None:
-        """Tell this rank to end."""
+        """Ask this rank to end."""
         self._closing = True
-        self.tell(encode(Stop()))
+        self.send(encode(Stop()))
 
     def wait(self) -> None:
         """Wait until this rank has ended, and kill it if it does not end. A rank on another node is killed there."""
         if self.process is not None:
-            try:
-                self.process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._receiver.join(_STOP_SECONDS)
+            end_rank(self.process)
+        self._receiver.join(END_SECONDS)
         if self.process is not None:
             self._link.close()
 
@@ -112,10 +106,6 @@ class Follower:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-
-    def _send(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # the rank has ended, which the receiving thread reports
-            self._link.send_bytes(frame)
 
     def _receive(self) -> None:
         try:
@@ -166,29 +156,25 @@ class Leader:
         return None if self.nodes is None else self.nodes.listener.detach()
 
     def _start(self, seat: Seat, config: ExecutorConfig) -> Follower:
-        """Start a rank on this node."""
-        link, process = start_rank()
-        with contextlib.suppress(OSError):  # the rank has ended, which its Follower reports
-            link.send_bytes(encode(seat))
-            link.send_bytes(encode_config(config))
+        link, process = start_rank(seat, config)
         return Follower(seat.rank, link, self._lost, process)
 
-    def tell(self, message: ToRank) -> None:
+    def send(self, message: ToRank) -> None:
         """Send a message to all other ranks; may be called on any thread."""
         frame = encode(message)
         for follower in self.followers:
-            follower.tell(frame)
+            follower.send(frame)
 
     def begin_step(self, plan: ToRank) -> None:
         """Send a plan, which rank 0 has checked, to all other ranks."""
         self._num_steps += 1
-        self.tell(plan)
+        self.send(plan)
 
     def ready(self) -> list[Ready]:
         """Wait until all other ranks are ready, and return their ``Ready`` messages in the order of ranks."""
         return [follower.answer(Ready, None) for follower in self.followers]
 
-    def settle(self, epoch: int) -> None:
+    def await_reset(self, epoch: int) -> None:
         """Wait until all other ranks have been reset for ``epoch`` after as many steps as rank 0 has run.
 
         Without this, a rank that is still in a step, or has failed in one, would contribute to the sums of later steps.
@@ -196,10 +182,10 @@ class Leader:
         """
         if self._agreement is not None:
             self._agreement.reset(epoch)
-        expected, self._num_steps = Settled(epoch, self._num_steps), 0
+        expected, self._num_steps = ResetDone(epoch, self._num_steps), 0
         for follower in self.followers:
             try:
-                found = follower.answer(Settled)
+                found = follower.answer(ResetDone)
             except RuntimeError as error:
                 self.give_up(str(error))
                 raise
@@ -215,10 +201,11 @@ class Leader:
 
     def common_blocks(self, own: Callable[[], Inventory | None]) -> Inventory | None:
         """Return the inventory of the blocks that all ranks hold. ``own``: returns the inventory of rank 0."""
-        self.tell(ListBlocks())
+        self.send(ListBlocks())
         return common_blocks([own(), *(follower.answer(Listed).inventory for follower in self.followers)])
 
     def _lost(self, reason: str, code: int) -> None:
+        """End the executor: a rank has ended, or the ranks are not in step any more."""
         self._remove_folder()
         self._report_loss(reason, code)
 

@@ -5,24 +5,32 @@ receives it; or it is empty, and the frame is a message between the nodes themse
 ``messages.ToNode``).
 """
 
+import contextlib
 import socket
 import subprocess  # nosec B404
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import zmq
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import encode
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
+
+from pagewise_executor.ranks.messages import Seat
 
 OWN = b""
 """The mark of a message between nodes."""
 
-NOTED_MS = 500
-"""How often node 0 sends ``Noted`` to each node: sending fails if the connection has ended."""
+HEARTBEAT_MS = 500
+"""How often node 0 sends ``Heartbeat`` to each node: sending fails if the connection has ended."""
 JOIN_SECONDS = 600.0
 """How long nodes wait for each other when they start."""
 SAY_SECONDS = 30.0
 """How often the log of a node says that it still waits."""
+END_SECONDS = 10.0
+"""How long a rank may take to end before it is killed."""
 _PING_MS = 1000
 _SILENT_MS = 5000
 """After so long a silence ZeroMQ closes a connection. Its threads answer pings while Python is busy."""
@@ -46,11 +54,10 @@ def of_rank(rank: int) -> bytes:
     return bytes([rank])
 
 
-def start_rank() -> tuple[Connection, "subprocess.Popen[bytes]"]:
+def start_rank(seat: Seat, config: ExecutorConfig) -> tuple[Connection, "subprocess.Popen[bytes]"]:
     """Start a process that runs one rank (``pagewise_executor.follower``).
 
-    Returns the connection with the process, and the process. The caller sends a ``Seat`` and then the configuration.
-    The process ends when the connection is closed.
+    Returns the connection with the process, and the process, which ends when the connection is closed.
     """
     own, theirs = socket.socketpair()
     with theirs:
@@ -61,4 +68,17 @@ def start_rank() -> tuple[Connection, "subprocess.Popen[bytes]"]:
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    return Connection(own.detach()), process
+    connection = Connection(own.detach())
+    with contextlib.suppress(OSError):  # the process has ended, which the reader of the connection notices
+        connection.send_bytes(encode(seat))
+        connection.send_bytes(msgspec.msgpack.encode(config))
+    return connection, process
+
+
+def end_rank(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the process of a rank has ended, and kill it if it does not end within ``END_SECONDS``."""
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -49,12 +49,12 @@ class Join(Message, frozen=True):
     settings: dict[str, str]
 
 
-class Noted(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """Node 0 has received this node's ``Join``, and is alive. It is sent again and again, also while the executor
     serves."""
 
 
-class TurnedAway(Message, frozen=True):
+class Rejected(Message, frozen=True):
     """Node 0 does not admit this node. ``final``: asking again would change nothing."""
 
     reason: str
@@ -94,7 +94,7 @@ class Ready(Message, frozen=True):
     computes: dict[str, str]
 
 
-class Settled(Message, frozen=True):
+class ResetDone(Message, frozen=True):
     """The rank has been reset for ``epoch``. ``num_steps``: how many steps it has run since the last reset."""
 
     epoch: int
@@ -115,9 +115,9 @@ class Failed(Message, frozen=True):
 
 
 ToRank = StepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Stop
-FromRank = Ready | Settled | Listed | Counted | Failed | Copied | Found | AdapterLoaded
+FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | AdapterLoaded
 
-ToNode = Noted | TurnedAway | Admitted
+ToNode = Heartbeat | Rejected | Admitted
 FromNode = Join | Ended
 
 decode_seat = msgspec.msgpack.Decoder(Seat).decode
@@ -126,4 +126,3 @@ decode_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank
 decode_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 decode_to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
 decode_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
-encode_config = msgspec.msgpack.Encoder().encode

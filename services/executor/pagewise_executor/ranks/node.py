@@ -26,17 +26,26 @@ from zmq.utils.monitor import recv_monitor_message
 from pagewise_executor.device_defaults import with_threads
 from pagewise_executor.ranks.agreement import settings_of
 from pagewise_executor.ranks.host import host_identity, unresolved
-from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, SAY_SECONDS, of_rank, prepare_socket, start_rank
+from pagewise_executor.ranks.link import (
+    END_SECONDS,
+    HEARTBEAT_MS,
+    JOIN_SECONDS,
+    OWN,
+    SAY_SECONDS,
+    end_rank,
+    of_rank,
+    prepare_socket,
+    start_rank,
+)
 from pagewise_executor.ranks.messages import (
     Admitted,
     Ended,
+    Heartbeat,
     Join,
-    Noted,
+    Rejected,
     Seat,
     ToNode,
-    TurnedAway,
     decode_to_node,
-    encode_config,
 )
 from pagewise_executor.tiers.block_endpoint import in_brackets
 
@@ -46,8 +55,6 @@ _ANSWER_SECONDS = 5.0
 """How long an attempt to join waits for an answer."""
 _PAUSE_SECONDS = 1.0
 """The pause between two attempts to join."""
-_END_SECONDS = 10.0
-"""How long a rank may take to end before it is killed."""
 
 _EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -135,7 +142,8 @@ class Node:
         finally:
             for end in self._ends.values():
                 end.close()
-            self._end_processes()
+            for process in self._processes.values():
+                end_rank(process)  # it ends because its connection is closed
             link.close()
 
     def _terminate(self) -> None:
@@ -202,11 +210,11 @@ class Node:
                 match link.own():
                     case Admitted() as admitted:
                         return admitted
-                    case TurnedAway(reason, True):
+                    case Rejected(reason, True):
                         raise RefusedError(f"node 0 at {self._endpoint} has turned this node away: {printable(reason)}")
-                    case TurnedAway(reason):
+                    case Rejected(reason):
                         return f"node 0 at {self._endpoint} says: {printable(reason)}"
-                    case Noted():
+                    case Heartbeat():
                         answer_until = deadline  # node 0 waits for other nodes, and so does this one
         return f"node 0 at {self._endpoint} does not answer yet"
 
@@ -216,10 +224,8 @@ class Node:
         count = config.tensor_parallel // config.nnodes
         for device in range(count):
             rank = count * config.node_rank + device
-            self._ends[rank], self._processes[rank] = start_rank()
             seat = Seat(rank, config.tensor_parallel, "", admitted.store, device, admitted.on_host)
-            self._ends[rank].send_bytes(encode(seat))
-            self._ends[rank].send_bytes(encode_config(config))
+            self._ends[rank], self._processes[rank] = start_rank(seat, config)
             self._poller.register(self._ends[rank].fileno(), zmq.POLLIN)
         log.info("ranks %s of %d have started", ", ".join(map(str, self._ends)), config.tensor_parallel)
 
@@ -228,7 +234,7 @@ class Node:
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
         while self._ends:
-            ready = dict(self._poller.poll(NOTED_MS))
+            ready = dict(self._poller.poll(HEARTBEAT_MS))
             for rank in [rank for rank, end in self._ends.items() if end.fileno() in ready]:
                 if code := self._forward(rank, link):
                     return code
@@ -262,7 +268,7 @@ class Node:
         """Tell node 0 that a rank has ended. Returns the exit code for this node; 0 if it goes on with other ranks."""
         self._ends.pop(rank).close()
         try:
-            code = self._processes[rank].wait(_END_SECONDS)
+            code = self._processes[rank].wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = -1
         link.send(OWN, encode(Ended(rank)))
@@ -270,12 +276,3 @@ class Node:
             log.critical("this node ends: rank %d has ended with exit code %d", rank, code)
             return CANNOT_START if code == CANNOT_START else 1
         return 0
-
-    def _end_processes(self) -> None:
-        """Wait for the ranks, which end because their connections are closed, and kill a rank that does not end."""
-        for process in self._processes.values():
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

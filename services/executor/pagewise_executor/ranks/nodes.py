@@ -26,8 +26,8 @@ from pagewise_shared.version import package_version
 
 from pagewise_executor.ranks.agreement import difference, settings_of
 from pagewise_executor.ranks.host import host_identity, own_address
-from pagewise_executor.ranks.link import JOIN_SECONDS, NOTED_MS, OWN, of_rank, prepare_socket
-from pagewise_executor.ranks.messages import Admitted, Ended, Join, Noted, ToNode, TurnedAway, decode_from_node
+from pagewise_executor.ranks.link import HEARTBEAT_MS, JOIN_SECONDS, OWN, of_rank, prepare_socket
+from pagewise_executor.ranks.messages import Admitted, Ended, Heartbeat, Join, Rejected, ToNode, decode_from_node
 from pagewise_executor.tiers.block_endpoint import in_brackets
 
 log = logging.getLogger(__name__)
@@ -68,12 +68,12 @@ class Nodes:
         self._joined: dict[int, _Node] = {}
         self._complaints = BoundedLog(log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = Authenticator(self._context, keys, lambda: None) if keys is not None else None
+        self._authenticator = Authenticator(self._context, keys, lambda: None) if keys is not None else None
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         prepare_socket(self._socket)
-        if self._gate is not None:
-            self._gate.secure_server(self._socket)
+        if self._authenticator is not None:
+            self._authenticator.secure_server(self._socket)
         self._address = address
         try:
             self._socket.bind(f"tcp://{in_brackets(self._address)}:{config.master_port or '*'}")
@@ -117,15 +117,15 @@ class Nodes:
         while True:
             now = time.monotonic()
             if len(self._joined) == self.count - 1 or now >= look_at:
-                look_at = now + NOTED_MS / 1000
+                look_at = now + HEARTBEAT_MS / 1000
                 self._forget_lost()
                 if len(self._joined) == self.count - 1:
                     return
             if now > deadline:
                 missing = ", ".join(str(number) for number in range(1, self.count) if number not in self._joined)
                 raise TimeoutError(f"nodes have not joined within {seconds:g} s: {missing}")
-            if self._socket.poll(NOTED_MS):
-                self._receive(self._let_in)
+            if self._socket.poll(HEARTBEAT_MS):
+                self._receive(self._receive_join)
 
     def _forget_lost(self) -> None:
         """Forget nodes whose connections have ended, so that they can join again."""
@@ -165,8 +165,8 @@ class Nodes:
 
     def _close_socket(self) -> None:
         self._socket.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
 
     def _receive(self, take: "Callable[[bytes, bytes, zmq.Frame], None]") -> None:
@@ -180,24 +180,24 @@ class Nodes:
         else:
             self._complaints.warning("dropped a message of %d parts where other nodes join", len(parts))
 
-    def _let_in(self, identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
+    def _receive_join(self, identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
         """Answer a node that asks to join while node 0 waits for nodes."""
         if (join := self._decode(mark, frame)) is None or not isinstance(join, Join):
             return
-        if (reason := self._flaw(join, frame)) is not None:
+        if (reason := self._join_error(join, frame)) is not None:
             log.error("node %d is turned away: %s", join.node, reason)
-            self._answer(identity, TurnedAway(reason, True))
+            self._answer(identity, Rejected(reason, True))
             return
         before = self._joined.get(join.node)
         if before is not None and before.identity != identity and self._reaches(before):
-            self._answer(identity, TurnedAway(f"there is a node {join.node} already", False))
+            self._answer(identity, Rejected(f"there is a node {join.node} already", False))
             return
-        if not self._answer(identity, Noted()):
+        if not self._answer(identity, Heartbeat()):
             return  # the node has closed this connection since, and will join through another one
         self._joined[join.node] = _Node(join.node, identity, join.host)
         log.info("node %d of %d has joined", join.node, self.count)
 
-    def _flaw(self, join: Join, frame: zmq.Frame) -> str | None:
+    def _join_error(self, join: Join, frame: zmq.Frame) -> str | None:
         """Return why this node may never join; None if it may join."""
         if join.version != package_version():
             return f"it has Pagewise {printable(join.version, 50)}, node 0 has {package_version()}"
@@ -226,7 +226,7 @@ class Nodes:
         return True
 
     def _reaches(self, node: _Node) -> bool:
-        return self._answer(node.identity, Noted())
+        return self._answer(node.identity, Heartbeat())
 
     # ---- while the executor runs ---------------------------------------------------------------------
 
@@ -238,23 +238,23 @@ class Nodes:
             node = next((node for node in self._joined.values() if node.identity == identity), None)
             if node is None:
                 if isinstance(join := self._decode(mark, frame), Join):
-                    said = f"there is a node {join.node} already, or the executor that it was of is about to end"
-                    self._answer(identity, TurnedAway(said, False))
+                    refusal = f"there is a node {join.node} already, or its former executor is about to end"
+                    self._answer(identity, Rejected(refusal, False))
             elif mark == OWN:
                 if isinstance(ended := self._decode(mark, frame), Ended):
-                    self._hang_up(ended.rank)
+                    self._close_rank(ended.rank)
             elif len(mark) == 1 and mark[0] // self.per_node == node.number and mark[0] in self._ends:
                 self._ends[mark[0]].send_bytes(frame.buffer)
 
         try:
             while not self._closing:
-                ready = dict(self._poller.poll(NOTED_MS))
+                ready = dict(self._poller.poll(HEARTBEAT_MS))
                 if self._socket in ready:
                     self._receive(take)
                 for rank in [rank for rank, end in self._ends.items() if end.fileno() in ready]:
                     self._forward(rank)
                 if (now := time.monotonic()) >= look_at:
-                    look_at = now + NOTED_MS / 1000
+                    look_at = now + HEARTBEAT_MS / 1000
                     self._check_all()
         except (_LostError, OSError) as error:  # the latter if rank 0 has closed its end of a socket pair
             reason = str(error)
@@ -276,7 +276,7 @@ class Nodes:
         try:
             frame = self._ends[rank].recv_bytes()
         except (EOFError, OSError):
-            self._hang_up(rank)
+            self._close_rank(rank)
             return
         node = self._joined[rank // self.per_node]
         try:
@@ -284,7 +284,7 @@ class Nodes:
         except zmq.ZMQError:
             raise _LostError(node.number) from None
 
-    def _hang_up(self, rank: int) -> None:
+    def _close_rank(self, rank: int) -> None:
         """Close this end of the socket pair of a rank that has ended, so that the other end reads an end of file."""
         if (end := self._ends.pop(rank, None)) is not None:
             self._poller.unregister(end.fileno())

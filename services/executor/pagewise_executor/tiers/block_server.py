@@ -28,7 +28,7 @@ FRAME_BYTES = 2 * 2**20
 WINDOW = 4
 """The most requests that one executor has under way at a time."""
 
-_PLACE_BYTES = 8
+_LOCATION_BYTES = 8
 _MOST_BYTES = 64 * 2**20
 """The most bytes that one request may ask for, unless a single block is larger."""
 _STEP_TIMEOUT = 2.0
@@ -75,11 +75,11 @@ class BlockServer:
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.SNDHWM, 4 * WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES)
-        self._gate: Authenticator | None = None
+        self._authenticator: Authenticator | None = None
         self.num_refused = 0
         if keys is not None:
-            self._gate = Authenticator(self._context, keys, self._refused)
-            self._gate.secure_server(self._socket)
+            self._authenticator = Authenticator(self._context, keys, self._count_refused)
+            self._authenticator.secure_server(self._socket)
         self._socket.bind(listen)
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = f"tcp://{advertised_host}:{bound.rsplit(':', 1)[1]}" if bound.startswith("tcp:") else bound
@@ -93,19 +93,19 @@ class BlockServer:
         self._closed = True
         self._thread.join()
         self._socket.close()
-        if self._gate is not None:
-            self._gate.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.destroy(linger=0)
 
-    def _refused(self) -> None:
-        self.num_refused += 1  # by the gate's thread alone
+    def _count_refused(self) -> None:
+        self.num_refused += 1  # by the authenticator's thread alone
 
     def _run(self) -> None:
         waiting: list[_Request] = []
         while not self._closed:
             if self._socket.poll(_WAITING_POLL_MS if waiting else _POLL_MS):
                 self._receive(waiting)
-            waiting = [pending for pending in waiting if not self._settle(pending)]
+            waiting = [pending for pending in waiting if not self._answer_if_due(pending)]
 
     def _receive(self, waiting: list[_Request]) -> None:
         """Receive a request and append it to ``waiting``, unless it is refused at once."""
@@ -130,18 +130,18 @@ class BlockServer:
 
     def _refusal(self, request: ReadBlocks) -> str:
         """Return why a request cannot be answered; empty if it can."""
-        if len(request.blocks) % _PLACE_BYTES:
+        if len(request.blocks) % _LOCATION_BYTES:
             return "locations are pairs of tier and block"
-        places = _places(request)
-        if not len(places) or len(places) * self._bytes_per_block > max(_MOST_BYTES, self._bytes_per_block):
-            return f"{len(places)} blocks are none, or too many at once"
-        for number in np.unique(places[:, 0]).tolist():
-            blocks, tier = places[places[:, 0] == number, 1], self._tiers.get(number)
+        locations = _locations(request)
+        if not len(locations) or len(locations) * self._bytes_per_block > max(_MOST_BYTES, self._bytes_per_block):
+            return f"{len(locations)} blocks are none, or too many at once"
+        for number in np.unique(locations[:, 0]).tolist():
+            blocks, tier = locations[locations[:, 0] == number, 1], self._tiers.get(number)
             if tier is None or blocks.min() < 0 or blocks.max() >= tier.num_blocks:
                 return "there are no such blocks"
         return ""
 
-    def _settle(self, pending: _Request) -> bool:
+    def _answer_if_due(self, pending: _Request) -> bool:
         """Answer a request if its step has begun or its time is over; return False if it has to wait longer."""
         request, begun = pending.request, self._begun()
         wanted = request.epoch, request.step
@@ -156,7 +156,7 @@ class BlockServer:
 
     def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
         try:
-            rows, are_sound = self._content(_places(request))
+            rows, are_sound = self._content(_locations(request))
         except Exception as error:
             log.exception("blocks could not be read for another executor")
             return (Blocks(request.number, error=str(error)[:200]),)
@@ -169,13 +169,13 @@ class BlockServer:
             content[start : start + FRAME_BYTES] for start in range(0, len(content), FRAME_BYTES)
         )
 
-    def _content(self, places: Int32s) -> tuple[Rows, bool]:
+    def _content(self, locations: Int32s) -> tuple[Rows, bool]:
         """Return the content of ``locations`` [n, 2] (tier, block), and whether all of it matches its checksums."""
-        rows, are_sound = np.empty((len(places), self._bytes_per_block), np.uint8), True
-        for number in np.unique(places[:, 0]).tolist():
-            here = np.flatnonzero(places[:, 0] == number)
+        rows, are_sound = np.empty((len(locations), self._bytes_per_block), np.uint8), True
+        for number in np.unique(locations[:, 0]).tolist():
+            here = np.flatnonzero(locations[:, 0] == number)
             part = np.empty((len(here), self._bytes_per_block), np.uint8)
-            are_sound &= all(self._tiers[number].read(places[here, 1], part))
+            are_sound &= all(self._tiers[number].read(locations[here, 1], part))
             rows[here] = part
         return rows, are_sound
 
@@ -184,5 +184,5 @@ class BlockServer:
             self._socket.send_multipart([identity, encode(header), *content], copy=False)
 
 
-def _places(request: ReadBlocks) -> Int32s:
+def _locations(request: ReadBlocks) -> Int32s:
     return np.frombuffer(request.blocks, np.int32).reshape(-1, 2)

@@ -22,8 +22,7 @@ from pagewise_shared.protocol import DEVICE, Found, LookUp
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_names import chain, num_leading
-from pagewise_executor.tiers.far import FarJob, FarTier
-from pagewise_executor.tiers.tier import Rows, Tier
+from pagewise_executor.tiers.tier import FarJob, FarTier, Rows, Tier
 
 log = logging.getLogger(__name__)
 

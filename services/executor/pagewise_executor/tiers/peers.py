@@ -25,8 +25,7 @@ from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_endpoint import block_listener
 from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.block_server import FRAME_BYTES, PIECE_BYTES, WINDOW, BlockServer
-from pagewise_executor.tiers.far import FarJob, FarTier
-from pagewise_executor.tiers.tier import Rows, Tier
+from pagewise_executor.tiers.tier import FarJob, FarTier, Rows, Tier
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +166,8 @@ class _Link:
             self.socket.connect(self.peer.split(" ")[self.owner.rank])
         self.number += 1
         blocks = job.copies.pairs[part, 0]
-        places = np.stack([np.full_like(blocks, job.copies.source), blocks], axis=1)
-        request = ReadBlocks(self.number, peer.epoch, peer.step, places.tobytes())
+        locations = np.stack([np.full_like(blocks, job.copies.source), blocks], axis=1)
+        request = ReadBlocks(self.number, peer.epoch, peer.step, locations.tobytes())
         self.socket.send(encode(request))
         return self.number
 
