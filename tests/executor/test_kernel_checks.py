@@ -18,7 +18,7 @@ import pytest
 import torch
 from pagewise_executor.kernel_checks import kernels, run
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
-from pagewise_executor.kernel_checks.run import check_all, flaw_of
+from pagewise_executor.kernel_checks.run import check_all, kernel_error
 from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
@@ -54,7 +54,7 @@ def test_every_kernel_is_checked_and_works(device: torch.device, monkeypatch: py
     for module in list(modules()):
         monkeypatch.setattr(module, "launch", record)
         known |= {name for name in vars(module) if name.endswith("_kernel")}
-    assert [checked for checked in check_all(device) if checked.flaw] == []
+    assert [checked for checked in check_all(device) if checked.error] == []
     assert launched == known
 
 
@@ -85,13 +85,13 @@ def test_layers_in_eight_bits_are_checked_as_they_are(tmp_path: Path, device: to
     assert use.linears
     assert "linear of few rows" not in kernels_of(use)
     layer = use.linears[0]
-    assert flaw_of("quantised linear", use) == ""
+    assert kernel_error("quantised linear", use) == ""
     layer.scales *= 1.5
     layer.quantised.values[0] = 0  # the same weights in both ways: no difference
-    assert flaw_of("quantised linear", use) == ""
+    assert kernel_error("quantised linear", use) == ""
     broken = replace(use, linears=(type(layer)(layer.quantised, layer.inputs, use.dtype),))
     broken.linears[0].compute = lambda x: layer.compute(x).roll(1, 1)  # type: ignore[method-assign]
-    assert "differs from PyTorch's" in flaw_of("quantised linear", broken)
+    assert "differs from PyTorch's" in kernel_error("quantised linear", broken)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_kernel_that_computes_something_else_is_found(
         pytest.skip("has a test of its own")
     for module in list(modules()):
         monkeypatch.setattr(module, "launch", nothing)
-    assert flaw_of(name, use)
+    assert kernel_error(name, use)
 
 
 def test_attention_that_reads_another_head_in_long_contexts_alone_is_found(
@@ -123,7 +123,7 @@ def test_attention_that_reads_another_head_in_long_contexts_alone_is_found(
         return found
 
     monkeypatch.setattr(kernels, "decode_attention", last_row_is_wrong)
-    assert "differs from PyTorch's" in flaw_of("decode attention", use)
+    assert "differs from PyTorch's" in kernel_error("decode attention", use)
 
 
 def test_the_executor_says_which_kernel_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_nothing_is_checked_on_a_device_that_a_kernel_has_broken(
     monkeypatch.setitem(KERNELS, "decode inputs", (lambda _: True, lambda _: iter([1])))  # type: ignore[arg-type, list-item, return-value]
     (only,) = check_all(device)
     assert only.kernel == "decode inputs"
-    assert only.flaw.startswith("TypeError")
+    assert only.error.startswith("TypeError")
 
 
 @pytest.fixture

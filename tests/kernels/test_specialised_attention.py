@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pagewise_kernels.attention import Chunk, PrefillPlan
-from pagewise_kernels.attention.specialised import SPECIALISED, flaw_of_specialised, specialised_prefill_attention
+from pagewise_kernels.attention.specialised import SPECIALISED, specialised_error, specialised_prefill_attention
 from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import watch_launches
 
@@ -141,7 +141,7 @@ def test_threads_find_what_would_be_wrong_on_a_device(before: str, after: str, m
 
 
 def test_what_it_cannot_compute_is_refused() -> None:
-    flaws = {
+    errors = {
         (32, 8, 128, 16, BF16): "",
         (28, 4, 128, 16, BF16): "",
         (32, 8, 64, 128, torch.float16): "",
@@ -153,11 +153,11 @@ def test_what_it_cannot_compute_is_refused() -> None:
         (256, 1, 128, 16, BF16): "256 query heads",
     }
     with launches():
-        for layer, flaw in flaws.items():
-            found = flaw_of_specialised(*layer, CPU)
-            assert (flaw in found) if flaw else not found, layer
+        for layer, error in errors.items():
+            found = specialised_error(*layer, CPU)
+            assert (error in found) if error else not found, layer
     with launches(80):
-        assert "capability 9.0" in flaw_of_specialised(32, 8, 128, 16, BF16, CPU)
+        assert "capability 9.0" in specialised_error(32, 8, 128, 16, BF16, CPU)
     q, pool, tables = torch.zeros(4, 4, 64, dtype=BF16), torch.zeros(4, 16, 2, 64, dtype=BF16), torch.zeros(1, 4).int()
     plan = PrefillPlan([Chunk(0, 0, 4, 0)], heads=4, kv_heads=2, head_dim=64, kv_dtype=BF16, device=CPU)
     with launches() as found, pytest.raises(ValueError, match="the plan is for another kernel"):

@@ -14,7 +14,7 @@ SPECIALISED = TileConfig(rows=128, tile=128, num_warps=4, num_stages=2)
 """The units that the kernel computes. ``num_warps``: of a consumer, of which there are two."""
 
 
-def flaw_of_specialised(
+def specialised_error(
     heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Return why the kernel cannot compute such layers with KV of the same type; empty if it can."""
@@ -50,9 +50,9 @@ def specialised_prefill_attention(
     check_device(q, plan.units)
     if plan.config != SPECIALISED or plan.window is not None or plan.deterministic:
         raise ValueError("the plan is for another kernel")
-    flaw = flaw_of_specialised(q.shape[1], layer.kv_heads, layer.head_dim, layer.block_size, q.dtype, q.device)
-    if flaw or layer.dtype != q.dtype:
-        raise ValueError(f"attention by specialised warps: {flaw or f'KV in {layer.dtype}, queries in {q.dtype}'}")
+    error = specialised_error(q.shape[1], layer.kv_heads, layer.head_dim, layer.block_size, q.dtype, q.device)
+    if error or layer.dtype != q.dtype:
+        raise ValueError(f"attention by specialised warps: {error or f'KV in {layer.dtype}, queries in {q.dtype}'}")
     of_block, of_token, of_head = layer.strides
     piece = 16 * of_token if shape.block_size > 16 else of_block
     if of_block % piece:

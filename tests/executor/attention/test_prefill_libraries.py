@@ -14,7 +14,7 @@ from pagewise_executor.attention.prefill_choice import LIBRARIES, choose_prefill
 from pagewise_executor.attention.prefill_libraries import (
     PrefillLibrary,
     TriedLibrary,
-    error_of,
+    largest_difference,
 )
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.attention_layers import attention_shape
@@ -54,8 +54,8 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_libraries_are_called_as_their_sources_say(
     library: PrefillLibrary, shape: AttentionShape, block_size: int
 ) -> None:
-    assert not library.flaw(shape, block_size)
-    assert error_of(library, shape, block_size, torch.device("cpu")) < 0.02
+    assert not library.error(shape, block_size)
+    assert largest_difference(library, shape, block_size, torch.device("cpu")) < 0.02
 
 
 @pytest.mark.gpu
@@ -70,9 +70,9 @@ def test_libraries_give_pytorchs_results(name: str, shape: AttentionShape) -> No
     if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 is for compute capability 9.0")
     library = make(GPU)
-    if flaw := library.flaw(shape, 16):
-        pytest.skip(flaw)
-    assert error_of(library, shape, 16, GPU) < 0.02
+    if error := library.error(shape, 16):
+        pytest.skip(error)
+    assert largest_difference(library, shape, 16, GPU) < 0.02
 
 
 @pytest.mark.interpreted
@@ -82,7 +82,7 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
 ) -> None:
     """Chunks beside decodes, prefixes that are cached, windows and soft caps."""
     build_model(family, tmp_path, seed=7)
-    monkeypatch.setattr(type(library), "flaw", lambda *_: "")  # a stand-in computes in float32, with any heads
+    monkeypatch.setattr(type(library), "error", lambda *_: "")  # a stand-in computes in float32, with any heads
     calls = 0
 
     def sampled(chosen: TriedLibrary | None) -> list[list[int]]:
@@ -130,9 +130,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(prefill_libraries.torch, "empty", lambda *sizes, **_: torch.zeros(1, dtype=torch.uint8))
     monkeypatch.setattr(prefill_choice.importlib.util, "find_spec", lambda module: names[module] in errors or None)
-    monkeypatch.setattr(prefill_libraries, "error_of", lambda library, *_: errors[library.name])
+    monkeypatch.setattr(prefill_libraries, "largest_difference", lambda library, *_: errors[library.name])
     monkeypatch.setattr(prefill_choice, "chunk_milliseconds", lambda library, *_: TIMES[library and library.name])
-    monkeypatch.setattr(specialised_prefill, "_flaw_of_trial", lambda *_: "")
+    monkeypatch.setattr(specialised_prefill, "_trial_error", lambda *_: "")
     monkeypatch.setattr("pagewise_kernels.attention.specialised.capability", lambda _: 90)
     return errors
 
@@ -190,17 +190,17 @@ def test_our_own_kernel_is_one_of_them(
     assert {record.levelname for record in caplog.records} == {"INFO"}
     with pytest.raises(ModelError, match=r"--attention gluon: .*differ from PyTorch's by 0.300"):
         choose([128], attention="gluon")
-    monkeypatch.setattr(specialised_prefill, "_flaw_of_trial", lambda *_: "it did not end within 120 s")
+    monkeypatch.setattr(specialised_prefill, "_trial_error", lambda *_: "it did not end within 120 s")
     with pytest.raises(ModelError, match="--attention gluon: it did not end within 120 s"):
         choose([128], attention="gluon")
     for windowed in (PLAIN, WINDOWED, CAPPED):
-        flaw = specialised_prefill.SpecialisedPrefill(GPU).flaw(windowed, 16)
-        assert ("windows" in flaw) == (windowed is not PLAIN)
+        error = specialised_prefill.SpecialisedPrefill(GPU).error(windowed, 16)
+        assert ("windows" in error) == (windowed is not PLAIN)
 
     def other_triton(*_: object) -> str:
         raise ImportError("cannot import name 'mbarrier'")
 
-    monkeypatch.setattr(specialised_prefill, "_flaw_of_trial", other_triton)
+    monkeypatch.setattr(specialised_prefill, "_trial_error", other_triton)
     assert choose([128]) == (None, False)
     assert "not gluon: ImportError: cannot import name 'mbarrier'" in caplog.text
 
@@ -229,7 +229,7 @@ trial = json.load(sys.stdin)
 
 
 @pytest.mark.parametrize(
-    ("program", "flaw"),
+    ("program", "error"),
     [
         ("print(0.001)", ""),
         ("print(0.3)", "results differ from PyTorch's by 0.300"),
@@ -240,7 +240,7 @@ trial = json.load(sys.stdin)
     ],
 )
 def test_our_kernel_is_tried_apart_and_the_verdict_is_kept(
-    program: str, flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that hangs or breaks its process costs no executor anything but this kernel."""
     (tmp_path / "trial.py").write_text(TRIAL.format(program))
@@ -257,11 +257,11 @@ def test_our_kernel_is_tried_apart_and_the_verdict_is_kept(
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "cache"))
     shape = AttentionShape(8, 2, 128, BF16, 0.09)
     for _ in range(2):
-        found = specialised_prefill._flaw_of_trial(shape, 16, GPU)
-        assert (flaw in found) if flaw else not found, found
+        found = specialised_prefill._trial_error(shape, 16, GPU)
+        assert (error in found) if error else not found, found
     assert len(calls) == 1, "the verdict was not kept"
-    assert ("is tried again" in found) == bool(flaw), "the log says how"
-    specialised_prefill._flaw_of_trial(shape, 32, GPU)
+    assert ("is tried again" in found) == bool(error), "the log says how"
+    specialised_prefill._trial_error(shape, 32, GPU)
     assert len(calls) == 2, "another kind of layer was not tried"
 
 
@@ -368,7 +368,7 @@ def test_a_library_without_windows_leaves_the_layers_that_have_one_to_triton(
             raise RuntimeError("This flash attention build does not support local attention.")
         return 0.001
 
-    monkeypatch.setattr(prefill_libraries, "error_of", fails)
+    monkeypatch.setattr(prefill_libraries, "largest_difference", fails)
     del installed["flashinfer"]
     found, unfit = choose_prefill_library(ExecutorConfig(), GPU, [PLAIN, WINDOWED, PLAIN], BF16)
     assert found is not None

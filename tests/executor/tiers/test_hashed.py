@@ -327,7 +327,7 @@ def test_a_block_of_the_host_that_is_corrupt_does_not_go_to_the_disk(tmp_path: P
     for block in (0, 1):
         left.keep(block, None, checksum(left.slot(block)))
     left.slot(1)[0] ^= 1
-    fcntl.flock(left._file.fileno(), fcntl.LOCK_UN)  # as when its process is killed
+    fcntl.flock(left._file, fcntl.LOCK_UN)  # as when its process is killed
     memory = NamedMemory(tmp_path, "x", 4, pool.bytes_per_block, cuda=False)
     copier = BlockCopier(DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)))
     disk = DiskTier(tmp_path / "disk", "x", pool.bytes_per_block, 2**30)

@@ -19,7 +19,7 @@ def open_memory(folder: Path, content: str = "x", num_blocks: int = 8) -> NamedM
 
 def process_ends(memory: NamedMemory) -> None:
     """Let go of what the end of its process would let go of."""
-    fcntl.flock(memory._file.fileno(), fcntl.LOCK_UN)
+    fcntl.flock(memory._file, fcntl.LOCK_UN)
 
 
 def test_named_memory_is_one_process_s_at_a_time(tmp_path: Path) -> None:

@@ -107,16 +107,16 @@ def kernel_findings(printed: str, ended: str) -> Iterator[Finding]:
     ``ended``: what ended the process before all kernels were checked; "" if nothing did.
     """
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    checked = [line for line in lines if "flaw" in line]
+    checked = [line for line in lines if "error" in line]
     passed: dict[str, list[float]] = {}
     for line in checked:
         seconds = passed.setdefault(line["device"], [])
-        if not line["flaw"]:
+        if not line["error"]:
             seconds.append(line["seconds"])
         else:
-            yield Finding("kernels", f"{line['device']}: {line['kernel']}: {line['flaw']}", "problem", _KERNEL_ADVICE)
+            yield Finding("kernels", f"{line['device']}: {line['kernel']}: {line['error']}", "problem", _KERNEL_ADVICE)
     if ended:
-        running = f"{lines[-1]['device']}: {lines[-1]['kernel']}: " if lines and "flaw" not in lines[-1] else ""
+        running = f"{lines[-1]['device']}: {lines[-1]['kernel']}: " if lines and "error" not in lines[-1] else ""
         yield Finding("kernels", f"{running}{ended}", "problem", _KERNEL_ADVICE)
     for device, seconds in passed.items():
         yield Finding("kernels", f"{device}: {len(seconds)} compute what PyTorch does, checked in {sum(seconds):.1f} s")

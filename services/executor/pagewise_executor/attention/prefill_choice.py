@@ -47,15 +47,15 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
     Raises:
         ModelError: they do not; the text says why.
     """
-    flaw = ""
+    error = ""
     if config.attention == "auto" or BACKENDS[config.attention].kernels != "triton":
         return
     if config.kernels not in ("auto", "triton") or (device.type == "cpu" and config.kernels == "auto"):
-        flaw = "it needs the Triton kernels, which run on a GPU"
+        error = "it needs the Triton kernels, which run on a GPU"
     elif config.attention in LIBRARIES:
-        flaw = _flaw_of_options(config, device)
-    if flaw:
-        raise ModelError(f"--attention {config.attention}: {flaw}")
+        error = _options_error(config, device)
+    if error:
+        raise ModelError(f"--attention {config.attention}: {error}")
 
 
 def choose_prefill_library(
@@ -69,13 +69,13 @@ def choose_prefill_library(
     Raises:
         ModelError: a library is asked for by name, and cannot compute the model; the text says why.
     """
-    if config.attention == "triton" or _flaw_of_options(config, device):
+    if config.attention == "triton" or _options_error(config, device):
         return None, False
     if config.attention not in LIBRARIES:
         return _choose_installed(shapes, kv_dtype, config.block_size, device)
-    library, flaw = _prepared(config.attention, device, shapes, kv_dtype, config.block_size)
-    if flaw:
-        raise ModelError(f"--attention {config.attention}: {flaw}")
+    library, error = _prepared(config.attention, device, shapes, kv_dtype, config.block_size)
+    if error:
+        raise ModelError(f"--attention {config.attention}: {error}")
     log.info("attention of prompts: %s", config.attention)
     return library, False
 
@@ -89,27 +89,27 @@ def _choose_installed(
     for name, (module, _) in LIBRARIES.items():
         if importlib.util.find_spec(module) is None:
             continue
-        library, flaw = _prepared(name, device, shapes, kv_dtype, block_size)
+        library, error = _prepared(name, device, shapes, kv_dtype, block_size)
         if library is not None:
-            found[library] = flaw
+            found[library] = error
         elif name == _OURS:
-            log.info("attention of prompts: not gluon: %s", flaw)
+            log.info("attention of prompts: not gluon: %s", error)
         else:
-            unfit.append(f"{name}: {flaw}")
+            unfit.append(f"{name}: {error}")
     if unfit and not found:
         log.warning("attention of prompts: triton, because others cannot compute this: %s", "; ".join(unfit))
         return None, True
     library = _fastest(list(found), shapes, block_size, device) if found else None
     if library is None:
         return None, False
-    if flaw := found[library]:
-        log.warning("attention of prompts: %s, and Triton's where it cannot: %s", library.name, flaw)
+    if error := found[library]:
+        log.warning("attention of prompts: %s, and Triton's where it cannot: %s", library.name, error)
         return library, library.name != _OURS
     log.info("attention of prompts: %s", library.name)
     return library, False
 
 
-def _flaw_of_options(config: ExecutorConfig, device: torch.device) -> str:
+def _options_error(config: ExecutorConfig, device: torch.device) -> str:
     if device.type != "cuda":
         return f"it runs on a GPU, not on {device}"
     if config.deterministic:
@@ -131,8 +131,8 @@ def _prepared(
         library = TriedLibrary(LIBRARIES[name][1](device), block_size, device)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    flaws = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
-    return (library if "" in flaws else None), "; ".join(dict.fromkeys(filter(None, flaws)))
+    errors = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
+    return (library if "" in errors else None), "; ".join(dict.fromkeys(filter(None, errors)))
 
 
 def _fastest(

@@ -74,7 +74,7 @@ class PrefillLibrary(Protocol):
 
     name: str
 
-    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape, block_size: int) -> str:
         """Return why layers of this kind cannot be computed with such blocks, as far as it says; empty if they can."""
         ...
 
@@ -93,10 +93,10 @@ class FlashAttention3:
             raise ModelError("FlashAttention 3 needs compute capability 9.0")
         self._attend = _import("flash_attn_interface").flash_attn_with_kvcache
 
-    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape, block_size: int) -> str:
         """See ``PrefillLibrary``."""
         dim = shape.head_dim
-        return _flaw_of_dtype(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
+        return _dtype_error(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """See ``PrefillLibrary``."""
@@ -125,10 +125,10 @@ class FlashInfer:
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[AttentionShape, Any] = {}
 
-    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape, block_size: int) -> str:
         """See ``PrefillLibrary``."""
         dim = shape.head_dim
-        return _flaw_of_dtype(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
+        return _dtype_error(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """See ``PrefillLibrary``. Kinds of layers alternate within a step, so each has a wrapper of its own."""
@@ -164,26 +164,26 @@ class TriedLibrary:
     def __init__(self, library: PrefillLibrary, block_size: int, device: torch.device) -> None:
         self.name, self.plan = library.name, library.plan
         self._library, self._block_size, self._device = library, block_size, device
-        self._flaws: dict[AttentionShape, str] = {}
+        self._errors: dict[AttentionShape, str] = {}
 
     def computes(self, shape: AttentionShape) -> bool:
         """Whether it computes layers of this kind. One that was not tried when the executor started is tried now."""
-        if shape not in self._flaws and (flaw := self.try_out(shape)):
-            log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, flaw)
-        return not self._flaws[shape]
+        if shape not in self._errors and (error := self.try_out(shape)):
+            log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, error)
+        return not self._errors[shape]
 
     def try_out(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         try:
-            flaw = self._library.flaw(shape, self._block_size)
-            if not flaw:
-                error = error_of(self._library, with_small_limits(shape), self._block_size, self._device)
-                if not error <= TOLERANCE:  # also if it is not a number
-                    flaw = f"results differ from PyTorch's by {error:.3f} ({_described(shape)})"
+            error = self._library.error(shape, self._block_size)
+            if not error:
+                difference = largest_difference(self._library, with_small_limits(shape), self._block_size, self._device)
+                if not difference <= TOLERANCE:  # also if it is not a number
+                    error = f"results differ from PyTorch's by {difference:.3f} ({_described(shape)})"
         except Exception as raised:  # a third party's library may fail to compile or load in any way
-            flaw = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
-        self._flaws[shape] = flaw
-        return flaw
+            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
+        self._errors[shape] = error
+        return error
 
 
 def with_small_limits(shape: AttentionShape) -> AttentionShape:
@@ -200,7 +200,7 @@ def _described(shape: AttentionShape) -> str:
     )
 
 
-def error_of(library: PrefillLibrary, shape: AttentionShape, block_size: int, device: torch.device) -> float:
+def largest_difference(library: PrefillLibrary, shape: AttentionShape, block_size: int, device: torch.device) -> float:
     """Return by how much results of a library differ from PyTorch's, at most, for two chunks of small contexts."""
     from pagewise_kernels.attention import Chunk
 
@@ -229,7 +229,7 @@ def begins(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(sizes, dtype=np.int32)])
 
 
-def _flaw_of_dtype(dtype: torch.dtype) -> str:
+def _dtype_error(dtype: torch.dtype) -> str:
     return (
         "" if dtype in _HALVES else f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
     )

@@ -22,7 +22,13 @@ import torch
 from pagewise_kernels.kv_layer import KVLayer
 
 from pagewise_executor.attention.backend import AttentionShape
-from pagewise_executor.attention.prefill_libraries import TOLERANCE, Attend, ChunkTables, error_of, with_small_limits
+from pagewise_executor.attention.prefill_libraries import (
+    TOLERANCE,
+    Attend,
+    ChunkTables,
+    largest_difference,
+    with_small_limits,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +44,14 @@ class SpecialisedPrefill:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def flaw(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape, block_size: int) -> str:
         """Return why the kernel cannot compute such layers here, found by a trial the first time; empty if it can."""
-        from pagewise_kernels.attention.specialised import flaw_of_specialised
+        from pagewise_kernels.attention.specialised import specialised_error
 
         if shape.window is not None or shape.softcap is not None:
             return "it has no windows and no caps"
-        flaw = flaw_of_specialised(shape.heads, shape.kv_heads, shape.head_dim, block_size, shape.dtype, self._device)
-        return flaw or _flaw_of_trial(shape, block_size, self._device)
+        error = specialised_error(shape.heads, shape.kv_heads, shape.head_dim, block_size, shape.dtype, self._device)
+        return error or _trial_error(shape, block_size, self._device)
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""
@@ -68,7 +74,7 @@ class SpecialisedPrefill:
         return attend
 
 
-def _flaw_of_trial(shape: AttentionShape, block_size: int, device: torch.device) -> str:
+def _trial_error(shape: AttentionShape, block_size: int, device: torch.device) -> str:
     """Return why the kernel does not work in a process of its own; empty if it gives PyTorch's results there."""
     import triton
     from pagewise_kernels.attention import specialised, specialised_kernel
@@ -79,18 +85,18 @@ def _flaw_of_trial(shape: AttentionShape, block_size: int, device: torch.device)
     name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
     kept = Path(triton.knobs.cache.dir) / f"pagewise-prefill-{name}.json"
     try:
-        flaw = str(json.loads(kept.read_text())["flaw"])
+        error = str(json.loads(kept.read_text())["error"])
         # It may have been the machine's: a device that was full, for instance.
-        return flaw and f"{flaw}, when it was tried before; without {kept} it is tried again"
+        return error and f"{error}, when it was tried before; without {kept} it is tried again"
     except (OSError, ValueError, KeyError):
         log.info("attention of prompts: gluon is tried in a process of its own, for the first time on this device")
-    flaw = try_apart({**trial, "device": device.index or 0})
+    error = try_apart({**trial, "device": device.index or 0})
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps({"flaw": flaw}))
-    except OSError as error:
-        log.warning("each start tries the attention of prompts by gluon anew: its verdict cannot be kept: %s", error)
-    return flaw
+        kept.write_text(json.dumps({"error": error}))
+    except OSError as failure:
+        log.warning("each start tries the attention of prompts by gluon anew: its verdict cannot be kept: %s", failure)
+    return error
 
 
 def try_apart(trial: dict[str, object]) -> str:
@@ -124,7 +130,7 @@ def main() -> None:
     device, block_size = torch.device("cuda", trial.pop("device")), trial.pop("block_size")
     torch.cuda.set_device(device)
     shape = AttentionShape(**{**trial, "dtype": getattr(torch, trial["dtype"])})
-    print(error_of(SpecialisedPrefill(device), with_small_limits(shape), block_size, device))
+    print(largest_difference(SpecialisedPrefill(device), with_small_limits(shape), block_size, device))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Checked(NamedTuple):
-    """``flaw``: why the kernel does not work; empty if it does."""
+    """``error``: why the kernel does not work; empty if it does."""
 
     kernel: str
-    flaw: str
+    error: str
     seconds: float
 
 
@@ -44,9 +44,9 @@ def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtyp
     use = use_of(config, loaded, kv_dtype)
     kernels = kernels_of(use)
     for name in kernels:
-        if flaw := flaw_of(name, use):
+        if error := kernel_error(name, use):
             raise ModelError(
-                f"the kernel of {name} does not work on {_described(use.device)}: {flaw}. `pagewise doctor` tries "
+                f"the kernel of {name} does not work on {_described(use.device)}: {error}. `pagewise doctor` tries "
                 "all kernels; --kernels torch serves without them, more slowly"
             )
     if use.device.type == "cuda":
@@ -74,21 +74,21 @@ def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: Non
             done.add(full)
             begin(full)
             began = time.perf_counter()
-            flaw = flaw_of(name, use)
-            yield Checked(full, flaw, round(time.perf_counter() - began, 3))
-            if flaw and not _is_usable(device):
+            error = kernel_error(name, use)
+            yield Checked(full, error, round(time.perf_counter() - began, 3))
+            if error and not _is_usable(device):
                 return
 
 
 @torch.inference_mode()
-def flaw_of(name: str, use: KernelUse) -> str:
+def kernel_error(name: str, use: KernelUse) -> str:
     """Run a kernel; return why it does not work, empty if it does."""
     try:
         for found, expected, tolerance in KERNELS[name][1](use):
             wide, wanted = (t.double() if t.is_floating_point() else t.long() for t in (found, expected))
-            error, most = float((wide - wanted).abs().max()), float(wanted.abs().max())
-            if not error <= tolerance * most:  # also if it is not a number
-                return f"its result differs from PyTorch's by {error:.3g}, where the largest value is {most:.3g}"
+            difference, most = float((wide - wanted).abs().max()), float(wanted.abs().max())
+            if not difference <= tolerance * most:  # also if it is not a number
+                return f"its result differs from PyTorch's by {difference:.3g}, where the largest value is {most:.3g}"
     except Exception as error:  # Triton, the driver or the device may raise anything
         text = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {text}"

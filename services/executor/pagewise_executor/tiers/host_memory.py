@@ -123,7 +123,7 @@ class NamedMemory(HostMemory):
         self.number, self._file = _take(folder, kind, size, number)
         self.path = _path(folder, kind, self.number)
         try:
-            super().__init__(num_blocks, bytes_per_block, cuda, mmap.mmap(self._file.fileno(), size))
+            super().__init__(num_blocks, bytes_per_block, cuda, mmap.mmap(self._file, size))
         except OSError:
             self.close()  # removes the file: the next process could not pin it either
             raise
@@ -139,7 +139,7 @@ class NamedMemory(HostMemory):
         """Remove the file."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        self._file.close()
+        os.close(self._file)
 
 
 def memory_bytes(num_blocks: int, bytes_per_block: int) -> int:
@@ -159,7 +159,7 @@ def _path(folder: Path, kind: str, number: int) -> Path:
     return folder / f"{_prefix()}{kind}-{number}"
 
 
-def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File]":
+def _take(folder: Path, kind: str, size: int, first: int) -> tuple[int, int]:
     """Open and lock a file of that kind that no other process holds, and return its number, too. A new one is empty."""
     for number in [first, *(each for each in range(_MOST_SEGMENTS) if each != first)]:
         path = _path(folder, kind, number)
@@ -167,24 +167,25 @@ def _take(folder: Path, kind: str, size: int, first: int) -> "tuple[int, _File]"
         if file is None:
             continue
         try:
-            if file.size() != size:
-                file.allocate(size)
+            if os.fstat(file).st_size != size:
+                os.ftruncate(file, 0)
+                os.posix_fallocate(file, 0, size)  # reserved, so that no later write can fail for lack of room
         except OSError:
             path.unlink()
-            file.close()
+            os.close(file)
             raise
         return number, file
     raise OSError(f"{_MOST_SEGMENTS} executors, or other users, hold files of host memory in {folder}")
 
 
-def _open_unheld(path: Path) -> "_File | None":
+def _open_unheld(path: Path) -> int | None:
     """Open and lock a file, which is made if it does not exist; None if a process holds it or another user made it.
 
     Raises:
         OSError: the file cannot be made.
     """
     try:
-        file = _File(path)
+        file = _open(path)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
@@ -194,11 +195,11 @@ def _open_unheld(path: Path) -> "_File | None":
             raise
         log.warning("%s is not used as host memory: another user may have made it (%s)", path, error.strerror)
         return None
-    if not file.is_private():
+    if not is_private_file(os.fstat(file)):
         log.warning("%s is not used as host memory: it is not a regular file of mode 0600 of this user alone", path)
-    elif file.lock():
+    elif _lock(file):
         return file
-    file.close()
+    os.close(file)
     return None
 
 
@@ -208,44 +209,27 @@ def _is_free(path: Path) -> bool:
     except OSError:
         return False
     if file is not None:
-        file.close()
+        os.close(file)
     return file is not None
 
 
-class _File:
-    """An open file. The kernel releases its lock when the process ends, however that happens."""
+def _open(path: Path) -> int:
+    """Open a file, which is made if it does not exist; return its descriptor."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, flags | os.O_EXCL, 0o600)
+        os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
+        return descriptor
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)  # without O_NONBLOCK, a pipe would wait for its other end
 
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with contextlib.suppress(FileExistsError):
-            self._descriptor = os.open(path, flags | os.O_EXCL, 0o600)
-            os.fchmod(self._descriptor, 0o600)  # whatever the umask takes away
-            return
-        self._descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600)  # a pipe would wait for its other end
 
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def is_private(self) -> bool:
-        return is_private_file(os.fstat(self._descriptor))
-
-    def lock(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def size(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def allocate(self, size: int) -> None:
-        """Empty the file and reserve ``size`` bytes for it, so that no later write can fail for lack of room."""
-        os.ftruncate(self._descriptor, 0)
-        os.posix_fallocate(self._descriptor, 0, size)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def _lock(file: int) -> bool:
+    """Lock an open file unless another process has the lock. The kernel releases it when the process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _pin(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
