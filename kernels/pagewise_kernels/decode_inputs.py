@@ -38,17 +38,9 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    tables: torch.Tensor,
-    last_tokens: torch.Tensor,
-    *,
-    block_size: int,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    known: torch.Tensor | None = None,
-) -> None:
+    rows: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, last_tokens: torch.Tensor, *, block_size: int,
+    ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, known: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill ids, positions and slots int64 [n] for sequences in rows int32 [n] with lengths int32 [n] of context.
 
     A context counts the new token, which ``last_tokens`` int64 [rows] holds; tables int32 [rows, blocks]. Where the

@@ -32,15 +32,9 @@ def penalise_kernel(
 
 
 def penalise(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    in_prompt: torch.Tensor,
-    *,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> torch.Tensor:
+    logits: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, in_prompt: torch.Tensor, *,
+    repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Logits float32 [n, vocab] after the penalties of logits [n, vocab].
 
     rows int32 [n]: which row of ``counts`` int32 [.., vocab] (how often each entry stands in the output) and

@@ -170,16 +170,10 @@ def scaled_linear_kernel(
 
 
 def scaled_linear(
-    x: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    block: tuple[int, int],
-    bias: torch.Tensor | None = None,
-    *,
-    group: int | None = None,
+    x: torch.Tensor, x_scales: torch.Tensor | None, weight: torch.Tensor, weight_scales: torch.Tensor,
+    block: tuple[int, int], bias: torch.Tensor | None = None, *, group: int | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """A linear layer whose weight [out, in] is float8_e4m3fn or int8, for x [rows, in]; returns [rows, out].
 
     ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs];

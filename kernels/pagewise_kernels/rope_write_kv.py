@@ -84,16 +84,9 @@ def rope_write_kv_kernel(
 
 
 def rope_write_kv(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer: KVLayer,
-    slots: torch.Tensor,
-    *,
-    head_norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+    qkv: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: KVLayer,
+    slots: torch.Tensor, *, head_norm: torch.Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
     """Rotate the queries of qkv [tokens, heads + 2 · kv_heads, head_dim] in place; write keys and values into the pool.
 
     positions int64 [tokens]: rows of cos and sin [max_positions, head_dim / 2]; they have to be below max_positions.

@@ -165,15 +165,9 @@ class _Tile(NamedTuple):
 
 
 def skinny_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    x_scales: torch.Tensor | None = None,
-    weight_scales: torch.Tensor | None = None,
-    gated: bool = False,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, x_scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None, gated: bool = False, dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x · weightᵀ + bias [rows, out] for x [rows, in] of at most MOST_ROWS rows, weight [out, in] and bias [out].
 
     ``gated``: weight and bias hold gate and, behind it, up, [2 · out, in] and [2 · out], and the result is

@@ -43,19 +43,10 @@ class DecodePlan:
     """
 
     def __init__(
-        self,
-        *,
-        max_queries: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        window: int | None = None,
-        deterministic: bool = False,
-        max_context: int | None = None,
+        self, *, max_queries: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
+        device: torch.device, window: int | None = None, deterministic: bool = False, max_context: int | None = None,
         config: TileConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.window = window
         self.deterministic = deterministic
         self.config: TileConfig = config or decode_config(
@@ -160,15 +151,9 @@ class DecodePlan:
 
 
 def decode_attention(
-    q: torch.Tensor,
-    layer: KVLayer,
-    tables: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    out: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: DecodePlan, *, out: torch.Tensor | None = None,
+    scale: float | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
     tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros.

@@ -44,19 +44,10 @@ class PrefillPlan:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        window: int | None = None,
-        deterministic: bool = False,
-        config: TileConfig | None = None,
+        self, chunks: Sequence[Chunk], *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
+        device: torch.device, window: int | None = None, deterministic: bool = False, config: TileConfig | None = None,
         upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         group = heads // kv_heads
         longest = max((chunk.size for chunk in chunks), default=0)
         self.window = window
@@ -103,19 +94,9 @@ class StaticPrefillPlan:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        kv_dtype: torch.dtype,
-        unit_count: torch.Tensor,
-        units: torch.Tensor,
-        positions: torch.Tensor,
-        window: int | None = None,
-        deterministic: bool = False,
-    ) -> None:
+        self, size: int, *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype, unit_count: torch.Tensor,
+        units: torch.Tensor, positions: torch.Tensor, window: int | None = None, deterministic: bool = False,
+    ) -> None:  # fmt: skip
         group, device = heads // kv_heads, units.device
         self.window, self.deterministic = window, deterministic
         self.config: TileConfig = prefill_config(
@@ -156,15 +137,9 @@ def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None)
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    layer: KVLayer,
-    tables: torch.Tensor,
-    plan: PrefillPlan | StaticPrefillPlan,
-    *,
-    out: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: PrefillPlan | StaticPrefillPlan, *,
+    out: torch.Tensor | None = None, scale: float | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention of the chunks of ``plan``, whose own K and V are in the pool already.
 
     q [tokens, heads, head_dim];

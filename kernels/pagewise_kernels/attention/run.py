@@ -43,23 +43,10 @@ def _parts_at_once(size: int, num_warps: int) -> int:
 
 
 def run_prefill(
-    q: torch.Tensor,
-    layer: KVLayer,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-    shape: Shape,
-    config: TileConfig,
-    *,
-    positions: torch.Tensor,
-    units: torch.Tensor,
-    num_units: torch.Tensor,
-    programs: int,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    split: int,
-    strict: bool,
-) -> None:
+    q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
+    positions: torch.Tensor, units: torch.Tensor, num_units: torch.Tensor, programs: int, scale: float | None,
+    softcap: float | None, window: int | None, split: int, strict: bool,
+) -> None:  # fmt: skip
     """Run ``units`` int32 [n, UNIT_FIELDS], of which ``num_units`` int32 [1] count, on ``programs`` programs.
 
     ``positions`` int32 [queries]: the last context token that each query sees. ``split``: see ``attention_kernel``.
@@ -82,22 +69,10 @@ def run_prefill(
 
 
 def run_decode(
-    q: torch.Tensor,
-    layer: KVLayer,
-    tables: torch.Tensor,
-    out: torch.Tensor,
-    shape: Shape,
-    config: TileConfig,
-    *,
-    units: torch.Tensor,
-    programs: int,
-    parts: Parts,
-    order: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    has_window: bool,
-    strict: bool,
-) -> None:
+    q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
+    units: torch.Tensor, programs: int, parts: Parts, order: torch.Tensor | None, scale: float | None,
+    softcap: float | None, has_window: bool, strict: bool,
+) -> None:  # fmt: skip
     """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
 
     ``parts``: where partial results go, which are merged in the same launch. ``order`` int32: the queries of units with

@@ -49,17 +49,9 @@ class CpuStep:
     """
 
     def __init__(
-        self,
-        slots: Int64s,
-        tables: Int32s,
-        rows: Int64s,
-        lengths: Int64s,
-        chunks: Int64s,
-        *,
-        block_size: int,
-        prefixes: Int64s | None = None,
-        members: Int64s | None = None,
-    ) -> None:
+        self, slots: Int64s, tables: Int32s, rows: Int64s, lengths: Int64s, chunks: Int64s, *, block_size: int,
+        prefixes: Int64s | None = None, members: Int64s | None = None,
+    ) -> None:  # fmt: skip
         self._library = load_library()
         prefixes = np.zeros((0, 3), np.int64) if prefixes is None else np.ascontiguousarray(prefixes)
         members = np.zeros(0, np.int64) if members is None else np.ascontiguousarray(members)
@@ -69,35 +61,17 @@ class CpuStep:
         self._num_prefixes = len(prefixes)
         self.tokens, self.block_size = len(slots), block_size
         self._arguments = AttentionArguments(
-            slots=slots.ctypes.data,
-            tables=tables.ctypes.data,
-            table_stride=tables.strides[0] // 4,
-            block_size=block_size,
-            tokens=len(slots),
-            decodes=len(rows),
-            num_chunks=len(chunks),
-            rows=rows.ctypes.data,
-            lengths=lengths.ctypes.data,
-            chunks=chunks.ctypes.data,
-            prefixes=prefixes.ctypes.data,
-            members=members.ctypes.data,
-            threads=threads(),
-            parallel=parallel_regions(),
-        )
+            slots=slots.ctypes.data, tables=tables.ctypes.data, table_stride=tables.strides[0] // 4,
+            block_size=block_size, tokens=len(slots), decodes=len(rows), num_chunks=len(chunks), rows=rows.ctypes.data,
+            lengths=lengths.ctypes.data, chunks=chunks.ctypes.data, prefixes=prefixes.ctypes.data,
+            members=members.ctypes.data, threads=threads(), parallel=parallel_regions(),
+        )  # fmt: skip
         self._at = ctypes.byref(self._arguments)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: KVLayer,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, *, scale: float,
+        window: int | None = None, softcap: float | None = None, rotation: Rotation | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
         All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
@@ -156,15 +130,9 @@ class CpuStep:
 
 
 def _check_step(
-    slots: Int64s,
-    tables: Int32s,
-    rows: Int64s,
-    lengths: Int64s,
-    chunks: Int64s,
-    block_size: int,
-    prefixes: Int64s,
+    slots: Int64s, tables: Int32s, rows: Int64s, lengths: Int64s, chunks: Int64s, block_size: int, prefixes: Int64s,
     members: Int64s,
-) -> None:
+) -> None:  # fmt: skip
     if tables.ndim != 2 or tables.dtype != np.int32 or not tables[:1].flags.c_contiguous:
         raise ValueError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
     if {array.dtype for array in (slots, rows, lengths, chunks, prefixes, members)} != {np.dtype(np.int64)}:

@@ -32,15 +32,9 @@ class StepAttention(Protocol):
     """The attention of one step. It knows the slot mapping of the step and the context of each of its queries."""
 
     def attend(
-        self,
-        layer: "PagedLayer",
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+        self, layer: "PagedLayer", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool and attend with q [tokens, heads, head_dim].
 
         The flat batch holds the decodes first, then the prefill chunks. Returns [tokens, heads, head_dim].

@@ -16,16 +16,9 @@ class CpuStepAttention:
         self._step = step
 
     def attend(
-        self,
-        layer: PagedLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        rotation: Rotation | None = None,
-    ) -> torch.Tensor:
+        self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None, rotation: Rotation | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. With ``rotation``, queries and keys have norm and rotation before, and
         ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

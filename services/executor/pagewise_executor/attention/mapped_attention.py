@@ -34,15 +34,9 @@ class MappedStep:
     queries: list[Queries]
 
     def attend(
-        self,
-        layer: PagedLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+        self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
         layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))

@@ -14,17 +14,10 @@ NAME = "pagewise"
 
 
 def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, softcap: float | None = None, **_: object,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute the attention of one layer over the paged context; transformers calls this.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], or with the first and the third

@@ -31,15 +31,9 @@ class TorchStep:
     chunks: list[ChunkContext]
 
     def attend(
-        self,
-        layer: PagedLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+        self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
         layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))

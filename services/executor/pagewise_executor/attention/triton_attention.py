@@ -66,15 +66,9 @@ class TritonStep:
     is_static: bool = False
 
     def attend(
-        self,
-        layer: PagedLayer,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+        self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Write K and V into the pool, and attend: see ``StepAttention``."""
         write_kv(k, v, layer, self.slots)
         return self.attend_written(layer, q, scale, window, softcap)
@@ -133,15 +127,9 @@ class TritonBackend(AttentionBackend):
     float8 = True
 
     def __init__(
-        self,
-        device: torch.device,
-        num_rows: int,
-        max_model_len: int,
-        block_size: int,
-        *,
-        deterministic: bool = False,
+        self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False,
         library: TriedLibrary | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(device)
         self.deterministic, self.library = deterministic, library
         self.kinds: dict[LayerKind, bool] = {}

@@ -45,15 +45,10 @@ class DecodeGraphs(GraphedSteps):
     name = "decode steps"
 
     def __init__(
-        self,
-        forward: Forward,
-        forward_context: ForwardContext,
-        backend: TritonBackend,
-        token_sampler: TritonTokenSampler,
-        last_tokens: torch.Tensor,
-        block_size: int,
+        self, forward: Forward, forward_context: ForwardContext, backend: TritonBackend,
+        token_sampler: TritonTokenSampler, last_tokens: torch.Tensor, block_size: int,
         adapters: TritonSlots | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         device, num_rows = last_tokens.device, len(last_tokens) - 1
         super().__init__(sizes_up_to(min(num_rows, _LARGEST), LADDER), adapters)
         self._forward, self._forward_context = forward, forward_context

@@ -105,16 +105,9 @@ class MixedGraphs(GraphedSteps):
     name = "steps with prefill chunks"
 
     def __init__(
-        self,
-        body: ModelBody,
-        head: Head,
-        forward_context: ForwardContext,
-        backend: TritonBackend,
-        last_tokens: torch.Tensor,
-        block_size: int,
-        most_tokens: int,
-        adapters: TritonSlots | None = None,
-    ) -> None:
+        self, body: ModelBody, head: Head, forward_context: ForwardContext, backend: TritonBackend,
+        last_tokens: torch.Tensor, block_size: int, most_tokens: int, adapters: TritonSlots | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(sizes_up_to(min(most_tokens, LARGEST), LADDER), adapters)
         self._body, self._head, self._forward_context, self._backend = body, head, forward_context, backend
         self._last_tokens, self._block_size = last_tokens, block_size

@@ -70,17 +70,9 @@ class KVPool:
     """
 
     def __init__(
-        self,
-        shapes: list[tuple[int, int]],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        layout: Layout = "layers",
-        triton: bool = False,
-        memory: torch.Tensor | None = None,
-    ) -> None:
+        self, shapes: list[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        *, layout: Layout = "layers", triton: bool = False, memory: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.num_blocks, self.block_size = num_blocks, block_size
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -58,15 +58,9 @@ class BlockServer:
     """
 
     def __init__(
-        self,
-        tiers: Mapping[int, Tier],
-        bytes_per_block: int,
-        listen: str,
-        advertised_host: str,
-        keys: Keys | None = None,
-        *,
-        begun: Callable[[], tuple[int, int]],
-    ) -> None:
+        self, tiers: Mapping[int, Tier], bytes_per_block: int, listen: str, advertised_host: str,
+        keys: Keys | None = None, *, begun: Callable[[], tuple[int, int]],
+    ) -> None:  # fmt: skip
         self._tiers, self._bytes_per_block = tiers, bytes_per_block
         self._begun = begun
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -53,15 +53,9 @@ class HostTier(Tier):
     """
 
     def __init__(
-        self,
-        pool: KVPool,
-        memory: HostMemory,
-        *,
-        issuing: Issuing | None = None,
-        bandwidth: float | None = None,
-        verify: bool = False,
-        keep_memory: bool = True,
-    ) -> None:
+        self, pool: KVPool, memory: HostMemory, *, issuing: Issuing | None = None, bandwidth: float | None = None,
+        verify: bool = False, keep_memory: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.memory = memory
         self.num_blocks = memory.num_blocks

@@ -24,15 +24,9 @@ _PIECE_BYTES = 2**24
 
 
 def make_tiers(
-    config: ExecutorConfig,
-    pool: KVPool,
-    fingerprint: str,
-    block_format: str,
-    weight_files: Sequence[Path],
-    host_folder: Path | None = None,
-    ranks: Ranks = ALONE,
-    issuing: Issuing | None = None,
-) -> dict[int, Tier]:
+    config: ExecutorConfig, pool: KVPool, fingerprint: str, block_format: str, weight_files: Sequence[Path],
+    host_folder: Path | None = None, ranks: Ranks = ALONE, issuing: Issuing | None = None,
+) -> dict[int, Tier]:  # fmt: skip
     """Return the tiers that the options ask for, by number, the nearest first.
 
     ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
