@@ -94,12 +94,12 @@ class FlashAttention3:
         self._attend = _import("flash_attn_interface").flash_attn_with_kvcache
 
     def error(self, shape: AttentionShape, block_size: int) -> str:
-        """See ``PrefillLibrary``."""
+        """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
         return _dtype_error(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
-        """See ``PrefillLibrary``."""
+        """Prepare the attention of a step's layers of one kind."""
         starts, lengths, blocks = tables.on_device()
         longest = int(tables.sizes.max())
         # Its window counts the tokens before the query, and ours the query as well.
@@ -126,12 +126,15 @@ class FlashInfer:
         self._wrappers: dict[AttentionShape, Any] = {}
 
     def error(self, shape: AttentionShape, block_size: int) -> str:
-        """See ``PrefillLibrary``."""
+        """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
         return _dtype_error(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
-        """See ``PrefillLibrary``. Kinds of layers alternate within a step, so each has a wrapper of its own."""
+        """Prepare the attention of a step's layers of one kind.
+
+        Kinds of layers alternate within a step, so each has a wrapper of its own.
+        """
         wrapper = self._wrappers.get(shape)
         if wrapper is None:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")

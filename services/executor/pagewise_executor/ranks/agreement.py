@@ -53,7 +53,7 @@ class Agreement:
             messages = [each.popleft() for each in said]
             if not any(said):
                 del self._waiting[key]
-        self._report(_joined(messages))
+        self._report(_joined(messages))  # outside the lock: it may call anything
 
     def reset(self, epoch: int) -> None:
         """Forget the reports of all epochs but ``epoch``: they are void, and not every rank sends its own."""

@@ -39,6 +39,8 @@ class BlockCopier:
             lower = self.peers if job.peer is not None else self.tiers[max(job.source, job.target)]
             lower.begin(job, self.tiers[min(job.source, job.target)])
         self.peers.begun = epoch, step
+        # A cancellation may overtake its step, and is kept until the step has begun. Because of the lock, ``cancel``
+        # either sees the new ``_begun`` and finds the jobs itself, or has added to ``_unwanted`` before the read here.
         with self._lock:
             self._begun = epoch, step
             unwanted = {one for one in self._unwanted if (one.epoch, one.step) <= self._begun}

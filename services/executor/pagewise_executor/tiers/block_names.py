@@ -27,13 +27,13 @@ def fingerprint_of(content: str) -> str:
     return unquote(content.rpartition(".")[0])
 
 
-def first_digits(hash_of_block: BlockHash) -> str:
+def short_hash(hash_of_block: BlockHash) -> str:
     """Return the first 16 hexadecimal digits of a hash, which identify a block where there is little room."""
     return hash_of_block.hex()[:16]
 
 
 def descendants(parents: Mapping[str, str], root: str) -> list[str]:
-    """Return all blocks below ``root``. ``parents``: the parent of each block; all by their first digits."""
+    """Return all blocks below ``root``. ``parents``: the parent of each block; all by their short hashes."""
     children: dict[str, list[str]] = {}
     for own, parent in parents.items():
         children.setdefault(parent, []).append(own)

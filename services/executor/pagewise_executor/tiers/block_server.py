@@ -156,6 +156,7 @@ class BlockServer:
             return (Blocks(request.number, error=str(error)[:200]),)
         if not are_sound:
             return (Blocks(request.number, error="a block is corrupt"),)
+        # A reset may have come while the blocks were read: their content could belong to other sequences.
         if self._begun()[0] != request.epoch:
             return (Blocks(request.number, error="the blocks were freed while they were read"),)
         content = rows.data.cast("B")

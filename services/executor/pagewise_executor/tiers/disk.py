@@ -28,9 +28,9 @@ from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
     descendants,
     fingerprint_of,
-    first_digits,
     header,
     is_sound,
+    short_hash,
 )
 from pagewise_executor.tiers.hashed import SCRATCH, HashedTier
 from pagewise_executor.tiers.tier import Rows
@@ -182,7 +182,7 @@ class DiskTier(HashedTier):
 
     def _path(self, name: BlockName) -> str:
         digits = name.hash.hex()
-        return f"{self._folder}/{digits[:2]}/{digits}.{first_digits(name.parent)}"
+        return f"{self._folder}/{digits[:2]}/{digits}.{short_hash(name.parent)}"
 
     # ---- the bound -----------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class DiskTier(HashedTier):
 
 
 class StoredFile(NamedTuple):
-    """A block's file. ``own``, ``parent``: content name and first digits of the block, and of the block before it.
+    """A block's file. ``own``, ``parent``: content name and short hash of the block, and of the block before it.
     ``used``: the time of its last use in nanoseconds. ``size``: bytes."""
 
     path: str
@@ -271,7 +271,7 @@ def wipe(folder: Path, salt: str | None) -> int:
         for file in _list(content):
             paths.setdefault(file.own, []).append(file.path)
             parents[file.own] = file.parent
-        root = f"{content.name} {first_digits(root_hash(fingerprint_of(content.name), salt))}"
+        root = f"{content.name} {short_hash(root_hash(fingerprint_of(content.name), salt))}"
         for path in (path for own in descendants(parents, root) for path in paths[own]):
             with suppress(FileNotFoundError):
                 os.unlink(path)

@@ -67,15 +67,15 @@ class HashedTier(FarTier, ABC):
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin copies on the thread for loads, or for stores. A store reads the upper tier now: see ``Tier``."""
-        copies = self.note(job, upper)
+        copies = self.track(job, upper)
         if job.target == DEVICE:
-            self._later("load", lambda: self._do(copies, lambda: self._load(copies)))
+            self._enqueue("load", lambda: self._do(copies, lambda: self._load(copies)))
             return
         rows = np.empty((len(job.pairs), self.bytes_per_block), np.uint8)
         read = upper.begin_read(job.pairs[:, 0], rows)
-        self._later("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
+        self._enqueue("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
 
-    def _later(self, kind: str, work: Callable[[], None]) -> None:
+    def _enqueue(self, kind: str, work: Callable[[], None]) -> None:
         """Queue work for the thread of its kind."""
         if kind not in self._inboxes:  # by the one thread that asks for work of this kind
             inbox = self._inboxes[kind] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ class HashedTier(FarTier, ABC):
         for start in range(0, len(blocks), per_piece):
             part = slice(start, start + per_piece)
             there = np.array(self.load(names[part], rows[: len(blocks[part])]))
-            if not self.bring(job, blocks[part][there], rows[: len(there)][there]):
+            if not self.deliver(job, blocks[part][there], rows[: len(there)][there]):
                 return
 
     def _store(self, job: FarJob, read: "Future[list[bool]]", rows: Rows) -> None:
@@ -121,7 +121,7 @@ class HashedTier(FarTier, ABC):
                 log.exception("nothing could be looked up in %s", self.name)
             self.report(Found(message.epoch, message.number, found))
 
-        self._later("look up", find)
+        self._enqueue("look up", find)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks that no prefix has; the same in every process, so that their number stays small."""

@@ -83,6 +83,8 @@ class HostTier(Tier):
         """Void all jobs of older epochs, and all blocks unless ``keep``. This waits for copies that have begun, and for
         the device: copies of the new epoch do not wait for steps of an older one."""
         self._copies.epoch = epoch
+        # Jobs of the old epoch that a thread has not begun see the new epoch and do nothing. The barriers behind them
+        # return once the threads have left the jobs that they had begun.
         for begin in (self._inbox.put, self._loads.begin):
             last = barrier()
             begin(last)
@@ -234,7 +236,7 @@ class HostTier(Tier):
             # found.
             checksum = checksum_of(row if verify else memory.slot(slot)) if self._copies.keeps_checksums else 0
             memory.keep(slot, name, checksum)
-        self._copies.hold_back(len(slots), began)
+        self._copies.throttle(len(slots), began)
         self._elapsed += time.perf_counter() - began
         if job.last:
             elapsed, self._elapsed = self._elapsed, 0.0

@@ -113,7 +113,7 @@ class HostCopies:
                 yield start, index
                 start = index
 
-    def hold_back(self, num_blocks: int, began: float) -> None:
+    def throttle(self, num_blocks: int, began: float) -> None:
         """Wait until so many blocks would have been copied at the bandwidth that the direction is held to.
 
         ``began``: when their copies began, in seconds of ``time.perf_counter``.

@@ -137,7 +137,7 @@ class HostLoads:
         pool, start = self._copies.pool, loading.issued
         if self._link is None or self._scatters is None:
             staged = pool.staging(len(loading.slots))
-            self._bring(loading.slots, staged)
+            self._copy_slots(loading.slots, staged)
             pool.scatter(loading.blocks, staged)
             loading.issued = len(loading.slots)
             return
@@ -148,14 +148,14 @@ class HostLoads:
         with torch.cuda.stream(self._link):
             if staging.free is not None:
                 self._link.wait_event(staging.free)
-            self._bring(part, staging.memory)
+            self._copy_slots(part, staging.memory)
             brought = record()
         self._scatters.wait_event(brought)
         loading.issued += len(part)
         pool.scatter(loading.blocks[start : loading.issued], staging.memory[: len(part)])
         staging.free = loading.arrived = record()
 
-    def _bring(self, slots: list[int], staged: Raw) -> None:
+    def _copy_slots(self, slots: list[int], staged: Raw) -> None:
         """Copy blocks [n] of the host into the first n rows of ``staged``."""
         for start, stop in self._copies.runs(slots):
             copy_rows(staged[start:stop], self._copies.memory.rows(slots[start], stop - start))
@@ -171,7 +171,7 @@ class HostLoads:
             try:
                 if issued.arrived is not None:
                     issued.arrived.synchronize()
-                copies.hold_back(len(pairs), began)
+                copies.throttle(len(pairs), began)
                 self._link_free = time.perf_counter()
                 bad = self._wrong(pairs) if copies.verify else issued.bad
                 copies.tier.report(issued.asked.confirmed(self._link_free - began, bad))

@@ -65,8 +65,8 @@ class Peers(FarTier):
         """Begin a step's copies from one tier of a peer. They come after all work that the device has so far."""
         peer = job.peer
         assert peer is not None
-        fetch = self.note(job, upper)
-        with self._links_lock:
+        fetch = self.track(job, upper)
+        with self._links_lock:  # ``_retire`` takes it too: a link either gets this job or has left ``_links`` before
             link = self._links.get(peer.endpoint)
             if link is None:
                 link = self._links[peer.endpoint] = _Link(peer.endpoint, self)
@@ -151,7 +151,7 @@ class _Link:
                 continue
             heard = time.monotonic()
             part, rows = self._take(asked, size)
-            if not self.owner.bring(job, job.copies.pairs[part, 1], rows):
+            if not self.owner.deliver(job, job.copies.pairs[part, 1], rows):
                 return
 
     def _ask(self, job: FarJob, part: slice) -> int:

@@ -17,9 +17,9 @@ from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
     descendants,
     fingerprint_of,
-    first_digits,
     header,
     is_sound,
+    short_hash,
 )
 from pagewise_executor.tiers.hashed import HashedTier
 from pagewise_executor.tiers.tier import Rows
@@ -121,7 +121,7 @@ class RedisTier(HashedTier):
         self._client.close()
 
     def _key(self, name: BlockName) -> bytes:
-        return self._prefix + name.hash.hex().encode() + b"." + first_digits(name.parent).encode()
+        return self._prefix + name.hash.hex().encode() + b"." + short_hash(name.parent).encode()
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         """Return the server's answer, or ``otherwise`` if there is none."""
@@ -152,7 +152,7 @@ def wipe(url: str, salt: str | None) -> int:
         keys.setdefault((content, own), []).append(key)
     num_wiped = 0
     for content, parents in contents.items():
-        root = first_digits(root_hash(fingerprint_of(content), salt))
+        root = short_hash(root_hash(fingerprint_of(content), salt))
         for own in descendants(parents, root):
             num_wiped += client.delete(*keys[content, own])
     client.close()

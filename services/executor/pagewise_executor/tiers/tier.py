@@ -125,14 +125,14 @@ class FarTier(Tier):
         self._jobs: dict[FarJob, None] = {}  # in their order, in which they are cancelled as well
         self._jobs_lock = threading.Lock()
 
-    def note(self, copies: CopyJob, upper: Tier) -> FarJob:
+    def track(self, copies: CopyJob, upper: Tier) -> FarJob:
         """Return the job of copies that begin now. It writes after all work that the device has so far."""
         job = FarJob(copies, upper, upper.fence(), set(copies.pairs[:, 1].tolist()))
         with self._jobs_lock:
             self._jobs[job] = None
         return job
 
-    def bring(self, job: FarJob, blocks: Blocks, rows: Rows) -> bool:
+    def deliver(self, job: FarJob, blocks: Blocks, rows: Rows) -> bool:
         """Write ``rows`` into blocks above; return False if the job has ended: other sequences may have the blocks."""
         with job.lock:
             if job.ended:
@@ -147,6 +147,8 @@ class FarTier(Tier):
             if job.ended:
                 return
             job.ended = True
+        # ``ended`` is set under the job's lock, so a thread in ``deliver`` has finished its write, and later ones write
+        # nothing: after the report, the scheduler may give missing blocks to other sequences.
         with self._jobs_lock:
             self._jobs.pop(job, None)
         self.report(job.copies.confirmed(seconds, sorted(job.missing)))
