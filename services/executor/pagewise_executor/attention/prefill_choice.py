@@ -158,17 +158,11 @@ def _fastest(
             )
     except Exception as error:  # torch, a library or the device may raise anything
         log.warning("attention of prompts: the remaining libraries could not be measured (%s)", error)
-    log.info(
-        "attention of prompts of %d tokens, all layers: %s",
-        _TOKENS, ", ".join(f"{_name(each)} {milliseconds:.2f} ms" for each, milliseconds in times.items()),
-    )  # fmt: skip
+    measurements = (f"{each.name if each else 'triton'} {milliseconds:.2f} ms" for each, milliseconds in times.items())
+    log.info("attention of prompts of %d tokens, all layers: %s", _TOKENS, ", ".join(measurements))
     if device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.empty_cache()  # the KV pool is sized by the free memory
     return min(times, key=lambda each: times[each]) if times else None
-
-
-def _name(library: TriedLibrary | None) -> str:
-    return "triton" if library is None else library.name
 
 
 @torch.inference_mode()

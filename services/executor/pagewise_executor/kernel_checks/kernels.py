@@ -255,16 +255,12 @@ def _block_copies(use: KernelUse) -> Iterator[Compared]:
     pinned = use.device.type == "cuda"
     staged = torch.zeros(2, 2 * size, dtype=torch.uint8, device=None if pinned else use.device, pin_memory=pinned)
     gather_blocks(pool, blocks, staged)
-    _wait(use.device)
+    if pinned:
+        torch.cuda.synchronize(use.device)
     yield Compared(staged.to(use.device), torch.cat([before[0, [4, 1]], before[1, [4, 1]]], 1))
     scatter_blocks(pool, use.ints(1, 2), staged)
     before[:, [1, 2]] = before[:, [4, 1]]
     yield Compared(pool, before)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _decode_inputs(use: KernelUse) -> Iterator[Compared]:
@@ -337,9 +333,8 @@ def _always(_: KernelUse) -> bool:
     return True
 
 
-def _few_rows(use: KernelUse) -> int:
-    """Return up to how many rows gate and up have a kernel of their own: 0 where it does not work, or is slower."""
-    return use.gate_up.few_rows if isinstance(use.gate_up, SkinnyLinear) else 0
+def _has_skinny_linear(use: KernelUse) -> bool:
+    return isinstance(use.gate_up, SkinnyLinear) and use.gate_up.few_rows > 0  # 0: it does not work, or is slower
 
 
 Check = Callable[[KernelUse], Iterator[Compared]]
@@ -351,7 +346,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "decode attention": (_always, _decode_attention),
     "prefill attention": (_always, _prefill_attention),
     "SiLU": (lambda use: use.gate_up is not None, _silu_mul),
-    "linear of few rows": (lambda use: _few_rows(use) > 0, _skinny_linear),
+    "linear of few rows": (_has_skinny_linear, _skinny_linear),
     "mixture of experts": (lambda use: use.mixture is not None, _experts),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
