@@ -40,7 +40,7 @@ class PrefillPlan:
             not pinned, so CUDA copies a plan of more than 64 KiB (about 14,000 tokens) only after all work that was
             issued before.
 
-    ``packed``: the plan in one array, for callers that upload it with other arrays, and then call ``place``.
+    ``packed``: the plan in one array, for callers that upload it with other arrays, and then call ``bind``.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class PrefillPlan:
         self.packed[0] = len(units)
         self.packed[_ALIGNED : _ALIGNED + units.size] = units.ravel()
         self.packed[self._first_position :] = positions
-        self.place(torch.from_numpy(self.packed).to(device) if upload is None else upload(self.packed))
+        self.bind(torch.from_numpy(self.packed).to(device) if upload is None else upload(self.packed))
 
-    def place(self, on_device: torch.Tensor) -> None:
+    def bind(self, on_device: torch.Tensor) -> None:
         """Read the plan from here: ``packed`` int32, on the device."""
         self.unit_count, self.positions = on_device[:1], on_device[self._first_position :]
         self.units = on_device[_ALIGNED : _ALIGNED + self._num_units * UNIT_FIELDS]

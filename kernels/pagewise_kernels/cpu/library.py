@@ -174,9 +174,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         _least_free[capacity] = min(_least_free[capacity], len(blocks))
     except IndexError:
         block = torch.empty(capacity, dtype=torch.uint8).numpy()
-    lent: npt.NDArray[Any] = block[:size]  # an object of its own, which lives as long as a storage in it
-    weakref.finalize(lent, blocks.append, block).atexit = False
-    return torch.frombuffer(lent, dtype=dtype).view(shape)
+    view: npt.NDArray[Any] = block[:size]  # an object of its own, which lives as long as a storage in it
+    weakref.finalize(view, blocks.append, block).atexit = False
+    return torch.frombuffer(view, dtype=dtype).view(shape)
 
 
 def free_unused() -> None:

@@ -171,7 +171,7 @@ class TritonBackend(AttentionBackend):
         )
         self.change_tables(where, blocks)
         for plan, on_device in zip(plans.values(), packed, strict=True):
-            plan.place(on_device)
+            plan.bind(on_device)
         step = TritonStep(self, slots, self.tables, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans})
         step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
         return step
