@@ -259,7 +259,6 @@ def _part(inner: int, size_in: int, block_in: int, group: int, quantised: bool) 
 
 
 def _check_scales(scales: torch.Tensor, shape: tuple[int, int], name: str) -> None:
-    """Raise ValueError if ``scales`` are not float32 of this ``shape`` with contiguous rows."""
     if scales.shape != shape or scales.dtype != torch.float32 or (shape[1] > 1 and scales.stride(1) != 1):
         raise ValueError(
             f"{name} have scales in float32 {list(shape)} with contiguous rows, not {scales.dtype} "

@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def _registers(config: TileConfig) -> int:
-    """Of a thread, so that ``config.programs`` fit on a multiprocessor, which gives them out by eights."""
+    """The registers of a thread with which ``config.programs`` fit on a multiprocessor, in multiples of eight."""
     return min(255, 65536 // (config.programs * config.num_warps * 32) // 8 * 8)
 
 

@@ -160,7 +160,6 @@ def _check_prefixes(prefixes: Int64s, members: Int64s, lengths: Int64s, room: in
 
 
 def _within(*ranges: tuple[Int64s, int, int]) -> bool:
-    """Return whether all numbers of each array are in its range."""
     return all(not len(values) or (values.min() >= low and values.max() < high) for values, low, high in ranges)
 
 

@@ -197,7 +197,6 @@ def with_small_limits(shape: AttentionShape) -> AttentionShape:
 
 
 def _described(shape: AttentionShape) -> str:
-    """Describe a kind of layer for the log."""
     return f"{shape.heads} heads of {shape.head_dim} over {shape.kv_heads}" + "".join(
         f", {name} {value:g}" for name, value in (("window", shape.window), ("cap", shape.softcap)) if value is not None
     )

@@ -274,7 +274,6 @@ class MixedGraphs(GraphedSteps):
         return sum(_aligned(length) for length in self._lengths(size))
 
     def _parts(self, packed: Any, size: int) -> _Inputs:
-        """Return views of the parts of ``packed``, a tensor or an array."""
         parts, begin = [], 0
         for length in self._lengths(size):
             parts.append(packed[begin : begin + length])

@@ -124,11 +124,7 @@ class CudaMemory:
             self._mapped.discard(page)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the driver, and return its result.
-
-        Raises:
-            OSError: it fails.
-        """
+        """Call a function of the driver, and return its result; OSError if it fails."""
         error, *results = getattr(self._driver, name)(*arguments)
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise OSError(f"{name} of the GPU's driver failed: {error}")

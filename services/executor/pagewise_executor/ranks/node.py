@@ -258,7 +258,6 @@ class Node:
         return 0
 
     def _receive(self, link: _Link) -> None:
-        """Forward a frame from node 0 to a rank."""
         mark, *frames = link.socket.recv_multipart()
         if mark != OWN and mark[0] in self._ends:
             with contextlib.suppress(OSError):  # the rank has ended; its end of file is read next

@@ -181,7 +181,6 @@ class Nodes:
             self._complaints.warning("dropped a message of %d parts where other nodes join", len(parts))
 
     def _receive_join(self, identity: bytes, mark: bytes, frame: zmq.Frame) -> None:
-        """Answer a node that asks to join while node 0 waits for nodes."""
         if (join := self._decode(mark, frame)) is None or not isinstance(join, Join):
             return
         if (reason := self._join_error(join, frame)) is not None:
@@ -266,7 +265,6 @@ class Nodes:
             end.close()
 
     def _check_all(self) -> None:
-        """Raise _LostError if a node cannot be reached."""
         for node in self._joined.values():
             if not self._reaches(node):
                 raise _LostError(node.number)

@@ -123,7 +123,6 @@ class BlockServer:
             waiting.append(_Request(identity, request, time.monotonic() + _STEP_TIMEOUT))
 
     def _refusal(self, request: ReadBlocks) -> str:
-        """Return why a request cannot be answered; empty if it can."""
         if len(request.blocks) % _LOCATION_BYTES:
             return "locations are pairs of tier and block"
         locations = _locations(request)

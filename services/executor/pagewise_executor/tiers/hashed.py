@@ -76,7 +76,6 @@ class HashedTier(FarTier, ABC):
         self._enqueue("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
 
     def _enqueue(self, kind: str, work: Callable[[], None]) -> None:
-        """Queue work for the thread of its kind."""
         if kind not in self._inboxes:  # by the one thread that asks for work of this kind
             inbox = self._inboxes[kind] = queue.SimpleQueue()
             threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True).start()

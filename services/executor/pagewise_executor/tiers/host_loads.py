@@ -103,7 +103,6 @@ class HostLoads:
                 self._finish(1 if copies.cuda and not self._inbox.empty() else 0)
 
     def _issue(self, given: "Job | _Loading", asked: CopyJob) -> None:
-        """Issue a list, or the rest of it."""
         try:
             loading = given if isinstance(given, _Loading) else self._start_when_stored(given, asked)
             while loading.issued < len(loading.slots):

@@ -214,7 +214,6 @@ def _is_free(path: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open a file, which is made if it does not exist; return its descriptor."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, flags | os.O_EXCL, 0o600)
