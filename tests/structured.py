@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import transformers
 from llguidance import LLMatcher, LLTokenizer
-from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_executor.structured.grammars import load_tokenizer
 from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar
 from tokenizers import decoders, models, pre_tokenizers
 

@@ -33,9 +33,8 @@ import torch
 from llguidance import LLParserLimits
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.structured import grammars as compiled_grammars
-from pagewise_executor.structured.grammars import Grammars
+from pagewise_executor.structured.grammars import Grammars, load_tokenizer
 from pagewise_executor.structured.structured_rows import forbidden_tokens
-from pagewise_executor.structured.tokenizer import load_tokenizer
 from pagewise_executor.uploads import Uploads
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.model_files import resolve_model

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 import torch
 from pagewise.ports import holder_of, next_free
-from pagewise_executor import gpu_check
-from pagewise_executor.models import weight_memory
-from pagewise_executor.models.weight_files import TensorInfo
-from pagewise_executor.models.weight_memory import check_weights
+from pagewise_executor import devices
+from pagewise_executor.models import weight_files
+from pagewise_executor.models.weight_files import TensorInfo, check_weights
 from pagewise_shared import model_files
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -214,16 +213,16 @@ def nvidia(tmp_path: Path) -> Path:
 
 def test_why_torch_uses_no_gpu(nvidia: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    said = gpu_check.why_no_gpu(nvidia, None)
+    said = devices.why_no_gpu(nvidia, None)
     assert "is built for the CPU alone: pip install" in said
-    assert "driver 550.54.15 is too old for CUDA 13.0" in gpu_check.why_no_gpu(nvidia, "13.0")
+    assert "driver 550.54.15 is too old for CUDA 13.0" in devices.why_no_gpu(nvidia, "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("no\nroom")))
-    assert gpu_check.why_no_gpu(nvidia, "12.6").endswith("though this machine has an NVIDIA GPU: no")
+    assert devices.why_no_gpu(nvidia, "12.6").endswith("though this machine has an NVIDIA GPU: no")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpu_check.why_no_gpu(nvidia, None) == ""
+    assert devices.why_no_gpu(nvidia, None) == ""
     (nvidia / "dev/nvidia0").unlink()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert gpu_check.why_no_gpu(nvidia, None) == ""
+    assert devices.why_no_gpu(nvidia, None) == ""
 
 
 HEADERS = {
@@ -254,8 +253,8 @@ HEADERS = {
 def test_what_would_fit(
     free: int, options: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_memory, "free_memory", lambda device: free)
-    monkeypatch.setattr(weight_memory, "_swap", lambda: 0)
+    monkeypatch.setattr(weight_files, "free_memory", lambda device: free)
+    monkeypatch.setattr(weight_files, "_swap", lambda: 0)
     with contextlib.nullcontext() if expected is None else pytest.raises(ModelError) as error:
         check_weights(
             ExecutorConfig(model="m", **options), HEADERS, torch.device("cpu"), torch.float32, 1, stored=False

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import load_model
-from pagewise_executor.models.weight_files import checked_headers
-from pagewise_executor.models.weight_memory import weight_bytes
+from pagewise_executor.models.weight_files import checked_headers, weight_bytes
 from pagewise_executor.sizing import main, sizing
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.errors import PagewiseError

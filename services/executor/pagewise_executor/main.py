@@ -19,8 +19,7 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.model_files import local_model
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
 
-from pagewise_executor.device_defaults import with_threads
-from pagewise_executor.pool_check import check_pool
+from pagewise_executor.device_defaults import check_pool, with_threads
 from pagewise_executor.process_end import End, end_process, end_with_threads
 from pagewise_executor.read_ahead import read_ahead
 from pagewise_executor.runner import Runner

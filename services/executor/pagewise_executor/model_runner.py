@@ -30,8 +30,8 @@ from pagewise_shared.protocol import (
 from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for, layout_of
 from pagewise_executor.collectives import ALONE, Ranks
-from pagewise_executor.cpu import set_cpu_threads
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
+from pagewise_executor.devices import set_cpu_threads
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
@@ -47,8 +47,7 @@ from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
-from pagewise_executor.structured.loading import load_grammars
-from pagewise_executor.structured.structured_rows import StructuredRows
+from pagewise_executor.structured.structured_rows import StructuredRows, load_grammars
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.make_tiers import make_tiers, staging_bytes

@@ -4,8 +4,8 @@ import logging
 
 from pagewise_shared.config.adapter_options import adapter_capacity
 
-from pagewise_executor.cpu import device_name
 from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.devices import device_name
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.runner import RunnerInfo

@@ -27,8 +27,7 @@ from pagewise_executor.models.attention_layers import attention_modules, attenti
 from pagewise_executor.models.loader import transformers_config
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import check_supported
-from pagewise_executor.models.weight_files import TensorInfo
-from pagewise_executor.models.weight_memory import weight_bytes
+from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most that an executor counts of what it has not allocated itself."""

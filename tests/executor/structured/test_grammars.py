@@ -11,8 +11,7 @@ import tokenizers
 
 pytest.importorskip("llguidance")
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.structured.grammars import Grammars
-from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_executor.structured.grammars import Grammars, load_tokenizer
 from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     choice_grammar,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
-from pagewise_executor.structured.tokenizer import load_tokenizer
+from pagewise_executor.structured.grammars import load_tokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.errors import ModelError
 from transformers import AutoTokenizer

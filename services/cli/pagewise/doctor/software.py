@@ -70,7 +70,7 @@ def read_constraints(file: Path | None = None) -> dict[str, str]:
 
 def check_torch() -> Iterator[Finding]:
     """Look at torch, its devices, and the compiled operations, in a process of their own."""
-    command = [sys.executable, "-m", "pagewise_executor.device_report"]
+    command = [sys.executable, "-m", "pagewise_executor.devices"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)  # noqa: S603  # nosec B603 # no shell
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Adapters on the host: read from their files, checked, and kept until others need their room."""
+"""Adapters on the host: read from their files, checked, and cached."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -24,15 +24,15 @@ class PartFactors:
 
 
 LayerFactors = dict[int, list[PartFactors]]
-"""What an adapter adds to each layer, by the layer's number."""
+"""The factors of an adapter by the number of the layer."""
 
 
 @dataclass(slots=True)
 class HostAdapters:
-    """The adapters that lie on the host, the least recently used first: at most ``most``.
+    """An LRU cache of at most ``most`` adapters in host memory.
 
-    ``layers``: those of the model. ``dtype``: of its activations. ``prepare``: what is done to each factor when it has
-    been read, such as pinning its memory. ``shards``: which part of the layers this rank has; None: all.
+    ``layers``: of the model. ``dtype``: of its activations. ``prepare``: is called with each factor that has been read,
+    for example to pin its memory. ``shards``: the part of the layers that this rank has; None: all.
     """
 
     layers: list[AdaptedLinear]
@@ -44,19 +44,19 @@ class HostAdapters:
     _held: dict[bytes, LayerFactors] = field(default_factory=dict)
 
     def get(self, adapter: Adapter) -> LayerFactors | None:
-        """Return an adapter that lies here, and count that as a use."""
+        """Return an adapter of the cache as the most recently used one; None: it is not there."""
         found = self._held.pop(adapter.content, None)
         if found is not None:
             self._held[adapter.content] = found
         return found
 
     def read(self, adapter: Adapter, keep: Collection[bytes]) -> tuple[LayerFactors, tuple[bytes, ...]]:
-        """Read an adapter from its files; return it, and what was evicted for it.
+        """Read an adapter from its files; return it, and the contents of the adapters that were evicted for it.
 
-        ``keep``: what stays if others can go.
+        ``keep``: contents that are evicted last.
 
         Raises:
-            AdapterError: it cannot be read or served, or its files are not those that the request means.
+            AdapterError: it cannot be read or served, or its files have changed since it was registered.
         """
         files = open_adapter(adapter.name, adapter.path, self.max_rank)
         try:
@@ -86,7 +86,7 @@ class HostAdapters:
     def _prepared(
         self, name: str, part: Part, ins: int, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's part of A and of B, which has been scaled, where and as they are kept.
+        """Return this rank's part of A and of the scaled B in the type and the memory in which they are kept.
 
         Raises:
             AdapterError: values are not finite.
@@ -95,7 +95,7 @@ class HostAdapters:
             a, b = self.shards.cut_adapter(part.module, a, b, (part.stop - part.start, ins))
         a, b = a.to(self.dtype, copy=True), b.to(self.dtype)
         if not (a.isfinite().all() and b.isfinite().all()):
-            # K and V that are no numbers would spoil what others have in the same blocks later.
+            # K and V that are NaN would corrupt the results of later sequences in the same blocks.
             raise unusable(name, f"{part.module} has weights that are not finite")
         return self.prepare(a), self.prepare(b)
 

@@ -22,18 +22,18 @@ class StepAdapters(Protocol):
     """The adapters of the batch that is being computed."""
 
     def add(self, layer: "AdaptedLinear", x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to the outputs y [tokens, outs] of a layer what the adapters of the tokens make of x [tokens, ins]."""
+        """Add the products of the tokens' adapters with x [tokens, ins] to the outputs y [tokens, outs] of a layer."""
 
 
 class AdapterContext:
-    """What all layers of a model have in common: ``step``, the adapters of the batch; None: it has none."""
+    """The state that all layers of a model share: ``step``, the adapters of the batch; None: it has none."""
 
     def __init__(self) -> None:
         self.step: StepAdapters | None = None
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer ``base`` and the adapters of it. ``number``: among those of the model."""
+    """A linear layer ``base`` with adapters. ``number``: its index among the adapted layers of the model."""
 
     def __init__(self, base: nn.Module, number: int, parts: list[Part], ins: int, context: AdapterContext) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """That of the base, which code of transformers may ask for its type."""
+        """The weight of ``base``: code of transformers may read its type."""
         weight = self.base.weight
         assert isinstance(weight, torch.Tensor)
         return weight
@@ -58,7 +58,7 @@ class AdaptedLinear(nn.Module):
 def adapt_linears(model: nn.Module, context: AdapterContext) -> list[AdaptedLinear]:
     """Wrap the linear layers of a model's decoder layers that see every token of the batch; return them in order.
 
-    Those of experts see some tokens only, and stay as they are. So do embeddings and the head.
+    The layers of experts, which see some tokens only, embeddings and the head stay as they are.
     """
     found: list[AdaptedLinear] = []
     for name, layer in list(_decoder_layers(model)):
@@ -66,7 +66,7 @@ def adapt_linears(model: nn.Module, context: AdapterContext) -> list[AdaptedLine
         for place, parts, ins in list(linears):
             base = model.get_submodule(place)
             adapted = AdaptedLinear(base, len(found), parts, ins, context)
-            move_sum(base, adapted)  # it has to come after the adapter, which adds a part of the sum too
+            move_sum(base, adapted)  # the sum over the ranks must include the adapter's part
             model.set_submodule(place, adapted)
             found.append(adapted)
     return found
@@ -84,7 +84,7 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part], int]]:
-    """Yield where a linear layer is, the parts that it was joined of, and its inputs."""
+    """Yield the name of each linear layer, the parts that it was joined of, and the number of its inputs."""
     heads, kv_heads, dim = layer.shape.heads, layer.shape.kv_heads, layer.shape.head_dim
     hidden = _shape(layer.qkv)[0]
     yield (
@@ -128,12 +128,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear layer whose weight is [ins, outs]."""
+    # transformers' Conv1D is a linear layer whose weight is [ins, outs].
     return type(module).__name__ == "Conv1D"
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Return inputs and outputs."""
+    """Return the numbers of inputs and outputs."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     first, second = weight.shape

@@ -1,8 +1,8 @@
-"""The slots of a GPU, and how adapters are added to a batch there: all of them by two kernels for each layer.
+"""Slots of adapters on a GPU: two Triton kernels per layer add all adapters of a batch.
 
 The adapters of a layer lie one behind the other in two tensors, padded to the greatest rank, so that a kernel finds
-that of any token. What a step needs beside that is which tokens have which adapter (``LoraTiles``). Steps that are
-CUDA graphs read it from buffers that stay; a step without adapters runs a graph that was captured without them.
+the adapter of any token. A step adds the assignment of tokens to adapters (``LoraTiles``). CUDA graphs read it from
+static buffers; a step without adapters runs a graph that was captured without them.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ _LARGE_BATCH = 512
 
 
 class TritonSlots:
-    """See ``Slots``. ``num_tokens``: the most tokens of a step from static buffers."""
+    """Slots for the Triton kernels. ``num_tokens``: the most tokens of a step from static buffers."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TritonSlots:
         self._static_order = torch.zeros(num_tokens, **ints)  # type: ignore[call-overload]
 
     def put(self, slot: int, factors: LayerFactors) -> None:
-        """See ``Slots``. The copies run beside the steps."""
+        """Copy an adapter into a slot that no step in flight uses, on a stream beside the steps; on any thread."""
         if self._stream is None:
             self._copy(slot, factors)
             return
@@ -73,7 +73,7 @@ class TritonSlots:
                 b[start:stop, : own_b.shape[1]].copy_(own_b, non_blocking=True)
 
     def begin(self, slots: Int64s) -> None:
-        """See ``Slots``."""
+        """Set the slot of each token's adapter [tokens] for the next forward pass, -1 for none."""
         if not (slots >= 0).any():
             self._context.step = None
             return
@@ -82,7 +82,7 @@ class TritonSlots:
         self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._slots)
 
     def warm_up(self) -> None:
-        """Compile what computes adapters."""
+        """Compile the kernels of adapters."""
         for rows in (LEAST_RANK, _LARGE_ROWS):
             tiles, order = make_tiles(np.zeros(1, np.int64), rows)
             step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._slots)
@@ -92,8 +92,8 @@ class TritonSlots:
     # ---- steps from static buffers -------------------------------------------------------------------
 
     def begin_static(self, slots: Int64s, size: int) -> bool:
-        """The next forward pass has these tokens [n], in a step that is padded to ``size``; returns whether any of them
-        has an adapter."""
+        """Set the slots of the tokens [n] of the next forward pass, a step that is padded to ``size``; return whether
+        any of them has an adapter."""
         uses = bool((slots >= 0).any())
         self.prepare_static(size, uses=uses)
         if uses:
@@ -106,21 +106,17 @@ class TritonSlots:
         return uses
 
     def prepare_static(self, size: int, *, uses: bool) -> None:
-        """The next forward pass is one of ``size`` tokens that reads the buffers of ``begin_static``, if it uses any
-        adapter."""
+        """Let a forward pass of ``size`` tokens read the buffers of ``begin_static`` if it ``uses`` adapters."""
         tiles = self._static_tiles[: _most_tiles(size, self._num_slots)]
         static = LoraTiles(tiles, self._static_order[:size], _rows_of_tile(size))
         self._context.step = _TritonStep(static, self._slots) if uses else None
 
 
 class _TritonStep:
-    """See ``StepAdapters``."""
-
     def __init__(self, tiles: LoraTiles, slots: list[LoraLayer]) -> None:
         self._tiles, self._slots = tiles, slots
 
     def add(self, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
-        """See ``StepAdapters``."""
         add_lora(x, y, self._slots[layer.number], self._tiles)
 
 
@@ -142,5 +138,5 @@ def _rows_of_tile(num_tokens: int) -> int:
 
 
 def _most_tiles(num_tokens: int, num_slots: int) -> int:
-    """Return how many tiles so many tokens may have."""
+    """Return the most tiles that ``num_tokens`` tokens may have."""
     return -(-num_tokens // _rows_of_tile(num_tokens)) + min(num_slots, num_tokens)

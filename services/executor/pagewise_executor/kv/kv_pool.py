@@ -16,8 +16,7 @@ from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.pool_check import check_pool
+from pagewise_executor.device_defaults import SizedConfig, check_pool
 
 log = logging.getLogger(__name__)
 

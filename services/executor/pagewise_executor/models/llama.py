@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.checkpoint import Checkpoint, place_whole
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
-from pagewise_executor.models.stored_linear import place_whole
 from pagewise_executor.models.weight_files import Headers
 
 

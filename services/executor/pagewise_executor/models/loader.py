@@ -23,8 +23,7 @@ from pagewise_shared.progress import logged_bar
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
-from pagewise_executor.cpu import computes_bfloat16
-from pagewise_executor.gpu_check import why_no_gpu, why_unfit
+from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.models.attention_layers import attention_modules, attention_shape
 from pagewise_executor.models.compilation import begin_compilation
@@ -40,8 +39,14 @@ from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 from pagewise_executor.models.support import SERVED, check_known, check_supported
-from pagewise_executor.models.weight_files import Headers, checked_headers, first_line, open_weights, weight_files
-from pagewise_executor.models.weight_memory import check_weights
+from pagewise_executor.models.weight_files import (
+    Headers,
+    check_weights,
+    checked_headers,
+    first_line,
+    open_weights,
+    weight_files,
+)
 from pagewise_executor.models.weight_report import (
     check_differences,
     check_experts,

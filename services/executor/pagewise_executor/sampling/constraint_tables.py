@@ -15,11 +15,11 @@ _TOKEN_BYTES = 4
 
 @dataclass(slots=True, frozen=True, eq=False, weakref_slot=True)
 class ConstraintTable:
-    """What token constraints say of each token.
+    """The token constraints of a request as masks and lists of tokens.
 
     Fields:
         forbidden: bool [vocab] on the device: the tokens that may never be sampled; None: there are none.
-        biased, biases: int64 [n] and float32 [n] on the host: tokens, and what is added to their logits.
+        biased, biases: int64 [n] and float32 [n] on the host: tokens, and the biases of their logits.
         bad_words: by the last token but one (int32 bytes) of a bad word of several tokens: all of them but the last
             (int32 bytes), and the last.
     """
@@ -39,7 +39,7 @@ NO_CONSTRAINTS = ConstraintTable(None, np.zeros(0, np.int64), np.zeros(0, np.flo
 
 
 class ConstraintTables:
-    """The tables of the constraints that rows have; those that no row has any more are dropped."""
+    """The tables of the rows' constraints. A table is dropped when no row has it any more."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size

@@ -64,8 +64,8 @@ def gather_logprobs(
     """Compute the log-probabilities of ``tokens`` int64 [n] and of the ``counts`` likeliest tokens from raw ``logits``
     [n, vocab], and begin to copy them to the host.
 
-    ``ranked`` [n, vocab]: logits that tell which tokens are the likeliest, if not the raw ones: those of tokens that
-    must not be among them are minus infinity.
+    ``ranked`` [n, vocab]: logits that decide which tokens are the likeliest, minus infinity for tokens that must not be
+    among them; None: the raw logits.
     """
     own, ranks = compute(logits, tokens)
     limited = [min(count or 0, logits.shape[1]) for count in counts]
@@ -76,7 +76,7 @@ def gather_logprobs(
 
 
 def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log-probabilities and ranks in PyTorch; see ``ComputeLogprobs``."""
+    """Compute log-probabilities float32 [n] and ranks [n] of tokens int64 [n] from logits [n, vocab] in PyTorch."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, tokens[:, None])
     return own[:, 0], (logprobs > own).sum(dim=-1) + 1
@@ -91,7 +91,8 @@ def prompt_logprobs(
 ) -> list[tuple[int, LogprobsTensors]]:
     """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
 
-    ``logits``: [sum of counts, vocab]. ``sequences``: by row. Returns parts of them with their rows.
+    ``logits``: [sum of counts, vocab]. ``sequences``: by row. Returns the log-probabilities in parts, each with its
+    row.
     """
     prompts, offset = [], 0
     for chunk, count in reported:

@@ -1,7 +1,5 @@
 """Presence, frequency and repetition penalties: tokens that a sequence contains already become less likely."""
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
@@ -10,39 +8,23 @@ from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.uploads import Uploads
 
 
-class Penalties(Protocol):
-    """Counts the tokens of the rows that have penalties, and applies the penalties to their logits."""
-
-    def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Take over a sequence with penalties that joins in ``row``; ``tokens`` are all its known tokens."""
-
-    def leave(self, row: int) -> None:
-        """Forget the sequence in ``row``, which may have had no penalties."""
-
-    def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
-        """Penalise ``logits`` float32 [n, vocab] in place: those at the indices ``which`` belong to ``rows``."""
-
-    def count(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """Count ``tokens`` int64, which were sampled for ``rows``."""
-
-
 class TorchPenalties:
-    """Penalties in PyTorch, row by row."""
+    """Counts the tokens of the rows that have penalties, and applies the penalties in PyTorch, row by row."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._rows: dict[int, tuple[SamplingParams, torch.Tensor, torch.Tensor]] = {}
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """See ``Penalties``."""
+        """Add a sequence with penalties, which joins in ``row``; ``tokens`` are all its known tokens."""
         self._rows[row] = params, *_counted(tokens, num_prompt_tokens, self._vocab_size, self._device)
 
     def leave(self, row: int) -> None:
-        """See ``Penalties``."""
+        """Forget the sequence in ``row``, which may have had no penalties."""
         self._rows.pop(row, None)
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
-        """See ``Penalties``."""
+        """Penalise ``logits`` float32 [n, vocab] in place; their indices ``which`` belong to ``rows``."""
         for number, index in zip(rows, which, strict=True):
             params, counts, in_prompt = self._rows[number]
             row = logits[index]
@@ -53,7 +35,7 @@ class TorchPenalties:
             row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
     def count(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """See ``Penalties``."""
+        """Count ``tokens`` int64, which were sampled for ``rows``."""
         for number, token in zip(rows, tokens, strict=True):
             self._rows[number][1].index_add_(0, token[None], torch.ones(1, dtype=torch.int32, device=self._device))
 
@@ -96,41 +78,37 @@ class TritonPenalties:
         return self._counts, self._in_prompt
 
     def join(self, row: int, tokens: Int32s, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """See ``Penalties``."""
+        """Add a sequence with penalties, which joins in ``row``; ``tokens`` are all its known tokens."""
         self._params[row] = params
         self._joined[row] = tokens.astype(np.int64), num_prompt_tokens
 
     def leave(self, row: int) -> None:
-        """See ``Penalties``."""
+        """Forget the sequence in ``row``, which may have had no penalties."""
         self._params.pop(row, None)
         self._joined.pop(row, None)
 
     def apply(self, logits: torch.Tensor, rows: list[int], which: list[int]) -> None:
-        """See ``Penalties``."""
+        """Penalise ``logits`` float32 [n, vocab] in place; their indices ``which`` belong to ``rows``."""
         from pagewise_kernels.penalties import penalise
 
-        params = [self._params[row] for row in rows]
         index, held = self._upload(np.array([which, rows], np.int64))
         columns = [
-            [p.repetition_penalty for p in params],
-            [p.presence_penalty for p in params],
-            [p.frequency_penalty for p in params],
+            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in map(self._params.__getitem__, rows)
         ]
-        repetition, presence, frequency = self._upload(np.array(columns, np.float32))
+        repetition, presence, frequency = self._upload(np.array(columns, np.float32).T)
         penalised = penalise(
-            logits.index_select(0, index),
-            held.to(torch.int32),
-            *self._tables(),
-            repetition=repetition,
-            presence=presence,
-            frequency=frequency,
-        )
+            logits.index_select(0, index), held.to(torch.int32), *self._tables(),
+            repetition=repetition, presence=presence, frequency=frequency,
+        )  # fmt: skip
         logits.index_copy_(0, index, penalised)
 
     def count(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """See ``Penalties``."""
+        """Count ``tokens`` int64, which were sampled for ``rows``."""
         at = self._upload(np.array(rows, np.int64) * self._vocab_size) + tokens
         self._tables()[0].view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+
+
+Penalties = TorchPenalties | TritonPenalties
 
 
 def _counted(

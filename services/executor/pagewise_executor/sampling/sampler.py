@@ -33,8 +33,8 @@ class SamplingState:
 
     Fields:
         penalised: whether any penalty is in effect.
-        num_held_back: for how many more tokens the sequence must not end; held_back: int64 [n], the tokens that would
-            end it, empty if that number was 0 from the beginning.
+        num_held_back: for how many more tokens the sequence must not end. held_back: int64 [n], the tokens that would
+            end it, empty if it may end from the beginning.
         table: of its token constraints.
         history: all its tokens (int32 bytes); kept only if it has bad words of several tokens.
     """
@@ -73,8 +73,8 @@ def sampling_state(
 
 
 class Selected(NamedTuple):
-    """Some rows of a step: their ``indices`` in the list of rows, which are int64 [k] ``on_device``. ``all``: whether
-    they are all rows, so that nothing is copied."""
+    """Some rows of a step: their ``indices`` in the list of rows, also int64 [k] ``on_device``. ``all``: they are all
+    rows, so that nothing is copied."""
 
     indices: list[int]
     on_device: torch.Tensor
@@ -85,21 +85,20 @@ class Selected(NamedTuple):
         return values if self.all else values.index_select(0, self.on_device)
 
     def put(self, values: torch.Tensor, part: torch.Tensor) -> None:
-        """Replace the entries of these rows by ``part``, which ``of`` has returned and which was changed in place."""
+        """Write ``part``, the result of ``of`` after changes in place, back into the entries of these rows."""
         if not self.all:
             values.index_copy_(0, self.on_device, part)
 
 
 @dataclass(slots=True, frozen=True)
 class RowConstraints:
-    """What the token constraints of the rows of a step say, for all rows at once. Some indices are into logits [n,
-    vocab] as one flat array.
+    """The token constraints of all rows of a step. Flat indices are into logits [n, vocab] as one array.
 
     Fields:
-        biased, biases: flat indices of logits, and what is added to them.
+        biased, biases: flat indices of logits, and their biases.
         limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: no row
             has any.
-        held_back: flat indices of the tokens that would end a sequence too early. holding: indices of rows with some.
+        held_back: flat indices of the tokens that would end a sequence too early. holding: indices of their rows.
         followed: index and state of each row with bad words of several tokens.
     """
 
@@ -130,7 +129,7 @@ class RowConstraints:
 
 
 def row_constraints(found: Sequence[SamplingState], vocab_size: int, upload: Uploads) -> RowConstraints:
-    """Put together the token constraints of rows with these states."""
+    """Collect the token constraints of rows with these states."""
     limited = _where(found, lambda one: one.table.forbidden is not None)
     biased = _where(found, lambda one: len(one.table.biased))
     holding, followed = _where(found, lambda one: one.num_held_back), _where(found, lambda one: one.table.bad_words)
@@ -165,8 +164,8 @@ def _where(found: Sequence[SamplingState], test: Callable[[SamplingState], objec
 
 @dataclass(slots=True, frozen=True)
 class SampledRows:
-    """What sampling needs of the ``rows`` of a step, in order, kept while the same sequences are sampled: there may be
-    many rows with long lists of tokens, and going through them in Python takes several milliseconds.
+    """The inputs of sampling for the ``rows`` of a step, in order, kept while the same sequences are sampled: many rows
+    with long lists of tokens take Python several milliseconds.
 
     Fields:
         needs_processing: whether any logits processor changes any logits.
@@ -192,7 +191,7 @@ class SampledRows:
 
 
 def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_size: int, upload: Uploads) -> SampledRows:
-    """Put together what the sampler needs of these rows."""
+    """Collect the inputs of sampling for these rows."""
     found = [states[row] for row in rows]
     lists = (
         _where(found, lambda one: one.penalised),
@@ -266,17 +265,17 @@ class Sampler:
         self._sampled = None
 
     def check_draftable(self, row: int) -> None:
-        """Check that what is sampled in ``row`` depends on the tokens sampled before through the model alone.
+        """Check that sampling in ``row`` does not depend on the tokens before but through the model.
 
         Raises:
-            InvalidPlanError: it has penalties, a grammar, bad words of several tokens, or ends that are held back.
+            InvalidPlanError: the row has penalties, a grammar, bad words of several tokens, or ``min_tokens``.
         """
         state = self._states[row]
         if state.penalised or state.params.grammar or state.num_held_back or state.table.bad_words:
             raise InvalidPlanError(f"row {row} has a draft, but what it samples depends on the tokens before")
 
     def are_simple(self, rows: list[int]) -> bool:
-        """Whether these rows need the token sampler only: no logits processors, and no log-probabilities."""
+        """Return whether these rows need only the token sampler: no logits processors, and no log-probabilities."""
         return self._simple.issuperset(rows)
 
     def sample(
@@ -285,8 +284,8 @@ class Sampler:
         """Sample one token for each of ``rows`` from ``logits`` [n, vocab].
 
         ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. ``on_device`` int32 [n]: the
-        rows, if they are there. Returns the tokens int64 [n], and the log-probabilities that were requested for them,
-        if any.
+        rows on the device; None: they are not there yet. Returns the tokens int64 [n], and the requested
+        log-probabilities; None: no row requests any.
         """
         if self._plain.issuperset(rows):
             return logits.argmax(dim=-1), None
@@ -315,13 +314,13 @@ class Sampler:
         return self._structured.take_failures() if self._grammars else []
 
     def _classify(self, row: int, state: SamplingState) -> None:
-        """Note how little the sequence in ``row`` needs."""
+        """Update the sets of rows that need no logits processors: ``_simple``, and ``_plain`` if they are greedy."""
         simple = state.params.logprobs is None and not state.needs_processing
         (self._simple.add if simple else self._simple.discard)(row)
         (self._plain.add if simple and state.params.temperature == 0 else self._plain.discard)(row)
 
     def _process(self, raw: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
-        """Return a copy of logits [n, vocab] to which the logits processors of all rows have been applied."""
+        """Return a copy of logits [n, vocab] behind the logits processors of all rows."""
         logits = raw.clone(memory_format=torch.contiguous_format)
         if sampled.penalised.indices:
             self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)
@@ -331,8 +330,8 @@ class Sampler:
         return logits
 
     def _keep_to_grammars(self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows) -> None:
-        """Forbid what the grammars of rows do not allow, in place, in logits [n, vocab]; ``raw`` are those before any
-        processing. If that leaves a row no token, its grammar alone decides."""
+        """Mask the tokens that the rows' grammars forbid, in place, in logits [n, vocab]. If that leaves a row no
+        token, its grammar alone decides, on the ``raw`` logits before any processing."""
         structured = sampled.structured
         forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices)
         own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)
@@ -342,7 +341,7 @@ class Sampler:
         structured.put(logits, own)
 
     def _update(self, sampled: SampledRows, tokens: torch.Tensor) -> None:
-        """Note that ``tokens`` were sampled for these rows."""
+        """Pass ``tokens``, which were sampled for these rows, to penalties, grammars and constraints."""
         penalised, structured = sampled.penalised, sampled.structured
         if penalised.indices:
             self._penalties.count(sampled.numbers(penalised), penalised.of(tokens))

@@ -1,6 +1,6 @@
 """Samples tokens from processed logits: temperature, top-k, top-p and min-p, then Gumbel-max, once per row."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ def philox(key: torch.Tensor, counter: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product; int64 cannot hold it unsigned, so it is put together."""
+    """Return the high and the low 32 bits of a 32 x 32 bit product, which int64 cannot hold unsigned."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -57,44 +57,29 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     return -torch.log(-torch.log(uniform.flatten(1)[:, :vocab_size]))
 
 
-class TokenSampler(Protocol):
-    """Keeps the sampling parameters of each row, and samples its tokens."""
-
-    def join(self, row: int, params: SamplingParams) -> None:
-        """Take over the parameters of the sequence that joins in ``row``."""
-
-    def leave(self, row: int) -> None:
-        """Forget the parameters of the sequence in ``row``."""
-
-    def sample(
-        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sample one token for each of ``rows``.
-
-        ``logits``: float32 [n, vocab]. ``positions`` int64 [n]: the positions of the sampled tokens in their sequences,
-        which key the random numbers. ``on_device`` int32 [n]: the rows, if they are there. Returns int64 [n].
-        """
-
-
 class TorchTokenSampler:
-    """Samples in PyTorch, on any device."""
+    """Keeps the sampling parameters of each row, and samples its tokens in PyTorch, on any device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._params: dict[int, SamplingParams] = {}
 
     def join(self, row: int, params: SamplingParams) -> None:
-        """See ``TokenSampler``."""
+        """Keep the parameters of the sequence that joins in ``row``."""
         self._params[row] = params
 
     def leave(self, row: int) -> None:
-        """See ``TokenSampler``."""
+        """Forget the parameters of the sequence in ``row``."""
         self._params.pop(row, None)
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``TokenSampler``."""
+        """Sample one token for each of ``rows``; return int64 [n].
+
+        ``logits``: float32 [n, vocab]. ``positions`` int64 [n]: the positions of the sampled tokens in their sequences,
+        which key the random numbers. ``on_device`` int32 [n]: the rows on the device; None: they are not there yet.
+        """
         tokens = logits.argmax(dim=-1)
         random = [i for i, row in enumerate(rows) if self._params[row].temperature > 0]
         if random:
@@ -127,17 +112,17 @@ class TritonTokenSampler:
         )
 
     def join(self, row: int, params: SamplingParams) -> None:
-        """See ``TokenSampler``."""
+        """Keep the parameters of the sequence that joins in ``row``."""
         self._joined[row] = params
 
     def leave(self, row: int) -> None:
-        """See ``TokenSampler``."""
+        """Forget the sequence in ``row`` if its parameters have not been uploaded yet."""
         self._joined.pop(row, None)
 
     def sample(
         self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See ``TokenSampler``."""
+        """Sample one token for each of ``rows``, as ``TorchTokenSampler.sample`` does."""
         held = self._upload(np.array(rows, np.int32)) if on_device is None else on_device
         return self._sample(logits, self.parameters(), held, positions)
 
@@ -147,20 +132,18 @@ class TritonTokenSampler:
             params, held = self._joined.values(), self._parameters
             integers = [list(self._joined), [p.top_k for p in params], [_as_int64(p.seed) for p in params]]
             floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-            integers_there, floats_there = self._upload.together(
+            (where, top_k, seeds), (temperature, top_p, min_p) = self._upload.together(
                 np.array(integers, np.int64), np.array(floats, np.float32)
             )
-            (where, top_k, seeds), (temperature, top_p, min_p) = integers_there, floats_there
-            for tensor, new in (
-                (held.temperature, temperature),
-                (held.top_k, top_k.to(torch.int32)),
-                (held.top_p, top_p),
-                (held.min_p, min_p),
-                (held.seeds, seeds),
-            ):
-                tensor.index_copy_(0, where, new)
+            tensors = held.temperature, held.top_k, held.top_p, held.min_p, held.seeds
+            new = temperature, top_k.to(torch.int32), top_p, min_p, seeds
+            for tensor, values in zip(tensors, new, strict=True):
+                tensor.index_copy_(0, where, values)
             self._joined.clear()
         return self._parameters
+
+
+TokenSampler = TorchTokenSampler | TritonTokenSampler
 
 
 def _as_int64(seed: int) -> int:

@@ -5,10 +5,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from pagewise_shared.end_tokens import end_token_ids, untyped_special_tokens
+from pagewise_shared.errors import PagewiseError
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 
 log = logging.getLogger(__name__)
@@ -22,18 +25,18 @@ SCHEMA_LIMITS = LLParserLimits(
 RULE_LIMITS = LLParserLimits(
     verbose_errors=False, max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=3000, max_lexer_states=50_000
 )
-"""How much a matcher may look at for one mask, for which all rows of a step wait: a grammar that takes more fails, and
-its request alone. With the library's own limits an ambiguous grammar takes up to a quarter of a second for a mask, with
-these ones some 20 ms. An object with 480 properties that may be there needs 6,000 items. Rules may be more ambiguous
-than schemas, and get half of that. A state of a lexeme takes 1 to 2 KiB."""
+"""Limits of the work for one mask, for which all rows of a step wait. A grammar beyond them fails, and its request
+alone. With the library's own limits an ambiguous grammar takes up to a quarter of a second for a mask, with these some
+20 ms. An object with 480 optional properties needs 6,000 items. Rules may be more ambiguous than schemas, and get half
+of that. A state of a lexeme takes 1 to 2 KiB."""
 
 
 class Grammars:
     """Compiles grammars for one tokenizer, on threads of its own, and computes the masks of matchers.
 
     Fields:
-        num_words: int32 words of the mask of one matcher. most: grammars that are kept compiled, those that were used
-            last. num_waits: how often a matcher was wanted of one that was not compiled yet.
+        num_words: int32 words of the mask of one matcher. most: the most grammars that are kept compiled; the least
+            recently used one is evicted. num_waits: how often ``matcher`` had to wait for the compilation.
     """
 
     def __init__(self, tokenizer: LLTokenizer, num_threads: int, most: int = 512, num_compilers: int = 1) -> None:
@@ -74,7 +77,7 @@ class Grammars:
     def matcher(self, grammar: str) -> LLMatcher:
         """Return a matcher that has consumed nothing. It is in an error state if the grammar cannot be compiled.
 
-        Steps wait for this. Whoever plans them asks for the grammar before its sequence joins.
+        Steps wait for this. So the scheduler asks for the grammar before the sequence joins.
         """
         compiled = self.prepare(grammar)
         if not compiled.done():
@@ -107,3 +110,43 @@ class Grammars:
     def close(self) -> None:
         """Stop the threads."""
         self._compiler.shutdown(cancel_futures=True)
+
+
+_MAX_REASON = 200
+
+
+class NoGrammarsError(PagewiseError):
+    """Outputs of this model cannot be made to match grammars; the text says why."""
+
+
+def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:
+    """Return the tokenizer in a model's directory. This takes seconds for a large vocabulary.
+
+    transformers reads it, as in gateways, because tokens may be named beside tokenizer.json only.
+
+    ``vocab_size``: the width of the model's logits, which may be greater than the tokenizer's vocabulary.
+
+    Raises:
+        NoGrammarsError: there is no tokenizer.json, llguidance cannot use it, or the model's output has no end.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise NoGrammarsError("the model's directory has no tokenizer.json")
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        special = untyped_special_tokens(path)
+        read = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, **special)  # nosec B615 # a directory
+        backend = read.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        ends = end_token_ids(path, backend.token_to_id)
+        known = sorted(token for token in ends if token < vocab_size)
+        if not known:
+            raise NoGrammarsError("no token ends the model's output")
+        return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=known)
+    except NoGrammarsError:
+        raise
+    except Exception as error:  # the libraries raise plain exceptions of many kinds
+        text = " ".join(str(error).split())[:_MAX_REASON]
+        raise NoGrammarsError(f"tokenizer.json cannot be used: {text}") from error

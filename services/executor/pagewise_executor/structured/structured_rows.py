@@ -5,6 +5,7 @@ issued. So masks are made as late as possible: when the forward pass of a step h
 before are waited for.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from pagewise_shared.cpu_threads import available_cores
+from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import RowFailure
 
+from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -22,6 +26,18 @@ if TYPE_CHECKING:
 
     from pagewise_executor.structured.grammars import Grammars
 
+if TYPE_CHECKING:
+    from pagewise_executor.structured.grammars import Grammars
+
+log = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+"""Threads that compute masks for a GPU, which waits for them. On the CPU one is enough: the cores compute the model,
+and 16 masks of a vocabulary of 113,000 tokens take half a millisecond."""
+_MOST_COMPILERS = 4
+"""Threads that compile grammars, likewise."""
+_MORE_GRAMMARS = 256
+"""Grammars that are kept compiled beside the rows' own: of sequences that are to join, or were preempted."""
 _TOKEN_BYTES = 4
 _MOST_LEFT = 128
 """Matchers of sequences that have left their rows, which are kept."""
@@ -35,10 +51,10 @@ class StructuredRow:
 
     Fields:
         grammar: its text. consumed: the output tokens that the matcher has been fed (int32 bytes).
-        beam: it is a hypothesis of a beam search. What is sampled for it means nothing: the scheduler chooses with
-            which tokens others go on from it.
+        beam: it is a hypothesis of a beam search. Its sampled tokens are ignored, because the scheduler chooses the
+            tokens of the next hypotheses.
         matcher: None until its first mask is needed. error: why there are no more masks; empty: there are.
-        invalid: the grammar makes no sense with the model's tokenizer.
+        invalid: the grammar cannot be compiled for the model's tokenizer.
     """
 
     grammar: str
@@ -49,7 +65,7 @@ class StructuredRow:
     invalid: bool = False
 
     def consume(self, token: int) -> None:
-        """Feed the matcher the token that was sampled."""
+        """Feed the matcher a sampled token."""
         if self.matcher is None or self.error or self.beam:
             return
         self.consumed += token.to_bytes(_TOKEN_BYTES, "little")
@@ -57,15 +73,15 @@ class StructuredRow:
             self.fail(self.matcher.get_error())
 
     def fail(self, reason: str) -> None:
-        """Note that the grammar cannot be followed any further."""
-        # The first line says why; the library's description of its state follows.
+        """Record that the grammar cannot be followed any further."""
+        # The first line is the reason; the library's description of its state follows.
         text = " ".join(reason.partition("\n<state>")[0].split())[:_MAX_REASON]
         self.error = f"the output cannot be made to match its grammar: {text or 'the reason is not known'}"
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """Tokens that were sampled, on their way to the host. ``copied``: when they have come; None: they are there."""
+    """Sampled tokens on their way to the host. ``copied``: the event of their arrival; None: they are on the host."""
 
     rows: list[StructuredRow]
     tokens: torch.Tensor
@@ -92,7 +108,7 @@ class StructuredRows:
     def join(self, row: int, grammar: str, output: bytes, *, beam: bool = False) -> None:
         """Take over a sequence that joins in ``row``.
 
-        ``output``: the tokens that it has behind its prompt (int32 bytes). ``beam``: see ``StructuredRow``.
+        ``output``: the tokens behind its prompt (int32 bytes). ``beam``: it is a hypothesis of a beam search.
         """
         self._rows[row] = StructuredRow(grammar, bytearray(output), beam)
         if self.grammars is not None:
@@ -101,8 +117,8 @@ class StructuredRows:
             self._rows[row].fail(self.no_grammars)
 
     def leave(self, row: int) -> None:
-        """Forget the sequence in ``row``, which may have had no grammar. It may come back soon, or what forks from
-        it: the matcher is kept for a while."""
+        """Forget the sequence in ``row``, which may have had no grammar. Its matcher is kept for a while, because the
+        sequence, or a fork of it, may come back soon."""
         held = self._rows.pop(row, None)
         if held is not None and held.matcher is not None and not held.error:
             self._left.append(held)
@@ -110,8 +126,8 @@ class StructuredRows:
     def forbidden(self, rows: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
         """Return which tokens the grammars of ``rows`` [k] do not allow next: bool [k, vocab], on the device.
 
-        ``indices`` [k]: those of their tokens in the result of the step, for ``take_failures``. A row that has failed
-        is allowed one token, which means nothing.
+        ``indices`` [k]: of their tokens in the result of the step, for ``take_failures``. A row that has failed is
+        allowed one arbitrary token, so that sampling works.
         """
         self._catch_up()
         held = [self._rows[row] for row in rows]
@@ -131,7 +147,7 @@ class StructuredRows:
         return forbidden_tokens(masks, self.vocab_size, self._upload)
 
     def drawn(self, rows: Iterable[int], tokens: torch.Tensor) -> None:
-        """``tokens`` int64 [k] were sampled for these rows. They are read when the next masks are needed."""
+        """Keep ``tokens`` int64 [k], which were sampled for these rows. They are read when masks are needed next."""
         held = [self._rows[row] for row in rows]
         if self.device.type != "cuda":
             self._drawn.append(_Drawn(held, tokens, None))
@@ -147,7 +163,7 @@ class StructuredRows:
         return failures
 
     def _catch_up(self) -> None:
-        """Feed the matchers what was sampled since the last masks."""
+        """Feed the matchers the tokens that were sampled since the last masks."""
         for drawn in self._drawn:
             if drawn.copied is not None:
                 drawn.copied.synchronize()
@@ -162,8 +178,8 @@ class StructuredRows:
         return None if row.error else row.matcher
 
     def _resumed(self, row: StructuredRow) -> "LLMatcher | None":
-        """A copy of the matcher of a sequence that has left with the same output, or with all of it but the last token,
-        from which a hypothesis of a beam search goes on."""
+        """Return a copy of the matcher of a sequence that has left with the same output, or with all of it but the last
+        token, as the parent of a beam search's hypothesis has."""
         output = bytes(row.consumed)
         for left in reversed(self._left):
             if left.error or left.matcher is None or left.grammar != row.grammar:
@@ -198,3 +214,25 @@ def forbidden_tokens(allowed: npt.NDArray[np.int32], vocab_size: int, upload: Up
     on_device = upload(packed)
     shifts = torch.arange(8, dtype=torch.uint8, device=on_device.device)
     return ((on_device[:, :, None] >> shifts) & 1).view(len(packed), -1)[:, :vocab_size].bool()
+
+
+def load_grammars(config: SizedConfig, vocab_size: int, device: str) -> "tuple[Grammars | None, str]":
+    """Return the compiler of grammars for the model's tokenizer; or None, and why there is none.
+
+    ``vocab_size``: the width of the model's logits. ``device``: the type of the device that computes them.
+    """
+    try:
+        from pagewise_executor.structured.grammars import Grammars, NoGrammarsError, load_tokenizer
+    except ImportError:
+        reason = "llguidance is not installed"
+    else:
+        path = resolve_model(config.model, config.revision, tokenizer_only=True)
+        cores = available_cores() if device == "cuda" else 1
+        most = 2 * (config.max_num_seqs + _MORE_GRAMMARS)  # schedulers count on half of them
+        try:
+            tokenizer = load_tokenizer(path, vocab_size)
+            return Grammars(tokenizer, min(_MOST_THREADS, cores), most, min(_MOST_COMPILERS, cores)), ""
+        except NoGrammarsError as error:
+            reason = str(error)
+    log.warning("requests for structured output are refused: %s", reason)
+    return None, reason
