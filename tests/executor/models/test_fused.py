@@ -14,7 +14,7 @@ import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models import loader, packed_linear, preparation
 from pagewise_executor.models.fused import fuse_layers
-from pagewise_executor.models.operations import TorchOperations
+from pagewise_executor.models.operations import Operations
 from pagewise_executor.models.packed_linear import PackedLinear, pack_linears
 from pagewise_executor.profile import profile_run
 from pagewise_shared.config import ExecutorConfig
@@ -48,8 +48,8 @@ def test_decoders_within_another_module_stay_as_they_are(tmp_path: Path) -> None
     whole = nn.Module()
     whole.model = nn.Module()
     whole.model.language_model = model.model
-    assert fuse_layers(whole, TorchOperations()) == 0
-    assert fuse_layers(model, TorchOperations()) == len(model.model.layers)
+    assert fuse_layers(whole, Operations()) == 0
+    assert fuse_layers(model, Operations()) == len(model.model.layers)
 
 
 def test_the_largest_step_runs_in_as_many_sequences_as_it_takes(tmp_path: Path) -> None:

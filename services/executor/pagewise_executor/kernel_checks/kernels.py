@@ -30,7 +30,7 @@ from pagewise_executor.attention.backend import AttentionShape, ForwardContext, 
 from pagewise_executor.attention.torch_attention import attend_chunk
 from pagewise_executor.kernel_checks.use import KernelUse
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.models.operations import HeadNorm, Rotation, TorchOperations, TritonOperations
+from pagewise_executor.models.operations import HeadNorm, Operations, Rotation, TritonOperations
 from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
 from pagewise_executor.sampling.logprobs import compute_logprobs
@@ -119,7 +119,7 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
     weight = use.draw(rows - shape.kv_heads, shape.head_dim, seed=1)
     norm = HeadNorm(weight, 1e-6) if use.has_head_norm else None
     layer, qkv, recorder = _empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
-    expected = TorchOperations().attend(
+    expected = Operations().attend(
         PagedLayer(layer.keys, layer.values, layer.scales, ForwardContext(recorder)), qkv.clone(),
         replace(shape, window=None),
         Rotation(*(torch.cat([table, table], 1)[positions] for table in (cos, sin))), norm,
@@ -165,11 +165,11 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
 
 def _rms_norm(use: KernelUse) -> Iterator[Compared]:
     x, weight = use.draw(3, use.hidden_size), use.draw(use.hidden_size, seed=1)
-    ours, torchs, tolerance = TritonOperations(), TorchOperations(), _TOLERANCE[use.dtype]
+    ours, torchs, tolerance = TritonOperations(), Operations(), _TOLERANCE[use.dtype]
     yield Compared(ours.rms_norm(x, weight, 1e-6), torchs.rms_norm(x, weight, 1e-6), tolerance)
     sum_found, sum_expected = (use.draw(3, use.hidden_size, seed=2) for _ in range(2))
-    found = ours.add_rms_norm(x, sum_found, weight, 1e-6)
-    expected = torchs.add_rms_norm(x, sum_expected, weight, 1e-6)
+    found = ours.rms_norm(x, weight, 1e-6, sum_found)
+    expected = torchs.rms_norm(x, weight, 1e-6, sum_expected)
     yield Compared(found, expected, tolerance)
     yield Compared(sum_found, sum_expected, tolerance)
 
@@ -178,7 +178,7 @@ def _silu_mul(use: KernelUse) -> Iterator[Compared]:
     assert use.gate_up is not None
     size = len(use.gate_up.weight)  # type: ignore[arg-type]
     x = use.draw(3, size)
-    found, expected = (each.gated(nn.Identity(), x) for each in (TritonOperations(), TorchOperations()))
+    found, expected = (each.gated(nn.Identity(), x) for each in (TritonOperations(), Operations()))
     yield Compared(found, expected, _TOLERANCE[use.dtype])
 
 
@@ -191,7 +191,7 @@ def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
             x = use.draw(rows, use.hidden_size)
             product = nn.functional.linear(x, layer.weight, layer.bias)
             yield Compared(skinny_linear(x, layer.weight, layer.bias), product, _TOLERANCE[use.dtype])
-            expected = TorchOperations().gated(nn.Identity(), product)
+            expected = Operations().gated(nn.Identity(), product)
             yield Compared(layer.gated(x), expected, _TOLERANCE[use.dtype])
 
 
@@ -209,7 +209,7 @@ def _experts(use: KernelUse) -> Iterator[Compared]:
         yield Compared(weights, wanted, _TOLERANCE[use.dtype])
         for expert in range(len(down)):
             token, slot = (chosen == expert).nonzero(as_tuple=True)
-            made = TorchOperations().gated(nn.Identity(), nn.functional.linear(x[token], gate_up[expert]))
+            made = Operations().gated(nn.Identity(), nn.functional.linear(x[token], gate_up[expert]))
             part = nn.functional.linear(made, down[expert]) * weights[token, slot, None]
             expected.index_add_(0, token, part.float())
         found = sum_of_experts(x, gate_up, down, chosen, weights)  # and not the module, which sums over ranks

@@ -1,4 +1,4 @@
-"""The attention layers of a model, each of which says how it attends and what it keeps of each token."""
+"""The attention layers of a model, and the shape of each one's attention."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ def attention_modules(
     """Return the attention modules of a model by layer.
 
     Raises:
-        ModelError: it has none that paged attention can stand in for.
+        ModelError: paged attention cannot replace its attention layers.
     """
     found: dict[int, torch.nn.Module] = {
         int(module.layer_idx): module  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def attention_modules(
 
 
 def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: torch.dtype) -> AttentionShape:
-    """Return how an attention module attends, and what it keeps. ``text``: the model's configuration."""
+    """Return the shape of an attention module. ``text``: the configuration of the language model."""
     heads = int(text.num_attention_heads)
     head_dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
     return AttentionShape(
@@ -49,7 +49,8 @@ def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: 
 
 
 def _window(module: Any, text: Any) -> int | None:
-    """Return the sliding window of a module, which keeps it, or leaves it in the configuration with its kind."""
+    """Return the sliding window of a module, which is its attribute, or one of the configuration for layers of a
+    type."""
     kinds = getattr(text, "layer_types", None)
     slides = getattr(module, "is_sliding", True)
     if hasattr(module, "sliding_window"):

@@ -25,15 +25,13 @@ _FREQUENCIES = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 class Checkpoint:
-    """The weight files of a model. Their headers have been compared with the model; ``read`` reads the weights.
-
-    ``rope``: the result of ``fix_rope`` of the model.
+    """The weight files of a model. The constructor compares their headers with it; ``read`` reads the weights.
 
     ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``; its weights have no
-    data before they are read. ``headers``: of the files. ``device``: where weights go. ``quantised``: how linear layers
-    are stored in eight bits, if they are. ``tied``: the head has the weights of the embedding, unless the files have
-    others for it. ``named``: from the name of a tensor in the files to its name in the model; None if the model does
-    not have it.
+    data before they are read. ``headers``: of the files. ``device``: the target of weights. ``quantised``: how linear
+    layers are stored in eight bits; None: they are not. ``tied``: the head has the weights of the embedding, unless the
+    files have others for it. ``named``: from the name of a tensor in the files to its name in the model; None if the
+    model does not have it. ``rope``: the result of ``fix_rope`` of the model.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model, and are not quantised; or they have a
@@ -72,7 +70,7 @@ class Checkpoint:
         self._check(self._differences(), exactly=quantised is None)
 
     def _differences(self) -> Differences:
-        """Compare the tensors of the files with the weights of the model, and keep those that the model has.
+        """Compare the tensors of the files with the weights of the model, and keep the tensors that the model has.
 
         Raises:
             NotReadableError: a weight is of another type.
@@ -89,17 +87,14 @@ class Checkpoint:
         return Differences(self._wanted.keys() - self._tensors.keys(), mismatched, unexpected)
 
     def _check(self, found: Differences, *, exactly: bool) -> None:
-        """Check that the files have the weights of the model.
+        """Check that the files have the weights of the model; the errors are the constructor's.
 
         ``exactly``: any difference counts, because transformers can load the model, and reports the differences.
-
-        Raises:
-            NotReadableError, ModelError: see the class.
         """
         missing, mismatched, unexpected = found
         if exactly:
-            if flawed := [*sorted(missing), *(each.name for each in mismatched), *unexpected]:
-                raise NotReadableError(f"its weight {flawed[0]} is missing, or has an unexpected name or shape")
+            if different := [*sorted(missing), *(each.name for each in mismatched), *unexpected]:
+                raise NotReadableError(f"its weight {different[0]} is missing, or has an unexpected name or shape")
             return
         modules = dict(self.model.named_modules())
         # A scale or a bias, which changes the results of a layer.
@@ -109,7 +104,7 @@ class Checkpoint:
         check_differences(self._name, self._headers, found)
 
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
-        """Return the part of the model that this rank holds, which is the only one, and how the model is divided."""
+        """Return the model for its only rank, and None: it is not divided."""
         assert ranks.alone
         return self.model, None
 
@@ -121,7 +116,7 @@ class Checkpoint:
         Raises:
             OSError: a file cannot be read.
             ModelError: a file is damaged, or a weight is not finite.
-            RuntimeError: there is not enough memory. ValueError: stored tensors are not what they should be.
+            RuntimeError: there is not enough memory. ValueError: stored tensors are invalid.
             UnknownShardError: a quantised weight cannot be divided.
         """
         if part == "lm_head" and self._takes_embedding:
@@ -130,12 +125,12 @@ class Checkpoint:
         weights: dict[str, torch.Tensor] = {}
         in_files: dict[str, torch.Tensor] = {}
         tensors = ((own, one) for own, one in self._tensors.items() if own.startswith(f"{part}."))
-        # Opened for each part anew: while a file is open, what has been read of it counts as this process's memory.
+        # Each part opens the file anew: while it is open, its pages that were read count as this process's memory.
         for file, group in groupby(tensors, key=lambda entry: entry[1].file):
             with open_weights(file) as opened:
                 for own, (_, name, _) in group:
                     wanted = self._wanted[own]
-                    # A copy even where the type is the same: the original is the file, which may change or go.
+                    # Copied even where the type is the same: the original is the mapped file, which may change.
                     tensor = self._read_one(opened, own, name).to(self.device, wanted.dtype or dtype, copy=True)
                     in_files[name] = tensor
                     weights[own.removeprefix(f"{part}.")] = tensor.view(wanted.shape) if wanted.dtype else tensor
@@ -146,10 +141,8 @@ class Checkpoint:
             self._tie_equal()
 
     def _tie_equal(self) -> None:
-        """Let head and embedding share their weights if the files have the same values for both, as transformers does.
-
-        If the files have others, the head keeps its own.
-        """
+        """Let head and embedding share their weights if the files have the same values for both, as transformers
+        does."""
         head, embedding = self.model.lm_head, self.model.get_input_embeddings()  # type: ignore[operator]
         if type(head) is nn.Linear and torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
@@ -168,9 +161,7 @@ class Checkpoint:
 def _tensors_of(
     model: nn.Module, headers: Headers, unread: re.Pattern[str], named: Callable[[str], str | None]
 ) -> dict[str, FileTensor]:
-    """Return the tensors of the files by their names in the model, but for those whose names match ``unread``.
-
-    ``named``: see ``Checkpoint``.
+    """Return the tensors of the files by their names in the model, except names that match ``unread``.
 
     Raises:
         NotReadableError: two tensors have one name in the model.
@@ -183,7 +174,7 @@ def _tensors_of(
             if own is None:
                 continue
             if own.rpartition(".")[0] not in modules and f"model.{own}".rpartition(".")[0] in modules:
-                own = f"model.{own}"  # the files are those of a decoder, which transformers saves without a prefix
+                own = f"model.{own}"  # transformers saves a decoder alone without this prefix
             if own in found:
                 raise NotReadableError(f"it has its weight {own} twice, by different names")
             found[own] = FileTensor(file, name, info)
@@ -195,22 +186,23 @@ _TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.int32: {"I32"}, torch.int6
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the model. ``dtype``: the type that it keeps; None: that of the model. ``types``: of it in files."""
+    """A tensor of the model. ``dtype``: the type that it keeps; None: the model's. ``types``: its types in files."""
 
     dtype: torch.dtype | None
     shape: list[int]
     types: frozenset[str] = FLOATS
 
     def shape_of(self, found: list[int]) -> list[int]:
-        """Return ``shape`` if a tensor that keeps its type has the shape ``found`` but for dimensions of one."""
+        """Return ``shape`` if a tensor that keeps its type differs from the shape ``found`` by dimensions of 1
+        alone."""
         same = self.dtype is not None and [n for n in found if n != 1] == [n for n in self.shape if n != 1]
         return self.shape if same else found
 
 
 class StoredLinear(nn.Module):
-    """A quantised linear layer as the files have it. Its parameters are named as they are there.
+    """A quantised linear layer as the files have it, with the files' names of its parameters.
 
-    ``scales``, ``input_scale``: the names of the scales, which differ. ``part``: the shape of what a rank keeps of it.
+    ``scales``, ``input_scale``: the names of the scales, which differ. ``part``: the shape of a rank's part of it.
     """
 
     part: list[int] | None = None
@@ -233,7 +225,7 @@ class StoredLinear(nn.Module):
         self.outs, self.ins = outs, ins
 
     def loaded(self, dtype: torch.dtype) -> QuantisedLinear:
-        """Return the layer of these weights, in a model that computes in ``dtype``.
+        """Return the layer that computes with these weights, in a model of type ``dtype``.
 
         Raises:
             ValueError: packed weights are of another shape, or a static scale is not positive.
@@ -303,8 +295,7 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
     """Replace the stored layers within a part of a model, whose tensors have been read, by layers that compute.
 
     Raises:
-        ValueError: packed weights or static scales are not what they should be. UnknownShardError: a weight cannot be
-            divided.
+        ValueError: packed weights or static scales are invalid. UnknownShardError: a weight cannot be divided.
     """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if isinstance(module, StoredLinear):
@@ -318,7 +309,7 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
     """Return a rank's part of a quantised layer: a weight of this ``shape``, some of its outputs or of its inputs.
 
     A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds its inputs by
-    the largest of these.
+    the largest one on this rank.
 
     Raises:
         UnknownShardError: the outputs cannot be divided.

@@ -1,4 +1,4 @@
-"""The process that compiles an executor's kernels while its weights are read: see ``compile_ahead``."""
+"""Starts ``compile_ahead``, a process that compiles an executor's kernels while its weights are read."""
 
 import hashlib
 import logging
@@ -27,14 +27,14 @@ _OPTIONS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype", "quantization", "deterministic", "block_size",
     "kv_dtype", "kv_layout", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
 )  # fmt: skip
-"""Options on which it depends which kernels there are."""
+"""Options that change the set of kernels."""
 SHIPPED = Path(sys.prefix, "share", "pagewise", "kernels")
 """Kernels that were compiled when this installation was made: a cache of Triton's."""
 
 
 class Ahead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose kernels are compiled: an executor's with these options, on a GPU of this compute ``capability`` (90 for
-    9.0) with so many multiprocessors and bytes of memory, whose model is divided among so many ``ranks``."""
+    """The executor whose kernels are compiled: its options, its GPU's compute ``capability`` (90 for 9.0), number of
+    multiprocessors and bytes of memory, and the number of ``ranks`` that hold a part of the model each."""
 
     config: ExecutorConfig
     capability: int
@@ -49,7 +49,7 @@ class Ahead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Compilation:
-    """A process that compiles the kernels of ``ahead``. ``done``: the file that says that they are in the cache."""
+    """A process that compiles the kernels of ``ahead``. ``done``: the file whose existence marks them as cached."""
 
     def __init__(self, ahead: Ahead, done: Path) -> None:
         self._done, self._began = done, time.perf_counter()
@@ -82,8 +82,8 @@ class Compilation:
 def begin_compilation(config: ExecutorConfig, path: Path, device: torch.device, ranks: Ranks) -> Compilation | None:
     """Begin to compile the Triton kernels of the model in the folder ``path``, or of this rank's part of it.
 
-    None: they are in Triton's cache already, or cannot be compiled before they are launched. The first rank compiles
-    for all, whose kernels are the same.
+    None: they are in Triton's cache already, or cannot be compiled before they are launched. Rank 0 compiles for all
+    ranks, which have the same kernels.
     """
     if device.type != "cuda" or not ranks.first:
         return None
@@ -111,18 +111,19 @@ def begin_compilation(config: ExecutorConfig, path: Path, device: torch.device, 
 
 
 def _hash_triton() -> None:
-    """Compute what Triton computes before it first looks into its cache: a hash of itself, in 0.4 s, which it keeps."""
-    with suppress(ImportError):  # another Triton may have it elsewhere, and computes it later
+    """Let Triton compute the hash of its own files beforehand, in 0.4 s. It keeps the hash for all look-ups of its
+    cache."""
+    with suppress(ImportError):  # the module of another Triton may have another name: it hashes at its first look-up
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
 def link_shipped() -> None:
-    """Enter the kernels that came with this installation into Triton's cache.
+    """Link the kernels that came with this installation into Triton's cache.
 
-    Entries are linked as they are, because each names its files by their full paths. None is written again. Links into
-    an installation that is gone are removed, because Triton could not write what they stand for.
+    Entries are linked and not copied, because each names its files by their full paths. Links into an installation that
+    is gone are removed, because Triton could not write entries in their place.
     """
     import triton
 
@@ -138,7 +139,7 @@ def link_shipped() -> None:
 
 
 def _mark(ahead: Ahead, path: Path) -> Path:
-    """Return the file in Triton's cache that says that these kernels are there, of this source and this Triton."""
+    """Return the file in Triton's cache that marks these kernels, of this source and this Triton, as compiled."""
     import pagewise_kernels
     import triton
 

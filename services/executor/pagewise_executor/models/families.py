@@ -1,4 +1,4 @@
-"""The families of Llama's structure, and which checkpoints are read here, and not by transformers."""
+"""The families of Llama's structure, and the choice of checkpoints that are read without transformers."""
 
 import json
 import logging
@@ -38,8 +38,8 @@ _IRRELEVANT = {
     "transformers_version",
     "use_cache",
 }
-"""Keys that do not change what is computed: ``--dtype`` says the type, the gateway knows which tokens end a text, and
-``quantised_checkpoint.py`` reads how weights are quantised."""
+"""Keys that do not change results: ``--dtype`` sets the type, the gateway knows the end tokens, and
+``quantised_checkpoint.py`` reads the quantisation."""
 _USUAL = {"pretraining_tp": 1, "rope_interleaved": False, "use_mrope": False}
 """Keys that change nothing as long as they have this value."""
 
@@ -48,7 +48,7 @@ def read_llama_config(path: Path) -> LlamaConfig:
     """Read config.json in the folder ``path``.
 
     Raises:
-        NotReadableError: something in it is not known here.
+        NotReadableError: it has a key or a value that is not known here.
     """
     try:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
@@ -72,7 +72,7 @@ def read_llama_config(path: Path) -> LlamaConfig:
 
 
 def _join_rope(settings: dict[str, Any]) -> None:
-    """Bring what files of transformers 4 say about RoPE, in two keys, into the form of transformers 5."""
+    """Bring the two keys for RoPE in files of transformers 4 into the form of transformers 5."""
     theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)
     found = scaling or settings.get("rope_parameters") or {}
     if not isinstance(found, dict):
@@ -88,7 +88,7 @@ def _join_rope(settings: dict[str, Any]) -> None:
 def llama_checkpoint(
     config: ExecutorConfig, path: Path, headers: Headers, device: torch.device, quantised: QuantisedCheckpoint | None
 ) -> LlamaCheckpoint | None:
-    """Return the checkpoint if it can be loaded without transformers; else say why in the log.
+    """Return the checkpoint if it can be loaded without transformers; else log the reason and return None.
 
     Raises:
         ModelError: the checkpoint is quantised, and cannot be loaded here, or by ``family_checkpoint``.

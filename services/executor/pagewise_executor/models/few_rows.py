@@ -1,9 +1,9 @@
-"""Decides up to how many tokens the kernel for few rows computes a product: measured when the executor starts.
+"""Measures at the start of an executor up to how many tokens the kernel for few rows computes a product.
 
 For few tokens a product takes as long as its weights take to read, and the library's kernels reach different shares of
-the memory's bandwidth for different shapes. Where gate and up are followed by their activation, the kernel computes
-that, too, and saves a launch. Which one is faster, only the device can tell. CUDA graphs are timed, because that is how
-decode steps run; each graph keeps what was chosen for its size.
+the memory's bandwidth for different shapes. The kernel also computes the activation behind gate and up, and saves a
+launch. Only a measurement on the device decides which one is faster. CUDA graphs are timed, because decode steps run as
+graphs; each graph keeps the choice for its size.
 """
 
 import logging
@@ -35,8 +35,8 @@ Time = Callable[[Callable[[], None]], float]
 def make_skinny(model: nn.Module, within: str) -> None:
     """Give the linear layers in 16 bits of fused decoder layers within a part of a model the kernel for few rows.
 
-    Where kernels are interpreted, so may those in 32 bits. There it computes gate and up, and nothing else, unless
-    ``few_rows`` is set: that is where PyTorch is faster.
+    Where kernels are interpreted, layers in 32 bits get it too. Until ``few_rows`` is set, it computes gate and up
+    alone: for the other products PyTorch is faster.
     """
     from pagewise_kernels.launch import interpreted
 
@@ -56,8 +56,8 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations | None = None
     """Set ``few_rows`` of each product to the largest batch up to which the kernel is not slower than the library.
 
     The products of all layers are computed one after the other, so that weights come from memory as they do in a step.
-    ``time``: what measures, by default replays of a CUDA graph. If they cannot be measured, the library computes all
-    of them, and the log says so.
+    ``time``: measures a call; None: by replays of a CUDA graph. If a measurement fails, the library computes all
+    products, with a warning in the log.
     """
     groups: dict[tuple[str, type, torch.Size], list[Product]] = {}
     for layer in model.modules():
@@ -70,7 +70,7 @@ def choose_few_rows(model: nn.Module, operations: TritonOperations | None = None
         try:
             operations = operations or TritonOperations()
             most = _most_rows(products, name, operations, time or graph_milliseconds)
-        except Exception as error:  # whatever torch, Triton or the device raise
+        except Exception as error:  # torch, Triton and the device raise many kinds
             most = 0
             log.warning("the library computes all products of %s: they could not be measured (%s)", name, error)
         _set(products, most)
@@ -109,7 +109,7 @@ def _set(products: Sequence[Product], few_rows: int) -> None:
 
 
 def _inputs(product: Product, rows: int, *, rounded: bool) -> Rows:
-    """Return what a product of so many rows gets in a step; ``rounded``: of a norm, which may have rounded them."""
+    """Return inputs of a product as in a step of ``rows`` tokens; ``rounded``: a norm may have rounded them."""
     shape, dtype = (rows, product.weight.shape[1]), product.weight.dtype
     if not isinstance(product, ScaledMMLinear):
         return torch.zeros(shape, dtype=dtype, device=product.weight.device)

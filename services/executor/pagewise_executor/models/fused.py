@@ -1,8 +1,8 @@
-"""Decoders with fewer, larger operations, which replace those of transformers' models in common families.
+"""Decoders with fewer, larger operations, which replace the decoders of transformers in common families.
 
 Q, K and V are one matrix product, gate and up another, RoPE rotates queries and keys together, and paged attention is
-called directly. What a sublayer returns is added to the residual by the norm that comes next, in the next layer or
-behind the last one. The results are the same up to the order of floating-point operations.
+called directly. The next norm, in the next layer or behind the last one, adds the output of a sublayer to the residual.
+The results are the same up to the order of floating-point operations.
 """
 
 from collections.abc import Callable
@@ -41,16 +41,16 @@ _DECODERS = {
     "Qwen3DecoderLayer": "Qwen3Model",
     "Qwen3MoeDecoderLayer": "Qwen3MoeModel",
 }
-"""By the class of its layers, the class of a decoder that can be fused."""
+"""From the class of layers that can be fused to the class of their decoder."""
 
 
 class DecoderOutput(NamedTuple):
-    """What a decoder returns: the normalised hidden states [1, tokens, hidden]. The other fields, for which the models
-    of transformers ask, are empty."""
+    """The output of a decoder: the normalised hidden states [1, tokens, hidden]. The other fields, which the models of
+    transformers read, are empty."""
 
     last_hidden_state: torch.Tensor
     past_key_values: None = None
-    cache: None = None  # what transformers 5.24 calls them
+    cache: None = None  # their name in transformers 5.24
     hidden_states: None = None
     attentions: None = None
     router_logits: None = None
@@ -83,14 +83,14 @@ class FusedDecoder(nn.Module):
         for layer in self.layers:  # type: ignore[union-attr]
             added = layer(residual, added, rotation)
         assert added is not None
-        return DecoderOutput(self.operations.add_rms_norm(added, residual, self.norm.weight, self.norm.eps)[None])
+        return DecoderOutput(self.operations.rms_norm(added, self.norm.weight, self.norm.eps, residual)[None])
 
 
 class FusedDecoderLayer(nn.Module):
     """Replaces a layer of such a decoder, and takes over its weights. It computes within a ``FusedDecoder`` only.
 
-    ``mlp``: the module of transformers that computes a mixture of experts in place of gate, up and down, which this
-    layer does not have then. It stays where it was, so by its name sums over ranks and adapters find it.
+    ``mlp``: the module of transformers that computes a mixture of experts; None: the layer has gate, up and down. It
+    keeps its name, by which the sums over ranks and adapters find it.
     """
 
     def __init__(self, layer: nn.Module, operations: Operations, reduce: Reduce) -> None:
@@ -120,15 +120,15 @@ class FusedDecoderLayer(nn.Module):
                 delattr(source, name)
 
     def forward(self, residual: torch.Tensor, added: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
-        """Return what has to be added to ``residual`` after this layer; both [tokens, hidden].
+        """Return the output of this layer, which the next norm adds to ``residual``; both [tokens, hidden].
 
-        ``added``: what has to be added before it (None: nothing). ``residual`` is changed in place.
+        ``added``: the output of the layer before, which this layer adds to ``residual`` in place; None: there is none.
         """
         compute, before, after = self.operations, self.norm_before_attention, self.norm_before_mlp
         x, base = (residual, None) if added is None else (added, residual)
         attended = self.attention(compute.norm_for(self.qkv, x, base, before.weight, before.eps), rotation)
         if self.mlp is not None:
-            mixed: torch.Tensor = self.mlp(compute.add_rms_norm(attended, residual, after.weight, after.eps)[None])[0]
+            mixed: torch.Tensor = self.mlp(compute.rms_norm(attended, after.weight, after.eps, residual)[None])[0]
             return mixed  # summed over the ranks by itself
         return self.feed_forward(compute.norm_for(self.gate_up, attended, residual, after.weight, after.eps))
 
@@ -178,7 +178,7 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
 
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Whether a module is a layer of transformers that can be fused."""
+    """Return whether a module is a layer of transformers that can be fused."""
     if type(layer).__name__ not in _DECODERS:
         return False
     config = layer.self_attn.config  # type: ignore[union-attr]
@@ -193,12 +193,10 @@ def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
 
 
 def _decoder_name(layer_name: str) -> str:
-    """Return the name of the module that has a layer in its list of layers."""
     return layer_name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _joined(linears: list[object]) -> nn.Module:
-    """Return one linear layer whose output is the concatenated output of ``linears``."""
     found = [_linear(linear) for linear in linears]
     parts = [linear for linear in found if isinstance(linear, nn.Linear)]
     if len(parts) < len(found):

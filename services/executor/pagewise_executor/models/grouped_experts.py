@@ -1,4 +1,4 @@
-"""Mixtures of experts by Triton kernels, which take the places of two modules of transformers: router and experts."""
+"""Mixtures of experts by Triton kernels, which replace two modules of transformers: router and experts."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj, self.down_proj = (nn.Parameter(weight, requires_grad=False) for weight in (gate_up, down))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See ``sum_of_experts``."""
+        """Return the weighted sums [tokens, hidden] of the outputs of the ``chosen`` experts [tokens, k] for x."""
         from pagewise_kernels.experts import sum_of_experts
 
         return sum_of_experts(x, self.gate_up_proj, self.down_proj, chosen, weights)
@@ -51,8 +51,8 @@ def make_grouped(model: nn.Module, within: str) -> None:
         if isinstance(layer, FusedDecoderLayer) and layer.mlp is not None:
             block: Any = layer.mlp
             # Mixtral has no setting for it: it always normalises, and keeps these weights in float32.
-            settled = not hasattr(block.gate, "norm_topk_prob")
-            dtype = torch.float32 if settled else block.gate.weight.dtype
-            normalise = settled or bool(block.gate.norm_topk_prob)
+            always = not hasattr(block.gate, "norm_topk_prob")
+            dtype = torch.float32 if always else block.gate.weight.dtype
+            normalise = always or bool(block.gate.norm_topk_prob)
             block.gate = GroupedRouter(block.gate.weight.detach(), int(block.gate.top_k), normalise, dtype)
             block.experts = GroupedExperts(block.experts.gate_up_proj.detach(), block.experts.down_proj.detach())

@@ -1,4 +1,4 @@
-"""Decides what computes a model: the Triton kernels, the CPU operations in C, or PyTorch."""
+"""Chooses the kernels of a model: the Triton kernels, the CPU operations in C, or PyTorch."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +15,8 @@ from pagewise_executor.attention.registry import Kernels, backend_of, kv_dtype_f
 log = logging.getLogger(__name__)
 
 
-class KernelChoice(NamedTuple):
-    """What computes a model.
-
-    ``fallback``: ``--kernels auto`` would have chosen other kernels, but they cannot compute the model; or the CPU
-    operations compute, in a narrower variant than this processor runs.
-    """
-
-    kernels: Kernels
-    fallback: bool = False
-
-
 class Candidates(NamedTuple):
-    """What may compute a model, in order of preference, and why what would have been preferred cannot."""
+    """The kernels that may compute a model, in order of preference, and the reasons why preferred ones cannot."""
 
     kernels: list[Kernels]
     unfit: list[str]
@@ -36,14 +25,14 @@ class Candidates(NamedTuple):
 def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, stored: bool = False) -> Candidates:
     """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
 
-    ``stored``: whether its checkpoint is quantised. With ``auto`` these are the Triton kernels on a GPU, the operations
-    in C on the CPU, and last PyTorch, which computes everything.
+    ``stored``: its checkpoint is quantised. With ``auto`` these are the Triton kernels on a GPU, the operations in C on
+    the CPU, and last PyTorch, which computes every model.
 
     Raises:
-        ModelError: an option asks for what cannot be; the text says why.
+        ModelError: options cannot be fulfilled; the text says why.
     """
-    if config.quantization != "none" and (flaw := _flaw_of_quantisation(config, device, dtype, stored)):
-        raise ModelError(f"--quantization {config.quantization}: {flaw}")
+    if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
+        raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
     if config.attention != "auto":
@@ -54,8 +43,8 @@ def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype,
     for option, backend in named_backends(config).items():
         if wanted != (backend.kernels,):
             raise ModelError(f"{option} needs --kernels {backend.kernels}: not {' or '.join(wanted)}")
-    flaws = {"triton": partial(_flaw_of_triton, device), "cpu": partial(_flaw_of_cpu_kernels, device, dtype)}
-    found = _fitting(config, wanted, [], flaws)
+    checks = {"triton": partial(_error_of_triton, device), "cpu": partial(_error_of_cpu_kernels, device, dtype)}
+    found = _fitting(config, wanted, [], checks)
     if config.deterministic and "triton" not in found.kernels:
         raise ModelError("--deterministic needs the Triton kernels: a GPU, or TRITON_INTERPRET=1 and --kernels triton")
     backend_class = backend_of(config, found.kernels[0])
@@ -65,16 +54,17 @@ def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype,
     return found
 
 
-def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[AttentionShape]) -> KernelChoice:
-    """Choose the first of the candidates that can compute a model; say in the log which one, and why.
+def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[AttentionShape]) -> tuple[Kernels, bool]:
+    """Choose the first of the candidates that can compute a model, and log it with the reason.
 
-    ``layers``: see ``LoadedModel``.
+    ``layers``: the attention of each layer. Returns the kernels, and whether they are a fallback: ``--kernels auto``
+    prefers others, which cannot compute the model, or this processor runs a wider variant of the CPU operations.
 
     Raises:
-        ModelError: kernels are asked for by name and cannot compute the model; the text says why.
+        ModelError: the kernels that an option names cannot compute the model; the text says why.
     """
-    flaws = {"triton": partial(_flaw_for_triton, layers), "cpu": partial(_flaw_for_cpu_kernels, layers)}
-    fitting, unfit = _fitting(config, found.kernels, found.unfit, flaws)
+    checks = {"triton": partial(_error_for_triton, layers), "cpu": partial(_error_for_cpu_kernels, layers)}
+    fitting, unfit = _fitting(config, found.kernels, found.unfit, checks)
     kernels = fitting[0]
     _report(config, kernels, unfit)
     if kernels == "triton":
@@ -82,20 +72,20 @@ def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[A
 
         use_dependent_launch(config.dependent_launch)
     computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
-    return KernelChoice(kernels, bool(unfit) or (computes and _is_narrower()))
+    return kernels, bool(unfit) or (computes and _is_narrower())
 
 
 def _fitting(
-    config: ExecutorConfig, wanted: Sequence[Kernels], unfit: list[str], flaws: Mapping[str, Callable[[], str]]
+    config: ExecutorConfig, wanted: Sequence[Kernels], unfit: list[str], checks: Mapping[str, Callable[[], str]]
 ) -> Candidates:
-    """Return the kernels without a flaw. ``flaws``: what says why kernels cannot compute; PyTorch always can."""
+    """Return the kernels whose ``checks`` return no error; PyTorch needs no check."""
     found = Candidates([], list(unfit))
     for kernels in wanted:
-        flaw = flaws[kernels]() if kernels in flaws else ""
-        if flaw and config.kernels != "auto":
-            raise ModelError(f"--kernels {kernels}: {flaw}")
-        if flaw:
-            found.unfit.append(f"{kernels}: {flaw}")
+        error = checks[kernels]() if kernels in checks else ""
+        if error and config.kernels != "auto":
+            raise ModelError(f"--kernels {kernels}: {error}")
+        if error:
+            found.unfit.append(f"{kernels}: {error}")
         else:
             found.kernels.append(kernels)
     if not found.kernels:
@@ -112,7 +102,7 @@ def _wanted(config: ExecutorConfig, device: torch.device) -> tuple[Kernels, ...]
 
 
 def _is_narrower() -> bool:
-    """Whether the CPU operations, which can be loaded, are slower than those that this processor could run."""
+    """Return whether this processor could run a wider, faster variant of the CPU operations than the loaded one."""
     from pagewise_kernels.cpu.library import load_library
 
     return load_library().narrower
@@ -127,8 +117,7 @@ def _report(config: ExecutorConfig, kernels: Kernels, unfit: list[str]) -> None:
         log.info("kernels: %s, the first choice on %s", kernels, "a GPU" if kernels == "triton" else "this CPU")
 
 
-def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, stored: bool) -> str:
-    """Return why linear layers cannot be quantised; empty if they can."""
+def _error_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, stored: bool) -> str:
     if stored:
         return "the weights of this checkpoint are quantised already; leave the option out"
     if config.quantization == "fp8":
@@ -139,11 +128,11 @@ def _flaw_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: t
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
-    return _flaw_of_library()
+    return _error_of_library()
 
 
-def _flaw_of_library() -> str:
-    """Return why the library of the CPU operations cannot be loaded; empty if it can."""
+def _error_of_library() -> str:
+    """Return why the library of the CPU operations cannot be loaded; empty if it can. So do the functions below."""
     from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
     try:
@@ -153,8 +142,7 @@ def _flaw_of_library() -> str:
     return ""
 
 
-def _flaw_of_triton(device: torch.device) -> str:
-    """Return why the Triton kernels cannot run; empty if they can."""
+def _error_of_triton(device: torch.device) -> str:
     try:
         from pagewise_kernels.launch import device_type
     except ImportError as error:
@@ -164,14 +152,12 @@ def _flaw_of_triton(device: torch.device) -> str:
     return ""
 
 
-def _flaw_for_triton(layers: Sequence[AttentionShape]) -> str:
-    """Return why the Triton kernels cannot compute a model; empty if they can."""
+def _error_for_triton(layers: Sequence[AttentionShape]) -> str:
     head_dim = max(layer.head_dim for layer in layers)
     return f"heads of {head_dim} are too large, up to 256 are supported" if head_dim > 256 else ""
 
 
-def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the CPU operations cannot run; empty if they can."""
+def _error_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cpu":
         return f"they run on the CPU, not on {device}"
     from pagewise_kernels.cpu.library import parallel_regions
@@ -181,11 +167,10 @@ def _flaw_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
         return f"they do not compute in {str(dtype).removeprefix('torch.')}"
     if torch.get_num_threads() > 1 and parallel_regions() is None:
         return "torch's OpenMP runtime has no GOMP_parallel, so they would compute on one thread"
-    return _flaw_of_library()
+    return _error_of_library()
 
 
-def _flaw_for_cpu_kernels(layers: Sequence[AttentionShape]) -> str:
-    """Return why the CPU operations cannot compute a model; empty if they can."""
+def _error_for_cpu_kernels(layers: Sequence[AttentionShape]) -> str:
     from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
 
     head_dim = max(layer.head_dim for layer in layers)

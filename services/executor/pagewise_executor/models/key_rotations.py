@@ -1,8 +1,8 @@
-"""By what the keys of each layer are rotated as their position changes.
+"""Finds the rotation of each layer's keys by their position (RoPE).
 
-It is found out by trial, because transformers' models differ in it (frequencies by layer, parts of a head that are not
-rotated, pairs that lie side by side or half a head apart, layers without RoPE): the keys that a model makes of one
-token at two positions tell. The hidden states are the same at both of them, because the token attends to itself alone.
+transformers' models differ in it: frequencies by layer, parts of a head that are not rotated, pairs that lie side by
+side or half a head apart, layers without RoPE. So a trial computes the keys of one token at two positions, and compares
+them. The hidden states are the same at both positions, because the token attends to itself alone.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _MOST_ERROR, _MOST_ROUNDED_ERROR = 1e-3, 0.03
 
 
 class UnknownRotationError(PagewiseError):
-    """The keys of a model change with their position in a way that is not known; the text says what was found."""
+    """The keys of a model change with their position in an unknown way; the text names the layer or the reason."""
 
 
 class _Recorder:
-    """Stands for the paged attention of a layer while a model is tried: keeps the keys, and attends to nothing else."""
+    """Replaces the paged attention of a layer in the trial: keeps the keys, and lets each token attend to itself."""
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None
@@ -52,8 +52,8 @@ def find_key_rotations(
     ids = torch.full((1, len(_POSITIONS)), _TOKEN, device=device)
     try:
         model(input_ids=ids, position_ids=torch.tensor([_POSITIONS], device=device), use_cache=False, logits_to_keep=1)
-    except Exception as error:  # whatever a model written by others may raise
-        raise UnknownRotationError(f"what positions do to its keys cannot be tried: {error}") from error
+    except Exception as error:  # models of others raise many kinds
+        raise UnknownRotationError(f"the effect of positions on its keys cannot be tried: {error}") from error
     finally:
         for module in attention:
             del module.paged_layer
@@ -62,7 +62,7 @@ def find_key_rotations(
 
 
 def _candidates(model: torch.nn.Module) -> list[KeyRotation]:
-    """No rotation, and every one by frequencies that are somewhere in the model."""
+    """Return no rotation, and the rotations by all frequencies among the model's buffers."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1:
@@ -76,7 +76,7 @@ def _candidates(model: torch.nn.Module) -> list[KeyRotation]:
 
 def _fitting(layer: int, keys: Any, known: Sequence[KeyRotation]) -> KeyRotation:
     if keys is None:
-        raise UnknownRotationError(f"its layer {layer} does not tell its keys")
+        raise UnknownRotationError(f"its layer {layer} does not call paged attention")
     most = _MOST_ERROR if keys.dtype == torch.float32 else _MOST_ROUNDED_ERROR
     before, after = keys[:1].float(), keys[1:].float()
     distance = torch.tensor([_POSITIONS[1] - _POSITIONS[0]], device=keys.device)

@@ -1,7 +1,7 @@
 """Models of Llama's structure, built and read without transformers.
 
-The decoder and its layers only hold the weights here and have no ``forward``: ``fuse_layers`` and ``fuse_decoder``
-replace them by what computes. Names are those of the checkpoints, and of transformers' modules.
+The decoder and its layers hold the weights and have no ``forward``: ``fuse_layers`` and ``fuse_decoder`` replace them
+by modules that compute. Checkpoints and transformers' modules have the same names.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from pagewise_executor.models.weight_files import Headers
 
 
 class CausalLMOutput(NamedTuple):
-    """What a model returns: logits [1, n, vocab]."""
+    """The output of a model: logits [1, n, vocab]."""
 
     logits: torch.Tensor
 
@@ -94,8 +94,8 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig, windows: Sequence[int | None]) -> None:
         super().__init__()
-        # Not ``nn.Embedding(..., device="meta")``: it draws random weights, which on this device are Python's work, for
-        # which torch imports its compiler.
+        # Not ``nn.Embedding(..., device="meta")``: it draws random weights, for which torch imports its compiler on
+        # this device.
         embeddings = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(config.decoder_layer(*layer) for layer in enumerate(windows))
@@ -104,7 +104,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """A model of Llama's structure whose weights have no data yet. ``windows``: of its layers, if not the config's."""
+    """A model of Llama's structure whose weights have no data yet. ``windows``: of its layers; None: the config's."""
 
     def __init__(self, config: LlamaConfig, windows: Sequence[int | None] | None = None) -> None:
         super().__init__()
@@ -112,15 +112,15 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = _linear(config.hidden_size, config.vocab_size, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return what transformers' models do."""
+        """Return the embedding, as transformers' models do."""
         return self.model.embed_tokens  # type: ignore[no-any-return]
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return what transformers' models do."""
+        """Return the head, as transformers' models do."""
         return self.lm_head
 
     def get_decoder(self) -> nn.Module:
-        """Return what transformers' models do."""
+        """Return the decoder, as transformers' models do."""
         return self.model
 
     def forward(
@@ -134,7 +134,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 class LlamaCheckpoint(Checkpoint):
-    """The weight files of such a model. The arguments are those of ``Checkpoint``."""
+    """The weight files of such a model. ``Checkpoint`` describes the arguments and the errors."""
 
     model: LlamaForCausalLM
 
@@ -150,7 +150,7 @@ class LlamaCheckpoint(Checkpoint):
         super().__init__(name, _empty(config, device), headers, device, quantised, tied=config.tie_word_embeddings)
 
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
-        """Return the part of the model that this rank holds, whose sizes ``config`` has been changed to."""
+        """Return this rank's part of the model, with the sizes of ``config``, and how the model is divided."""
         if not ranks.alone:
             whole, self.model = self.model, _empty(self.config, self.device)
             place_whole(self.model, whole)

@@ -1,9 +1,9 @@
 """The configurations of families of Llama's structure, which are read without transformers.
 
-Importing transformers' models takes longer than the rest of an executor's start: half of its CPU time, most of it for
-what no server needs, such as compilers (``docs/performance.md`` has the numbers). So a checkpoint whose config.json
-can be read here is loaded without it. Nothing is guessed: each family is a struct with the keys that change what is
-computed. If config.json has another key, or a value that is not known, transformers loads the checkpoint.
+Importing transformers' models takes half of the CPU time of an executor's start, most of it for modules that no server
+needs, such as compilers (``docs/performance.md`` has the numbers). So a checkpoint whose config.json can be read here
+is loaded without it. Nothing is guessed: each family is a struct of the keys that change results. If config.json has
+another key, or an unknown value, transformers loads the checkpoint.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,7 +35,7 @@ class LinearRope(DefaultRope, kw_only=True, tag="linear", forbid_unknown_fields=
     factor: Positive
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """See ``DefaultRope``."""
+        """Return the angles per position float32 [head_dim / 2]."""
         return super().frequencies(head_dim) / self.factor
 
 
@@ -48,7 +48,7 @@ class Llama3Rope(DefaultRope, kw_only=True, tag="llama3", forbid_unknown_fields=
     original_max_position_embeddings: Count
 
     def frequencies(self, head_dim: int) -> torch.Tensor:
-        """See ``DefaultRope``."""
+        """Return the angles per position float32 [head_dim / 2]."""
         plain = super().frequencies(head_dim)
         wavelengths = 2 * torch.pi / plain
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -60,15 +60,16 @@ class Llama3Rope(DefaultRope, kw_only=True, tag="llama3", forbid_unknown_fields=
 
 
 class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_unknown_fields=True):
-    """What config.json says in every family of Llama's structure, under the names of config.json.
+    """The keys of config.json that all families of Llama's structure have, by their names there.
 
-    A family derives from it: with its name as the tag, its architecture, its own keys, and what differs by them.
+    A family derives from it: with its name as the tag, its architecture, its own keys, and the methods that depend on
+    them.
 
-    ``own_dtype``: the type that the checkpoint says it is in; quantised ones mean what is not quantised.
+    ``own_dtype``: the type that the checkpoint names, of quantised ones for the weights that are not quantised.
     ``head_norm``: queries and keys have an RMSNorm by head. ``qkv_bias``: the projections to Q, K and V have a bias.
     """
 
-    # What some families have as a key of config.json, or always.
+    # Some families have these as keys of config.json, others always.
     head_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
     attention_bias: ClassVar[bool] = False
@@ -90,14 +91,14 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
     own_dtype: Any = None
 
     def __post_init__(self) -> None:
-        """Leave to transformers what it would refuse, and complete ``head_dim``."""
+        """Refuse sizes that transformers refuses, which then reports them, and complete ``head_dim``."""
         if self.hidden_size % self.num_attention_heads or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("its heads are of unequal size")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type that the checkpoint says it is in; None: none that models compute in."""
+        """The type that the checkpoint names; None: models do not compute in it."""
         return getattr(torch, self.own_dtype) if self.own_dtype in ("float32", "bfloat16", "float16") else None
 
     @property
@@ -106,11 +107,11 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
         return [self.sliding_window] * self.num_hidden_layers
 
     def get_text_config(self, *, decoder: bool) -> "LlamaConfig":
-        """Return the same as configurations of transformers do: the part for the language model, which is all of it."""
+        """Return the part for the language model, which is the whole, as configurations of transformers do."""
         return self
 
     def decoder_layer(self, layer_idx: int, sliding_window: int | None) -> torch.nn.Module:
-        """Return the parts of a layer, whose weights have no data. A family whose layers have others overrides it."""
+        """Return a layer whose weights have no data. A family whose layers have other weights overrides it."""
         from pagewise_executor.models.llama import LlamaDecoderLayer
 
         return LlamaDecoderLayer(self, layer_idx, sliding_window)
@@ -125,7 +126,7 @@ class Llama(LlamaConfig, kw_only=True, tag="llama", forbid_unknown_fields=True):
 
 
 class Mistral(LlamaConfig, kw_only=True, tag="mistral", forbid_unknown_fields=True):
-    """Mistral. Whether it has a sliding window must be said: transformers completes a window of its own."""
+    """Mistral. ``sliding_window`` is required, because transformers completes a window of its own."""
 
     architectures: tuple[Literal["MistralForCausalLM"]]
     sliding_window: Count | None  # type: ignore[misc]
@@ -143,7 +144,7 @@ class Qwen2(LlamaConfig, kw_only=True, tag="qwen2", forbid_unknown_fields=True):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
     def __post_init__(self) -> None:
-        """See ``LlamaConfig``."""
+        """Refuse windows that contradict the layers, as well."""
         super().__post_init__()
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError("it has layer_types for another number of layers")
@@ -152,7 +153,7 @@ class Qwen2(LlamaConfig, kw_only=True, tag="qwen2", forbid_unknown_fields=True):
 
     @property
     def windows(self) -> list[int | None]:
-        """See ``LlamaConfig``."""
+        """The length of each layer's sliding window, None for full attention."""
         layers = range(self.num_hidden_layers)
         types = self.layer_types or ["sliding_attention" if n >= self.max_window_layers else "" for n in layers]
         window = self.sliding_window if self.use_sliding_window else None

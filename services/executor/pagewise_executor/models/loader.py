@@ -1,4 +1,4 @@
-"""Loads a model, and says why a model cannot be served.
+"""Loads a model, or refuses it with the reason.
 
 transformers is imported only for models that need it, because that takes seconds.
 """
@@ -67,12 +67,11 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and its properties.
 
-    ``attention``: the attention modules in layer order. ``layers``: how each attends, and what it keeps. ``kernels``:
-    what computes attention and the small operations of fused layers, or everything. ``fallback``: see
-    ``KernelChoice``. ``weight_files``: what the weights were read from. ``rotations``: those of each layer's keys;
-    empty if ``no_segments`` says why KV cannot be moved to other positions. ``ranks``: that hold a part of the model
-    each; the model and ``layers`` are this rank's, all else is that of the whole. ``shards``: which part. ``rope``: see
-    ``fix_rope``.
+    ``attention``: the attention modules in layer order. ``layers``: their shapes. ``kernels``: of attention and the
+    small operations of fused layers. ``fallback``: the kernels, or a linear layer, are slower ones than preferred.
+    ``rotations``: of each layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
+    ``ranks``: hold a part of the model each; the model and ``layers`` are this rank's, the other properties the whole
+    model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
     """
 
     model: torch.nn.Module
@@ -98,7 +97,7 @@ class LoadedModel:
         return [(layer.kv_heads, layer.head_dim) for layer in self.layers]
 
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
-        """Return what two executors must have in common to use each other's blocks."""
+        """Return a hash of the properties that two executors must share to exchange blocks."""
         text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'}"
         if not self.ranks.alone:
             text += f" rank {self.ranks.rank} of {self.ranks.size}"
@@ -106,7 +105,7 @@ class LoadedModel:
 
 
 def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
-    """Find, check and load the model that ``config`` names, or the part of it that this one of the ``ranks`` holds.
+    """Find, check and load the model that ``config`` names, or this rank's part of it.
 
     Raises:
         ModelError: the model cannot be found, read or run; the text says why.
@@ -123,7 +122,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
-    _tell_of_device(config, device, dtype, len(files))
+    _log_device(config, device, dtype, len(files))
     check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
@@ -164,7 +163,7 @@ def _key_rotations(
     device: torch.device,
     checkpoint: LlamaCheckpoint | None,
 ) -> tuple[list[KeyRotation], str]:
-    """Return the rotation of each layer's keys, or none and why segments cannot be moved."""
+    """Return the rotation of each layer's keys; or none, and the reason why segments cannot be moved."""
     if checkpoint is not None:
         return [KeyRotation(checkpoint.model.model.rotary_emb.inv_freq)] * len(attention), ""
     try:
@@ -176,7 +175,7 @@ def _key_rotations(
 
 @contextmanager
 def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator[None]:
-    """Raise what is raised within as a ModelError that names the model."""
+    """Convert exceptions within to a ModelError that names the model."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -195,9 +194,8 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
 
 
 def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None) -> str:
-    """Return what a fingerprint says of a rope that was fixed for a ``length``, which makes other keys with another
-    one, and of quantised weights: they are another model, whose tokens are others. So are they where a GPU has no FP8,
-    so that inputs which should be rounded are not.
+    """Return the end of the fingerprint. KV cannot be shared with an executor whose RoPE is fixed for another
+    ``length``, whose weights are quantised otherwise, or whose GPU rounds inputs to FP8 where this one cannot.
     """
     name = "" if config.quantization == "none" else f"-{config.quantization}"
     fixed = "" if length is None else f"-{length}"
@@ -205,7 +203,7 @@ def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None)
 
 
 def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
-    """Return what config.json says.
+    """Return the content of config.json.
 
     Raises:
         ModelError: it cannot be used.
@@ -231,9 +229,9 @@ def _load_with_transformers(
     dtype: torch.dtype,
     ranks: Ranks,
 ) -> tuple[torch.nn.Module, Shards | None, FixedRope]:
-    """Return the model, or the part of it that a rank holds, how it is divided, and see ``_complete``.
+    """Return the model, or this rank's part of it, its division, and the result of ``fix_rope``.
 
-    ``whole``, ``part``: the configurations of the whole model, and of what this rank holds of it.
+    ``whole``, ``part``: the configurations of the whole model, and of this rank's part.
 
     Raises:
         ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
@@ -245,7 +243,7 @@ def _load_with_transformers(
 
     for file in headers:
         with open_weights(file):
-            pass  # this names the file if it is damaged
+            pass  # the error names the file if it is damaged
     check_types(config.model, headers)
     check_experts(config.model, headers)
     device, max_model_len = choose_device(config), _max_model_len(config, part.get_text_config(decoder=True))
@@ -277,9 +275,9 @@ def _load_with_transformers(
 
 @contextmanager
 def _bars_in_the_log(model: str) -> Iterator[None]:
-    """Make the bars that transformers draws while it loads into lines of the log, which is printed line by line.
+    """Turn the progress bars of transformers into lines of the log.
 
-    Its table of weights that are missing or not used is left out: ``check_differences`` says it in a line.
+    Its table of missing and unused weights is left out: ``check_differences`` reports them in a line.
     """
     from transformers.utils.logging import set_tqdm_hook
 
@@ -311,8 +309,8 @@ def choose_device(config: ExecutorConfig) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
-    if flaw := why_unfit(device):
-        raise ModelError(flaw)
+    if reason := why_unfit(device):
+        raise ModelError(reason)
     return device
 
 
@@ -326,8 +324,8 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _tell_of_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, num_files: int) -> None:
-    """Say in the log what is loaded, and if a GPU is not used, or another type would be faster, as on many CPUs."""
+def _log_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, num_files: int) -> None:
+    """Log the device and the type; warn if a GPU is not used, or another type would be faster."""
     log.info("loading %s (%d weight files) as %s on %s", config.model, num_files, _name(dtype), device)
     if device.type == "cpu" and config.device == "auto" and (reason := why_no_gpu()):
         log.warning("the model is computed on the CPU: %s", reason)
@@ -352,7 +350,7 @@ def fingerprint(path: Path, files: list[Path]) -> str:
 
 def _max_model_len(config: ExecutorConfig, text: object) -> int:
     own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
-    asked = None if config.max_model_len == "auto" else config.max_model_len  # ModelRunner looks what fits
+    asked = None if config.max_model_len == "auto" else config.max_model_len  # ModelRunner limits it to the KV pool
     if asked is not None and asked > own:
         raise ModelError(f"--max-model-len {asked} is over the model's own limit of {own}")
     return int(asked or own)

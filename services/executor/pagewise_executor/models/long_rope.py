@@ -2,12 +2,12 @@
 
 transformers changes such frequencies with the longest position of a batch. A paged cache does not allow this: K was
 rotated by the frequencies of the time when it was written, and sequences of all lengths share a batch. ``dynamic``
-frequencies are fixed to those of ``max_model_len``. They change beyond the model's own limit only, which no
-``max_model_len`` exceeds. LongRoPE (arXiv 2402.13753) has two sets of frequencies, and each sequence has its own here.
+frequencies are fixed for ``max_model_len``. They change beyond the model's own limit only, which no ``max_model_len``
+exceeds. LongRoPE (arXiv 2402.13753) has two sets of frequencies, and each sequence has its own here.
 
 A model has short factors for sequences of up to ``short_len`` tokens, and long factors for longer ones. All keys of a
-sequence are rotated by the same factors, so those of a position depend on how many tokens its sequence has by now.
-Here the position of each token says which factors it has:
+sequence are rotated by the same factors, which therefore depend on how many tokens the sequence has by now. Here the
+position of each token selects its factors:
 
 - From ``short_len`` on they are the long ones. No shorter sequence has such a position.
 - Below it they are the short ones. A sequence that is longer has ``shift`` added to these positions.
@@ -38,8 +38,8 @@ class RopeLengths(NamedTuple):
 
 
 class LongRope(nn.Module):
-    """Replaces a rotary embedding. ``short``, ``long``: the same with either factors, each of which may look at the
-    largest position that it is given. ``num_positions``: positions are below it, shifted ones too."""
+    """Replaces a rotary embedding. ``short``, ``long``: the embeddings with either factors, which may depend on their
+    largest position. ``num_positions``: a bound above all positions, shifted ones too."""
 
     def __init__(self, short: nn.Module, long: nn.Module, lengths: RopeLengths) -> None:
         super().__init__()
@@ -58,24 +58,24 @@ class LongRope(nn.Module):
 
 @dataclass(slots=True, frozen=True)
 class FixedRope:
-    """What was done to a model. ``length``: the one that its keys depend on; None: there is none. ``lengths``: of the
-    LongRoPE that it has now; None: the length of a sequence does not matter."""
+    """The changes of a model's RoPE. ``length``: the length to which its keys were fixed; None: they do not depend on
+    one. ``lengths``: of its ``LongRope``; None: it has none."""
 
     length: int | None = None
     lengths: RopeLengths | None = None
 
 
 def rope_positions(lengths: RopeLengths, batch: InputBatch, rows: Int64s, positions: Int64s) -> Int64s:
-    """Return positions [tokens] of ``rows`` [tokens] as ``LongRope`` takes them: the same array if none changes."""
+    """Return positions [tokens] of ``rows`` [tokens] for ``LongRope``: the same array if none is shifted."""
     shifted = (batch.limits[rows] > lengths.short_len) & (positions < lengths.short_len)
     return positions + lengths.shift * shifted if shifted.any() else positions
 
 
 def fix_rope(model: nn.Module, max_model_len: int) -> FixedRope:
-    """Replace or fix the rotary embeddings that would change with the batch; return what that makes of the model.
+    """Replace or fix the rotary embeddings that would change with the batch; return the changes.
 
     Raises:
-        ValueError: the model has a rope type for which that cannot be done.
+        ValueError: the rope types of the model differ by layer.
     """
     done = FixedRope()
     for name, module in list(model.named_modules()):
@@ -107,7 +107,7 @@ def fix_rope(model: nn.Module, max_model_len: int) -> FixedRope:
 
 
 def _fix(module: nn.Module, kind: str, length: int) -> None:
-    """Let a rotary embedding have the frequencies of sequences of this length, whatever it is given."""
+    """Fix a rotary embedding to the frequencies of sequences of this length."""
     inv_freq = module.inv_freq
     assert isinstance(inv_freq, torch.Tensor)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -1,7 +1,7 @@
 """The small operations of a fused decoder layer, in PyTorch, in Triton, and in C for the CPU."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,9 @@ class HeadNorm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """RoPE of a step. ``cos``, ``sin`` [tokens, head_dim]: of each token, the two halves are equal.
+    """RoPE of a step. ``cos``, ``sin`` [tokens, head_dim]: of each token; the two halves are equal.
 
-    With ``positions`` int64 [tokens] they are those of all positions, [max_model_len, head_dim / 2].
+    With ``positions`` int64 [tokens] they are tables of all positions, [max_model_len, head_dim / 2].
     """
 
     cos: torch.Tensor
@@ -37,22 +37,33 @@ Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Positions [n] to cos and sin [n, head_dim], whose two halves are equal."""
 
 
-class Operations(Protocol):
-    """What a fused decoder computes between its matrix products."""
+class Operations:
+    """The operations of a fused decoder between its matrix products: in PyTorch, on any device."""
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
-        """Return what makes the rotation of a step of its positions int64 [tokens], which are below max_model_len."""
+        """Return a function from the positions int64 [tokens] of a step, below ``max_model_len``, to its rotation."""
+        return lambda positions: Rotation(*angles(positions))
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the RMSNorm of x [tokens, size]."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` [tokens, size] holds
+        afterwards.
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add x to ``residual`` [tokens, size] in place, and return the RMSNorm of the sum."""
+        In PyTorch also of x [tokens, heads, size] with a weight [heads, size].
+        """
+        if residual is not None:
+            residual += x
+            x = residual
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return weight * (wide * scale).to(x.dtype)
 
     def norm_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Rows:
-        """Return the same as ``add_rms_norm``, or without ``residual`` as ``rms_norm``, as ``reader`` takes it best."""
+        """Return the result of ``rms_norm`` in the form that the linear layer ``reader`` takes best."""
+        return self.rms_norm(x, weight, eps, residual)
 
     def attend(
         self,
@@ -67,57 +78,6 @@ class Operations(Protocol):
         ``qkv`` [tokens, heads + 2 · kv_heads, head_dim] may be changed in place; ``rotation`` is one of ``rotations``.
         Returns [tokens, heads, head_dim].
         """
-
-    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
-        """Return silu(gate) · up [tokens, size]; gate_up(x) [tokens, 2 · size] are those of x [tokens, hidden]."""
-
-
-class _RotationsByStep:
-    """``rotations`` that compute cosines and sines in every step."""
-
-    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
-        """See ``Operations``."""
-        return lambda positions: Rotation(*angles(positions))
-
-
-class _NormsAsTheyAre:
-    """``norm_for`` that is the same for all readers."""
-
-    def norm_for(
-        self: Operations,
-        reader: nn.Module,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        eps: float,
-    ) -> Rows:
-        """See ``Operations``."""
-        return self.rms_norm(x, weight, eps) if residual is None else self.add_rms_norm(x, residual, weight, eps)
-
-
-class TorchOperations(_RotationsByStep, _NormsAsTheyAre):
-    """These operations in PyTorch, on any device."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``; also for x [tokens, heads, size] with a weight [heads, size]."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(x.dtype)
-
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
-        residual += x
-        return self.rms_norm(residual, weight, eps)
-
-    def attend(
-        self,
-        layer: PagedLayer,
-        qkv: torch.Tensor,
-        shape: AttentionShape,
-        rotation: Rotation,
-        head_norm: HeadNorm | None,
-    ) -> torch.Tensor:
-        """See ``Operations``."""
         num_rotated = shape.heads + shape.kv_heads
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if head_norm is not None:
@@ -126,22 +86,22 @@ class TorchOperations(_RotationsByStep, _NormsAsTheyAre):
         return layer.attend(qk[:, : shape.heads], qk[:, shape.heads :], v, shape.scale, shape.window)
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
-        """See ``Operations``."""
+        """Return silu(gate) · up [tokens, size] of x [tokens, hidden]; gate_up(x) is gate and up [tokens, 2 · size]."""
         gate, up = gate_up(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 
-class TritonOperations:
-    """These operations by the Triton kernels. Cosines and sines of all positions are in tables on the device."""
+class TritonOperations(Operations):
+    """The operations by the Triton kernels. Cosines and sines of all positions are in tables on the device."""
 
     def __init__(self) -> None:
         from pagewise_kernels import rms_norm, rope_write_kv, silu_mul
 
-        self.rms_norm, self._rounded_rms_norm = rms_norm.rms_norm, rms_norm.rounded_rms_norm
+        self._rms_norm, self._rounded_rms_norm = rms_norm.rms_norm, rms_norm.rounded_rms_norm
         self._silu_mul, self._rope_write_kv = silu_mul.silu_mul, rope_write_kv.rope_write_kv
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
-        """See ``Operations``."""
+        """Compute the tables; return a function from positions to the rotation that reads them."""
         tables: list[list[torch.Tensor]] = [[], []]
         for start in range(0, max_model_len, _POSITIONS_AT_ONCE):
             positions = torch.arange(start, min(max_model_len, start + _POSITIONS_AT_ONCE), device=device)
@@ -150,21 +110,23 @@ class TritonOperations:
         cos, sin = map(torch.cat, tables)
         return lambda positions: Rotation(cos, sin, positions)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
-        return self.rms_norm(x, weight, eps, residual=residual)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
+        return self._rms_norm(x, weight, eps, residual=residual)
 
     def norm_for(
         self, reader: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Rows:
-        """See ``Operations``: rows are rounded by the norm for a product that would do that next."""
+        """Return the norm, rounded to FP8 where ``reader`` would round it next."""
         if isinstance(reader, ScaledMMLinear) and reader.static_scale is None:
             values, scales = self._rounded_rms_norm(x, weight, eps, residual=residual)
             return RoundedRows(values, scales, x.dtype)
-        return self.rms_norm(x, weight, eps, residual=residual)
+        return self._rms_norm(x, weight, eps, residual=residual)
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
-        """See ``Operations``: up to ``few_rows`` tokens, gate and up and their activation are one kernel."""
+        """Return silu(gate) · up. Up to ``few_rows`` tokens one kernel computes both and their activation."""
         if isinstance(gate_up, SkinnyLinear | ScaledMMLinear) and len(x) <= gate_up.few_rows:
             return gate_up.gated(x)
         return self._silu_mul(gate_up(x))
@@ -177,7 +139,7 @@ class TritonOperations:
         rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
-        """See ``Operations``."""
+        """Normalise, rotate and write K and V by one kernel, and attend."""
         from pagewise_executor.attention.triton_attention import TritonStep
 
         step = layer.forward_context.step
@@ -190,21 +152,23 @@ class TritonOperations:
         return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 
-class CpuOperations(_RotationsByStep, _NormsAsTheyAre):
-    """These operations in C, each in one pass over the data."""
+class CpuOperations(Operations):
+    """The operations in C, each in one pass over the data."""
 
     def __init__(self) -> None:
         from pagewise_kernels.cpu import operations
 
-        self.rms_norm, self._silu_mul = operations.rms_norm, operations.silu_mul
+        self._rms_norm, self._silu_mul = operations.rms_norm, operations.silu_mul
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
-        """See ``Operations``."""
+        """Return silu(gate) · up."""
         return self._silu_mul(gate_up(x))
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See ``Operations``."""
-        return self.rms_norm(x, weight, eps, residual)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
+        return self._rms_norm(x, weight, eps, residual)
 
     def attend(
         self,
@@ -214,7 +178,7 @@ class CpuOperations(_RotationsByStep, _NormsAsTheyAre):
         rotation: Rotation,
         head_norm: HeadNorm | None,
     ) -> torch.Tensor:
-        """See ``Operations``."""
+        """Attend by the operation that also normalises the heads and rotates."""
         from pagewise_kernels.cpu import attention
 
         from pagewise_executor.attention.cpu_attention import CpuStepAttention
@@ -229,7 +193,6 @@ class CpuOperations(_RotationsByStep, _NormsAsTheyAre):
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return the rotated x [tokens, heads, head_dim]."""
     half = x.shape[-1] // 2
     cos, sin = rotation.cos[:, None], rotation.sin[:, None, :half]
     rotated = x * cos

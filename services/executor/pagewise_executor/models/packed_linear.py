@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed in the layout that oneDNN reads, or that of the CPU operations, or quantised.
+"""Linear layers for the CPU: weights in the layout of oneDNN or of the CPU operations, or in eight bits.
 
 PyTorch passes a plain weight to MKL or reorders it on every call; for the few rows of a decode step, either costs more
 than the product. With weights that are reordered once, a small batch is several times faster (the numbers are in
@@ -59,7 +59,7 @@ def rounded_rows(rows: int) -> int:
 
 
 class CpuLinear(nn.Module):
-    """The same by the CPU operations, in float32."""
+    """A linear layer by the CPU operations, in float32."""
 
     packed: "PackedWeight | Int8Weight"
 
@@ -78,7 +78,8 @@ class CpuLinear(nn.Module):
 
 
 class Int8Linear(CpuLinear):
-    """The same with weights in eight bits. A ``weight`` that is int8 already comes with ``scales`` [out]."""
+    """A linear layer by the CPU operations with weights in eight bits. An int8 ``weight`` comes with ``scales``
+    [out]."""
 
     packed: "Int8Weight"
 
@@ -95,9 +96,9 @@ def pack_linears(
 ) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
-    With the quantisation ``int8`` they have weights in eight bits, and the model is in float32. Otherwise they are
-    those of the CPU operations if the model runs on these, in float32, on a processor where they are as fast as
-    oneDNN's, and oneDNN's otherwise, if it is available.
+    With ``int8`` they are ``Int8Linear``, in a model in float32. Otherwise they are ``CpuLinear`` if the model runs on
+    the CPU operations, in float32, on a processor where these are as fast as oneDNN, and ``PackedLinear`` if oneDNN is
+    available.
 
     ``within``: the name of the module of ``model`` that is, or has, the linear layers; empty: all of the model.
 
@@ -124,7 +125,7 @@ def _kind_of_int8(weight: torch.Tensor) -> type[nn.Module] | None:
 
 
 def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module] | None]:
-    """Return what says, for a weight, which class packs it; None: its linear layer stays as it is."""
+    """Return a function from a weight to the class that packs it; None: its linear layer stays as it is."""
     own = False
     if kernels == "cpu":
         from pagewise_kernels.cpu.library import has_fast_products
@@ -141,7 +142,7 @@ def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module
 
 @functools.cache
 def _packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this type here. In bfloat16 it does not on processors without AVX-512."""
+    """Return whether oneDNN packs weights of this type here. Without AVX-512 it packs none in bfloat16."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not TORCH_VERSIONS[0] <= version <= TORCH_VERSIONS[1]:
         log.warning(
@@ -160,5 +161,6 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, a linear layer with transposed weights; told without importing it."""
+    """Return whether it is transformers' Conv1D, a linear layer with transposed weights, without importing the
+    class."""
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"

@@ -1,7 +1,7 @@
-"""Makes the parts of a model faster than they are: fused layers, packed or quantised linear layers.
+"""Replaces the parts of a model by faster ones: fused layers, packed or quantised linear layers.
 
-A model is prepared part by part: what a part was is released before the next one is touched, or even read. So loading
-takes the memory of the prepared model and of one part as it is in the file, not that of the model twice.
+A model is prepared part by part: the original of a part is released before the next one is read. So loading takes the
+memory of the prepared model and of one original part, and not twice the memory of the model.
 """
 
 import logging
@@ -19,14 +19,14 @@ from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
-from pagewise_executor.models.operations import CpuOperations, Operations, TorchOperations, TritonOperations
+from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
 
 log = logging.getLogger(__name__)
 
 _OPERATIONS: dict[Kernels, Callable[[], Operations]] = {
-    "triton": TritonOperations, "cpu": CpuOperations, "torch": TorchOperations,
+    "triton": TritonOperations, "cpu": CpuOperations, "torch": Operations,
 }  # fmt: skip
 
 
@@ -40,12 +40,12 @@ def prepare(
     read: Callable[[str], None] | None = None,
     ranks: Ranks = ALONE,
 ) -> bool:
-    """Replace the parts of a model that can be computed faster than as they are; say in the log which ones.
+    """Replace the parts of a model that have a faster form, and log their numbers.
 
-    Returns whether weights in eight bits are computed slowly, because nothing here is made for them.
+    Returns whether PyTorch computes weights in eight bits, which is slow.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
-    ``ranks``: that hold parts of a layer each, over which sums are made.
+    ``ranks``: hold a part of each layer; sums are over them.
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
@@ -77,7 +77,7 @@ def prepare(
 def _replace_linears(
     config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str
 ) -> int:
-    """Replace the linear layers and experts of a part by the fastest that there are; return how many are packed."""
+    """Replace the linear layers and experts of a part by the fastest form; return the number of packed ones."""
     make_fast(model, kernels, device, part)
     if kernels == "triton":
         if not config.deterministic:

@@ -1,7 +1,7 @@
-"""Reads from config.json how the weights of a checkpoint are quantised, and refuses by name what cannot be served.
+"""Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
-Two forms are read: that of compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek
-and Qwen (scales per block) and AutoFP8 (scales per tensor) write. docs/quantization.md lists both.
+Two forms are read: compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek and Qwen
+(scales per block) and AutoFP8 (scales per tensor) write. docs/quantization.md lists both.
 """
 
 import logging
@@ -21,7 +21,7 @@ INSTEAD = (
     "take a checkpoint in FP8 or int8 of compressed-tensors, or in FP8 of quant_method 'fp8', or the one in bfloat16, "
     "whose linear layers --quantization fp8 (on the CPU: int8) quantises while they are loaded"
 )
-"""What to use instead of what is refused."""
+"""The advice in refusals."""
 _STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32}
 _FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
 
@@ -39,7 +39,7 @@ class Scheme(NamedTuple):
 
 
 class _Settings(msgspec.Struct):
-    """What config.json says of quantisation."""
+    """The keys of config.json about quantisation."""
 
     quantization_config: Any = None
     compression_config: Any = None
@@ -77,8 +77,8 @@ class _CompressedTensors(msgspec.Struct):
 
 
 class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
-    """``quant_method: fp8``. Layers that are not converted are those whose weights are not in FP8, whatever the lists
-    say. A key that is not known here may change what is computed, so it is refused."""
+    """``quant_method: fp8``. A layer is converted if its weight is in FP8; the lists do not count. An unknown key may
+    change results, so it is refused."""
 
     quant_method: Literal["fp8"]
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
@@ -100,8 +100,8 @@ class _UnsupportedError(Exception):
 class QuantisedCheckpoint:
     """How the linear layers of a checkpoint are stored. ``name``: of the model, for errors.
 
-    ``unread``: the names of tensors that are not read: zero points, which are zero where quantisation is symmetric,
-    scales of a KV cache, and the frequencies of RoPE.
+    ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
+    a KV cache, and the frequencies of RoPE.
     """
 
     unread = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
@@ -133,15 +133,15 @@ class QuantisedCheckpoint:
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
     """Return how the checkpoint in the folder ``path`` is quantised, None if it is not.
 
-    ``name``: of the model. ``kv_dtype``: the option, for what the log says of a scheme for the KV cache.
+    ``name``: of the model. ``kv_dtype``: the option, for the warning about a scheme for the KV cache.
 
     Raises:
-        ModelError: it is quantised in a way that cannot be served; the text names it, and says what to use instead.
+        ModelError: the quantisation is not supported; the text names it, and advises another checkpoint.
     """
     try:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=_Settings)
     except (OSError, ValueError):
-        return None  # whoever reads the rest of it says so
+        return None  # the readers of the other keys report the error
     text = settings.text_config if isinstance(settings.text_config, dict) else {}
     found = settings.quantization_config or settings.compression_config or text.get("quantization_config")
     if not found and (path / "hf_quant_config.json").is_file():
@@ -166,7 +166,7 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     block, static = found.weight_block_size, found.activation_scheme == "static"
     _refuse(
         (found.fmt != "e4m3", f"in the format {found.fmt}"),
-        # ue8m0: those of inputs are rounded to powers of two
+        # ue8m0: the scales of inputs are rounded to powers of two
         (found.scale_fmt not in (None, "float"), f"with scales in the format {found.scale_fmt}"),
         (found.expert_dtype not in (None, "fp8"), f"with experts in {found.expert_dtype}"),
         (
@@ -176,7 +176,7 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
         (block and static, "per block and with static scales of inputs"),
     )
     if found.kv_cache_scheme:
-        _tell_of_kv_scales(name, kv_dtype)
+        _warn_of_kv_scales(name, kv_dtype)
     scheme = Scheme(FP8, block, Inputs(group=block[1])) if block else Scheme(FP8, (0, 0), Inputs(static=static))
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 
@@ -190,18 +190,18 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
         for group in found.config_groups.values()
     ]
     if found.kv_cache_scheme:
-        _tell_of_kv_scales(name, kv_dtype)
+        _warn_of_kv_scales(name, kv_dtype)
     return QuantisedCheckpoint(name, schemes, found.ignore or [], strict=True)
 
 
-def _refuse(*flaws: tuple[object, str]) -> None:
-    """Raise _UnsupportedError with the text of the first flaw that is there."""
-    for there, text in flaws:
-        if there:
+def _refuse(*errors: tuple[object, str]) -> None:
+    """Raise _UnsupportedError with the text of the first error whose condition is true."""
+    for unsupported, text in errors:
+        if unsupported:
             raise _UnsupportedError(text)
 
 
-def _tell_of_kv_scales(name: str, kv_dtype: str) -> None:
+def _warn_of_kv_scales(name: str, kv_dtype: str) -> None:
     stays = "KV is kept in float8 with scales of its own, by token and head (--kv-dtype fp8)"
     if kv_dtype != "fp8":
         stays = "KV is kept in the model's type; --kv-dtype fp8 keeps it in float8, with scales by token and head"
@@ -209,11 +209,7 @@ def _tell_of_kv_scales(name: str, kv_dtype: str) -> None:
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the pattern of the names of the linear layers that an entry of ``targets`` or ``ignore`` means.
-
-    Raises:
-        _UnsupportedError: the entry is no regular expression and should be one.
-    """
+    """Return the pattern of the names of the linear layers that an entry of ``targets`` or ``ignore`` means."""
     if entry == "Linear":
         return re.compile("")
     try:
@@ -268,7 +264,7 @@ def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
         case "tensor" | None, False:
             return Inputs(static=True)
         case "token" | "tensor" | None, True:
-            # One scale for all rows would make a row depend on the others of its batch: each has its own.
+            # Each row has a scale of its own: one scale for all rows would make a row depend on the rest of its batch.
             return Inputs()
         case "group", True if (inputs.group_size or 0) > 0:
             return Inputs(group=inputs.group_size)

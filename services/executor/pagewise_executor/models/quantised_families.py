@@ -1,8 +1,8 @@
-"""Models of transformers' families whose checkpoints are quantised: built without weights, and read as they are stored.
+"""Quantised checkpoints of transformers' families, whose models are built without weights and read as stored.
 
-transformers would make bfloat16 of quantised weights, and it keeps the experts of a mixture in tensors of three
-dimensions, for which scales differ by expert. So its modules compute here, but their weights are read by
-``Checkpoint``, and each expert has linear layers of its own, as the files have them.
+transformers would convert quantised weights to bfloat16, and it keeps the experts of a mixture in tensors of three
+dimensions, for which scales differ by expert. So its modules compute here, but ``Checkpoint`` reads their weights, and
+each expert has linear layers of its own, as the files have them.
 """
 
 import re
@@ -24,14 +24,14 @@ _OF_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
 
 
 class _Family(NamedTuple):
-    """``experts``: what the files call gate, up and down of an expert. ``named``: see ``Checkpoint``."""
+    """``experts``: the files' names of gate, up and down of an expert. ``named``: the argument of ``Checkpoint``."""
 
     experts: tuple[str, str, str] = _PROJECTIONS
     named: Callable[[str], str | None] = str
 
 
 def _text_of_gemma3(name: str) -> str | None:
-    """Return the name in the model of text alone; None for what looks at images."""
+    """Return the name in the model of text alone; None for the modules of images."""
     if _NOT_TEXT.match(name):
         return None
     bare = _OF_TEXT.sub("", name)
@@ -51,12 +51,12 @@ FAMILIES: dict[str, _Family] = {
 
 
 class FamilyCheckpoint(Checkpoint):
-    """The weight files of a model of one of these families, and the model without weights. Images are left out.
+    """The weight files of a model of one of these families, and the model without weights and without images.
 
-    ``config``: of transformers. The other arguments are those of ``Checkpoint``.
+    ``config``: of transformers. ``Checkpoint`` describes the other arguments and the errors.
 
     Raises:
-        NotReadableError, ModelError: see ``Checkpoint``. ValueError: see ``fix_rope``.
+        ValueError: the rope types of the model differ by layer.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Experts(nn.ModuleList):
         super().__init__(_Expert(hidden, inner, fused.act_fn, names) for _ in range(count))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of what the experts of each token make of it.
+        """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of the outputs of each token's experts.
 
-        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: theirs. On a GPU this waits for the device,
-        because the host has to know how many tokens each expert has.
+        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of the experts. On a GPU this waits for the
+        device, because the host has to know how many tokens each expert has.
         """
         result = torch.zeros_like(x)
         order = chosen.flatten().argsort(stable=True)

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,9 +26,9 @@ _AT_ONCE = 1 << 22
 class Inputs(NamedTuple):
     """How the inputs of a layer are rounded before the product, to the type of its weights.
 
-    ``quantised``: whether they are; otherwise only weights are in eight bits. ``group``: how many inputs of a row share
-    a scale, None for the row. ``static``: the scale comes with the checkpoint, one for all rows; otherwise the largest
-    value of a row or a group makes it.
+    ``quantised``: False: only weights are in eight bits. ``group``: the number of inputs of a row that share a scale;
+    None: all. ``static``: the checkpoint has one scale for all rows; otherwise the largest value of a row or a group
+    decides the scale.
     """
 
     quantised: bool = True
@@ -41,11 +41,11 @@ BY_ROW = Inputs()
 
 @dataclass(slots=True, frozen=True)
 class QuantisedWeight:
-    """The weight of a linear layer in eight bits.
+    """The weight of a linear layer in eight bits: ``values`` times ``scales``.
 
-    ``values``: float8_e4m3fn or int8 [outs, ins]. ``scales``: float32 [ceil(outs / block[0]), ceil(ins / block[1])], by
-    which values are multiplied. ``block``: outputs and inputs that share a scale. (1, ins) is one scale per output
-    ("per channel"), (outs, ins) one for all ("per tensor"), (1, 128) one per group, (128, 128) one per block.
+    ``values``: float8_e4m3fn or int8 [outs, ins]. ``scales``: float32 [ceil(outs / block[0]), ceil(ins / block[1])].
+    ``block``: outputs and inputs that share a scale. (1, ins) is one scale per output ("per channel"), (outs, ins) one
+    for all ("per tensor"), (1, 128) one per group, (128, 128) one per block.
     """
 
     values: torch.Tensor
@@ -67,7 +67,7 @@ class QuantisedWeight:
         return wide.mul_(self.scales)
 
     def with_block(self, block: tuple[int, int]) -> "QuantisedWeight":
-        """Return the same weights with scales for smaller blocks, whose sizes divide those of the blocks."""
+        """Return the same weights with scales for smaller blocks, whose sizes divide the sizes of the blocks."""
         scales = self.scales
         for dim, (fine, coarse) in enumerate(zip(block, self.block, strict=True)):
             starts = torch.arange(0, self.values.shape[dim], fine, device=scales.device)
@@ -91,7 +91,7 @@ class QuantisedWeight:
 
 
 def join_outputs(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """Return one weight whose outputs are those of all ``weights``, which are of one type and have the same inputs."""
+    """Return one weight with the outputs of all ``weights``, which are of one type and have the same inputs."""
     ins = weights[0].values.shape[1]
     rows = math.gcd(*(size for one in weights for size in (one.block[0], len(one.values))))
     columns = math.gcd(*(min(one.block[1], ins) for one in weights))
@@ -139,11 +139,11 @@ _ROW_WISE = nn.functional.ScalingType.RowWise
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer with a weight in eight bits, in plain PyTorch: right everywhere, and slow.
+    """A linear layer with a weight in eight bits, in plain PyTorch: correct on every device, and slow.
 
-    ``values``, ``scales``, ``block``: see ``QuantisedWeight``. ``inputs``: how inputs are rounded; ``static_scale``
-    float32 [1]: their scale, if the checkpoint has it. ``weight`` [out, in] gives the type in which the rest of the
-    model computes, and the shape, but has no data. ``inputs_dropped``: inputs should be rounded, and cannot be here.
+    ``values``, ``scales``, ``block``: the fields of ``QuantisedWeight``. ``inputs``: how inputs are rounded;
+    ``static_scale`` float32 [1]: their scale, if the checkpoint has it. ``weight`` [out, in] has the shape and the type
+    of the rest of the model, but no data. ``inputs_dropped``: inputs should be rounded, and cannot be here.
     """
 
     inputs_dropped = False
@@ -183,10 +183,10 @@ class QuantisedLinear(nn.Module):
 
 
 class TritonQuantisedLinear(QuantisedLinear):
-    """The same by Triton kernels: one quantises the inputs, one multiplies."""
+    """A linear layer in eight bits by two Triton kernels: one quantises the inputs, one multiplies."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``QuantisedLinear``."""
+        """Map rows [rows, in] to [rows, out]."""
         from pagewise_kernels.quantised import quantise_rows, scaled_linear
 
         group = self.inputs.group
@@ -199,20 +199,13 @@ class TritonQuantisedLinear(QuantisedLinear):
 
 
 class ScaledMMLinear(QuantisedLinear):
-    """The same by ``torch.nn.functional.scaled_mm``, for FP8 with a scale per output and per row; up to ``few_rows``
-    rows by the kernel for few rows."""
+    """A linear layer by ``torch.nn.functional.scaled_mm``, for FP8 with a scale per output and per row; up to
+    ``few_rows`` rows by the kernel for few rows."""
 
     few_rows = 0
 
-    def __init__(
-        self,
-        weight: QuantisedWeight,
-        inputs: Inputs,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-        static_scale: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(weight.with_block((1, weight.block[1])), inputs, dtype, bias, static_scale)
+    def __init__(self, weight: QuantisedWeight, *arguments: Any) -> None:
+        super().__init__(weight.with_block((1, weight.block[1])), *arguments)
         self.column_scales = nn.Buffer(self.scales.t().contiguous())
 
     def forward(self, x: Rows) -> torch.Tensor:
@@ -220,7 +213,7 @@ class ScaledMMLinear(QuantisedLinear):
         return self.compute(x) if isinstance(x, RoundedRows) else super().forward(x)
 
     def compute(self, x: Rows) -> torch.Tensor:
-        """See ``QuantisedLinear``; also for rows that are rounded already."""
+        """Map rows [rows, in] to [rows, out]; they may be rounded already."""
         if len(x) <= self.few_rows:
             return self._by_few_rows(x, gated=False)
         rounded = self._rounded(x)
@@ -273,7 +266,7 @@ class JoinedLinear(nn.Module):
 def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
     """Return one linear layer whose output is the concatenated output of ``linears``, some of which are quantised.
 
-    Static scales of inputs that differ become the largest one, so that nothing is cut off that was not.
+    Of different static scales of inputs the largest one is used, so that no input is clipped that was not before.
     """
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
     kinds = {(linear.values.dtype, linear.inputs, linear.bias is None) for linear in quantised}
@@ -295,7 +288,7 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     """Replace the linear layers within a part of a model by quantised ones; return how many.
 
     ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row. Layers with one output stay
-    as they are: they weigh little, and gate what others compute, as that of the shared expert of Qwen2-MoE does.
+    as they are: they take little memory, and gate whole layers, such as the shared expert of Qwen2-MoE.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
@@ -347,7 +340,7 @@ def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn
 
 
 def _fits_cpu(module: QuantisedLinear) -> bool:
-    """Whether the CPU operations compute the same: int8 with a scale per output, and inputs with one per row."""
+    """Return whether ``Int8Linear`` computes the layer: int8 with a scale per output, and inputs with one per row."""
     from pagewise_kernels.cpu.linear_int8 import MAX_INPUTS
 
     return (
@@ -360,14 +353,15 @@ def _fits_cpu(module: QuantisedLinear) -> bool:
 
 
 def has_exact_inputs(model: nn.Module) -> bool:
-    """Whether inputs are not rounded that should be."""
+    """Return whether a layer of the model does not round its inputs though the checkpoint asks for it."""
     return any(getattr(module, "inputs_dropped", False) for module in model.modules())
 
 
 def report(model: nn.Module, asked: bool) -> bool:
-    """Say in the log what is in eight bits, what computes it, and what is not; return whether that is slow.
+    """Log how many weights are in eight bits, by which layers, and how many are not; return whether PyTorch computes
+    any.
 
-    ``asked``: an option asks for weights in eight bits, so it is worth a warning if most of them are not.
+    ``asked``: an option asks for weights in eight bits, so the line is a warning if most of them are not.
     """
     linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear)]
     if not linears:

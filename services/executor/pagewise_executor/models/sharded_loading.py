@@ -1,4 +1,4 @@
-"""Loads one rank's part of a model of transformers, of whose weight files only that part is read."""
+"""Loads one rank's part of a model of transformers, and reads only that part of its weight files."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_
 
 
 class _LazyPart:
-    """Stands for a weight of the checkpoint in what transformers loads: it takes ``[...]`` of it, in its own time."""
+    """A weight of the checkpoint in the state dict of transformers, which reads ``[...]`` of it when it needs it."""
 
     def __init__(self, source: Slice, shards: Shards, name: str, shape: list[int]) -> None:
         self._source, self._shards, self._name, self._shape = source, shards, name, shape
@@ -36,8 +36,8 @@ def load_part(
 ) -> tuple[torch.nn.Module, Shards, Differences]:
     """Return a rank's part of a model, in host memory, how the model is divided, and how its files differ from it.
 
-    ``whole``, ``part``: configurations with the sizes of the model, and with those of the part. ``headers``: of the
-    files. ``attention``: the name of the attention function.
+    ``whole``, ``part``: the configurations of the model and of the part. ``headers``: of the files. ``attention``: the
+    name of the attention function.
 
     Raises:
         UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
@@ -64,11 +64,11 @@ def load_part(
             for key in opened.keys():  # noqa: SIM118 - it is no dict
                 name, joined = name_of(key)
                 found = list(opened.get_slice(key).get_shape())
-                # A part of a weight that is too large would look like one of the right size. The shapes of weights that
-                # are joined to others are compared when they are.
+                # A part of a weight that is too large may have the right size. The shapes of weights that are joined to
+                # others are compared after the join.
                 if not joined and found != sizes.get(name, found):
                     mismatched.append(Mismatch(key, found, sizes[name]))
-                # What the model does not have is left to transformers, which reports it.
+                # transformers reports weights that the model does not have.
                 weights[key] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
         if mismatched:
             return empty, shards, Differences(mismatched=mismatched)
@@ -85,10 +85,10 @@ def load_part(
 
 
 def _plan(model: Any) -> dict[str, str]:
-    """Return how a model of transformers says that it can be divided.
+    """Return the plan of a model of transformers for tensor parallelism.
 
     Raises:
-        UnknownShardError: it does not, or not in a way that is known here.
+        UnknownShardError: it has none, or one that is not known here.
     """
     plan: dict[str, str] = model.tp_plan
     if not plan:

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 FEW_ROWS = 64
-"""So many rows the kernel for few rows computes where ``choose_few_rows`` does not measure it: up to there it should be
-faster whatever the shape is."""
+"""The most rows of the kernel for few rows where ``choose_few_rows`` does not measure it: up to this number it should
+be faster for every shape."""
 
 
 @dataclass(slots=True, frozen=True)
 class RoundedRows:
     """Inputs of a linear layer that the operation before has rounded: ``values`` float8_e4m3fn [rows, in], ``scales``
-    float32 [rows], ``dtype``: that of the model."""
+    float32 [rows], ``dtype``: the type of the model."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -57,7 +57,7 @@ class SkinnyLinear(nn.Linear):
 
 
 class RowwiseLinear(nn.Module):
-    """A linear layer in which each row of the result depends on the same row of the input only."""
+    """A linear layer in which each row of the result depends on the same row of the input alone."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class RowwiseLinear(nn.Module):
 def make_rowwise(model: nn.Module) -> None:
     """Replace the linear layers of a model whose decoder is fused, so that results do not depend on the batch.
 
-    Fused decoders, attention and sampling do not; the libraries of linear layers sum in another order for another
-    number of rows.
+    The libraries of linear layers sum in another order for another number of rows. Fused decoders, attention and
+    sampling do not.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Which models are served, and what to say of those that are not."""
+"""The models that are served, and the refusals of others."""
 
 import json
 from collections.abc import Callable
@@ -42,14 +42,14 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (_other_layers, "has layers of a kind that keeps no paged KV: {}"),
     (_alibi, "uses ALiBi, which paged attention does not support"),
 )
-"""What is refused, from the configuration of a model and that of its language model, and how the refusal says it."""
+"""Checks of the configurations of a model and of its language model, each with the text of its refusal."""
 
 
 def check_supported(model: str, config: object, text: object) -> None:
-    """Look whether a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
+    """Check that a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
 
     Raises:
-        ModelError: it is not; the text says which are.
+        ModelError: it is not; the text names the kinds that are.
     """
     for refuses, why in _REFUSED:
         if found := refuses(config, text):
@@ -63,10 +63,10 @@ def check_supported(model: str, config: object, text: object) -> None:
 
 
 def check_known(model: str, path: Path) -> None:
-    """Look whether transformers knows the type of a model that brings no code of its own, and is none with an adapter.
+    """Check that transformers knows the type of a model without code of its own, and that the files have no adapter.
 
     Raises:
-        ModelError: it does not; the text says which types are served. Or an adapter lies among the files.
+        ModelError: it does not, or they have one; the text names the types that are served.
     """
     from transformers import CONFIG_MAPPING
 
@@ -81,7 +81,7 @@ def check_known(model: str, path: Path) -> None:
         found = json.loads((path / "config.json").read_text())
         kind, own_code = found.get("model_type"), "auto_map" in found
     except (ValueError, AttributeError):
-        return  # whoever reads it says so
+        return  # the reader of the whole file reports the error
     if own_code or (isinstance(kind, str) and kind in CONFIG_MAPPING):
         return
     named = f"the model_type {kind!r}, which is not known here" if kind else "no model_type"

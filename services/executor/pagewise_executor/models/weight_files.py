@@ -1,4 +1,4 @@
-"""The weight files of a model on the disk, and whether they are whole."""
+"""The weight files of a model on the disk: whether they are complete, and whether the weights fit into memory."""
 
 import logging
 import math
@@ -20,9 +20,9 @@ from pagewise_executor.models.quantised_checkpoint import INSTEAD
 log = logging.getLogger(__name__)
 
 _POINTER = b"version "
-"""The beginning of the text that Git LFS has in the place of a file. As the size of a header it would be absurd."""
+"""The beginning of a pointer file of Git LFS. As the size of a header it would be absurd."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file of a checkpoint that is not divided, and the file that says where the tensors of a divided one are."""
+"""The file of a checkpoint that is not divided, and the index of a divided one: from its tensors to their files."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def weight_files(model: str, path: Path) -> list[Path]:
     As in transformers, a single file goes before an index, which may be left from an earlier download.
 
     Raises:
-        ModelError: there are none that can be read.
+        ModelError: no file can be read.
     """
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} is no model directory: it has no config.json")
@@ -73,7 +73,7 @@ def weight_files(model: str, path: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return which file of the directory ``path`` has each tensor, by the index there.
+    """Return the file of each tensor by the index of the directory ``path``.
 
     Raises:
         ModelError: the index cannot be read, or is of another form.
@@ -126,9 +126,7 @@ def _content(file: Path, name: str) -> tuple[object, ...]:
 
 
 def _checked_header(file: Path) -> dict[str, TensorInfo]:
-    """Return a file's header, by the names of its tensors.
-
-    Its size is compared with the header, so that a truncated download is found before the model is loaded.
+    """Return a file's header, by the names of its tensors, after the size of the file has been compared with it.
 
     Raises:
         ModelError: it is truncated, or no safetensors file, or cannot be read.
@@ -182,9 +180,9 @@ _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in")
 def check_weights(
     config: ExecutorConfig, headers: Headers, device: torch.device, dtype: torch.dtype, ranks: int, *, stored: bool
 ) -> None:
-    """Compare the weights with what is free on the device. On the CPU what the kernel can swap out counts as free.
+    """Compare the weights with the free memory of the device, on the CPU with free swap space.
 
-    ``ranks``: how many hold a part of the model each. ``stored``: the checkpoint is quantised, and is kept as it is.
+    ``ranks``: hold a part of the model each. ``stored``: the checkpoint is quantised, and is kept as it is.
 
     Raises:
         ModelError: they do not fit; the text says which option makes them fit.
@@ -224,7 +222,7 @@ def _what_fits(
     *,
     stored: bool,
 ) -> str:
-    """Return what to do, by what would fit ``free`` bytes."""
+    """Return the options with which the weights fit ``free`` bytes; else the memory that they need."""
     ways: list[tuple[str, int]] = []
     if not stored and config.quantization == "none":
         eight: Literal["int8", "fp8"] = "int8" if device.type == "cpu" else "fp8"

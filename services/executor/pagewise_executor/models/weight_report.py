@@ -1,7 +1,7 @@
-"""Compares the weights that a model has with those of its files, and refuses a model that would lack any.
+"""Compares the weights of a model with its files, and refuses a model whose files lack any.
 
 transformers draws random values for a weight that the files do not have. Two executors would draw different ones, and
-share the KV that they compute with them, because the files that their fingerprints are made of are the same.
+share KV nevertheless, because their fingerprints are hashes of the same files.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Differences(NamedTuple):
     """How the files of a model differ from it.
 
     ``missing``: weights that the files lack. ``mismatched``: weights of another shape. ``unexpected``: tensors of the
-    files that the model has no place for.
+    files that the model does not have.
     """
 
     missing: Collection[str] = ()
@@ -52,7 +52,7 @@ def differences_of(info: Mapping[str, Any]) -> Differences:
 
 
 def check_differences(model: str, headers: Headers, found: Differences) -> None:
-    """Refuse a model that lacks weights; say in the log which tensors of its files are not used.
+    """Refuse a model that lacks weights; log the tensors of its files that are not used.
 
     ``model``: the name for errors.
 
@@ -79,10 +79,10 @@ def check_differences(model: str, headers: Headers, found: Differences) -> None:
 
 
 def check_types(model: str, headers: Headers) -> None:
-    """Refuse a model with weights in integers or in eight bits. To call where config.json says nothing of quantisation.
+    """Refuse a model with weights in integers or in eight bits whose config.json does not describe a quantisation.
 
     Raises:
-        ModelError: it has one; the text names the file and the tensor.
+        ModelError: it has such a weight; the text names the file and the tensor.
     """
     for file, header in headers.items():
         for name, tensor in header.items():
@@ -96,7 +96,7 @@ def check_types(model: str, headers: Headers) -> None:
 def check_experts(model: str, headers: Headers) -> None:
     """Refuse a mixture of which an expert lacks a weight that others of the same layer have.
 
-    transformers joins the weights of all experts into one tensor, and cannot say which one it could not join.
+    transformers joins the weights of all experts into one tensor, and cannot name the missing one.
 
     Raises:
         ModelError: there is one; the text names the weights.
@@ -118,7 +118,7 @@ def check_experts(model: str, headers: Headers) -> None:
 
 
 def check_values(model: str, weights: Mapping[str, torch.Tensor], headers: Headers) -> None:
-    """Refuse a model with a weight that is not finite; say in the log which matrices are zero throughout.
+    """Refuse a model with a weight that is not finite; log the matrices that are zero throughout.
 
     ``weights``: by their names, on one device.
 
@@ -139,7 +139,7 @@ def check_values(model: str, weights: Mapping[str, torch.Tensor], headers: Heade
 
 
 def _ranges(weights: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return the least and the greatest value [2] of each weight with values in floats; this waits once for them."""
+    """Return the least and the greatest value [2] of each weight in floats; this waits for the device once."""
     floats = {
         name: weight
         for name, weight in weights.items()
@@ -177,12 +177,12 @@ def _instead(unexpected: Collection[str]) -> str:
 
 
 def _within(headers: Headers, name: str) -> str:
-    """Return which file has a tensor, if one has it by this name."""
+    """Return the file of a tensor as a part of a sentence; empty if none has the name."""
     return next((f" in {file}" for file, header in headers.items() if name in header), "")
 
 
 def _lost(headers: Headers) -> str:
-    """Return which tensors are not in the files where the index says that they are."""
+    """Return the first tensor that is not in the file that the index names, as a part of a sentence; empty if none."""
     folder = next(iter(headers)).parent
     there = {name for header in headers.values() for name in header}
     try:
