@@ -1,4 +1,4 @@
-"""The copies that a plan asks for: each list of them goes from one tier to another, or from another executor."""
+"""The copies of a plan: each list goes from one tier to another, or from another executor."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ class CopyJob:
     names: Sequence[BlockName] = ()
 
     def is_of(self, cancelled: CancelCopies) -> bool:
-        """Whether these copies are to be cancelled."""
+        """Return whether ``cancelled`` means these copies."""
         of_step = (self.epoch, self.step) == (cancelled.epoch, cancelled.step)
         if self.peer is not None:
             return of_step and self.peer.endpoint == cancelled.peer
         return of_step and not cancelled.peer and cancelled.tier in (self.source, self.target)
 
     def confirmed(self, seconds: float, bad: Iterable[int] = (), error: StepError | None = None) -> Copied:
-        """Return the message that confirms the job. ``bad``: target blocks that do not hold what they should."""
+        """Return the message that confirms the job. ``bad``: target blocks whose content is missing or corrupt."""
         return Copied(
             self.epoch,
             self.step,

@@ -1,4 +1,4 @@
-"""What the ranks of one executor compute together: sums, the logits, and the tokens that rank 0 samples.
+"""Collective operations of the ranks of one executor: sums, the logits, and the tokens that rank 0 samples.
 
 The ranks of an executor with ``--tensor-parallel`` hold a part of the model each. They are processes of one host, or of
 several, which ``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every rank makes the same calls here in the
@@ -18,7 +18,7 @@ import torch
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others in one call: loading weights, or compiling kernels, may keep one that long."""
+"""How long a rank waits for the others in one call, which may be loading weights or compiling kernels."""
 
 
 class Ranks:
@@ -42,7 +42,7 @@ class Ranks:
         """
         import torch.distributed as dist
 
-        # All ranks are on this host. What else the interfaces of a host lead to has no way to these connections.
+        # All ranks are on this host. On the loopback interface no other host reaches these connections.
         interface = "lo" if sys.platform == "linux" else "lo0"
         store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
         return cls(rank, size)._meet(store, interface, cuda)
@@ -96,8 +96,8 @@ class Ranks:
     def reduce_in_order(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``x`` over all ranks, added in their order.
 
-        So each element follows from those of the ranks alone. In ``reduce`` the order depends on where an element lies
-        in how large a tensor, which is to say on the batch; with two ranks there is one order only.
+        So each element depends on the ranks' elements alone. In ``reduce`` the order depends on the size of the tensor
+        and the place of an element in it, and so on the batch; with two ranks there is one order only.
         """
         if self.size == 1:
             return x
@@ -110,7 +110,7 @@ class Ranks:
         return total
 
     def gather_logits(self, local: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return on rank 0 the logits [.., vocab_size] of which each rank has a part [.., part], the last ones padded.
+        """Return on rank 0 the logits [.., vocab_size] of which each rank has a part [.., part], padded at the end.
 
         The other ranks, which do not sample, get their part back.
         """
@@ -122,7 +122,7 @@ class Ranks:
         return local if parts is None else torch.cat(parts, dim=-1)[..., :vocab_size]
 
     def share_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what rank 0 has sampled: int64 [n]. The other ranks give a tensor of that size, which is changed."""
+        """Return rank 0's tokens int64 [n]. The other ranks pass a tensor of that size, which is overwritten."""
         if self.size > 1 and tokens.numel():
             tokens = tokens.contiguous()
             torch.distributed.broadcast(tokens, 0)
@@ -137,7 +137,7 @@ class Ranks:
         return int(shared)
 
     def of_first(self, number: int) -> int:
-        """Return the number that rank 0 gives."""
+        """Return rank 0's ``number``."""
         if self.size == 1:
             return number
         shared = torch.tensor(number)
@@ -153,10 +153,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def _interface(name: str) -> Iterator[None]:
-    """Let gloo and NCCL use a network interface, unless the environment says another one.
+    """Let gloo and NCCL use a network interface, unless the environment names another one.
 
-    They take it from the environment, which is as before afterwards: executors that this process starts may need
-    another interface.
+    They read it from the environment, which is restored afterwards: executors that this process starts may need another
+    interface.
     """
     added = [variable for variable in _INTERFACE_VARIABLES if variable not in os.environ]
     os.environ.update(dict.fromkeys(added, name))

@@ -2,10 +2,10 @@
 
     python -m pagewise_executor.compile_ahead '{"config": {"model": "FOLDER"}, "capability": 90}'
 
-A process of its own rehearses the start of an executor: it makes the calls that the start makes, with a model of one
-layer of each kind whose tensors hold no data (torch's device "meta"), and each launch is compiled instead of run. It
-reads config.json and no weights, and uses no GPU, so images can be built with the kernels of a model. These go into
-Triton's cache, where launches find them. A launch that the rehearsal does not foresee is compiled when it is made.
+A process of its own rehearses the start of an executor: it makes the calls of the start, with a model of one layer of
+each kind whose tensors hold no data (torch's device "meta"), and each launch is compiled instead of run. It reads
+config.json and no weights, and uses no GPU, so images can be built with the kernels of a model. The kernels are stored
+in Triton's cache. A launch that the rehearsal misses is compiled at its first call.
 """
 
 import logging
@@ -72,11 +72,11 @@ def compile_ahead(ahead: Ahead, threads: int) -> None:
         kv_dtype, layout = kv_dtype_for(config, loaded.dtype, TritonBackend, _META), layout_of(config, TritonBackend)
         pool = KVPool(loaded.shapes, _BLOCKS, config.block_size, kv_dtype, _META, layout=layout, triton=True)
         chosen.forward_pass.attach(pool)
-        for what, call in _launches(config, loaded, chosen, kv_dtype):
+        for name, call in _launches(config, loaded, chosen, kv_dtype):
             try:
                 call()
             except (NotImplementedError, RuntimeError) as error:  # an operation of torch's that needs data
-                log.debug("%s: %s", what, error)
+                log.debug("%s: %s", name, error)
 
 
 def _loaded(config: SizedConfig, text: LlamaConfig, vocab_size: int) -> LoadedModel:
@@ -99,7 +99,7 @@ def _loaded(config: SizedConfig, text: LlamaConfig, vocab_size: int) -> LoadedMo
 def _launches(
     config: SizedConfig, loaded: LoadedModel, chosen: StepCompute, kv_dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the calls by which a start launches its kernels, first those whose kernels take long to compile."""
+    """Yield the calls by which a start launches its kernels, first the kernels that take long to compile."""
     graphs = chosen.graphs
     assert graphs is not None
     for size, uses in product(graphs.mixed.sizes, graphs.mixed.variants()):
@@ -125,7 +125,7 @@ def _compute(steps: GraphedSteps, size: int, *, uses: bool) -> None:
 
 
 def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> None:
-    """Run a step of one chunk that CUDA graphs do not compute."""
+    """Run a step of one chunk without CUDA graphs."""
     ids, nothing = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(0, dtype=torch.int32, device=_META)
     forward_pass.forward_context.step = TritonStep(
         backend, ids, backend.tables, nothing, nothing, [Chunk(0, 0, size, 0)]
@@ -134,13 +134,13 @@ def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> No
 
 
 def _run(call: Callable[[], None]) -> float:
-    """Take the place of a clock: no product is slower than another, so all of them are tried."""
+    """Run a call as if it took no time: no product is slower than another, so all of them are tried."""
     call()
     return 0.0
 
 
 def main() -> None:
-    """Compile what the first argument says, an ``Ahead`` in JSON."""
+    """Compile the kernels of the ``Ahead`` that is the first argument, in JSON."""
     compile_ahead(msgspec.json.decode(sys.argv[1], type=Ahead), max(1, available_cores() - 1))
 
 

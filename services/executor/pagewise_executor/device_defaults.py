@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: how large steps are."""
+"""Defaults that depend on the device, the sizes of steps, and the check of the pool's size."""
 
 import logging
 import os
@@ -18,15 +18,15 @@ _LARGE_NUM_SEQS, _LARGE_BATCHED_TOKENS = 1024, 8192
 
 
 class Gpu(Protocol):
-    """What torch says of a CUDA device: bytes of memory, and the first number of its compute capability."""
+    """torch's properties of a CUDA device."""
 
     @property
     def total_memory(self) -> int:
-        """All of it, used or not."""
+        """Its bytes of memory."""
 
     @property
     def major(self) -> int:
-        """8 for Ampere, 9 for Hopper."""
+        """The first number of its compute capability: 8 for Ampere, 9 for Hopper."""
 
 
 class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):
@@ -48,11 +48,11 @@ def with_step_limits(
 ) -> SizedConfig:
     """Return the options with the limits of steps that they leave to the device. ``gpu``: None on the CPU.
 
-    ``least``: returns the least number that a rank of this executor gives: all get the same limits.
+    ``least``: returns the least of the ranks' numbers, so that all ranks get the same limits.
 
     vLLM's rule for its server: large steps on cards of 70 GiB and more, but not on an A100, whose steps of 8,192 tokens
-    take so long that they cost throughput (vLLM's pull request 17885). Here the compute capability tells these apart.
-    More sequences than tokens cannot run, so a budget that is not given has room for the sequences that are.
+    take so long that they cost throughput (vLLM's pull request 17885). The compute capability distinguishes these. More
+    sequences than tokens cannot run, so a default of ``max_num_batched_tokens`` is at least ``max_num_seqs``.
     """
     if gpu is None and config.gpu_memory_utilization != ExecutorConfig().gpu_memory_utilization:
         log.warning(
@@ -77,7 +77,7 @@ def check_pool(num_blocks: int, block_size: int, block_bytes: int, max_model_len
     ``block_size``: tokens per block. ``block_bytes``: bytes per block; 0 if no memory is taken.
 
     Raises:
-        ModelError: it does not; the text says what fits, and what would be needed.
+        ModelError: it does not; the text says how many tokens fit, and how much memory is needed.
     """
     length = min(max_model_len, _USEFUL_TOKENS)
     needed = -(-length // block_size)

@@ -1,4 +1,4 @@
-"""Drafts of a step: tokens that a plan says may follow those of a row, and what became of them."""
+"""Drafts of a step: tokens that may follow the tokens of a row, and how many of them were accepted."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _Int32s = npt.NDArray[np.int32]
 
 
 class KnownTokens(Protocol):
-    """The tokens of a row: those that it joined with, and those that were sampled since and have reached the host."""
+    """The tokens of a row: ``tokens`` when it joined, and ``sampled`` since, as far as they have reached the host."""
 
     tokens: _Int32s
     sampled: "array[int]"
@@ -24,10 +24,10 @@ class KnownTokens(Protocol):
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens [n] that may follow those of a row that decodes, at positions from ``start`` + 1 on.
+    """Tokens [n] that may follow in a row that decodes, at positions from ``start`` + 1 on.
 
-    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them were drawn; known
-    once the step has sampled.
+    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them were sampled too;
+    known once the step has sampled.
     """
 
     row: int
@@ -38,11 +38,11 @@ class Draft:
 
     @property
     def computed_tokens(self) -> _Int32s:
-        """The tokens that verify it [1 + n]: the one that was sampled last, and its own."""
+        """The tokens that verify it [1 + n]: the last sampled one, and its own."""
         return np.append(np.array([self.last], np.int32), self.tokens)
 
     def follow(self, held: KnownTokens) -> None:
-        """Take the token before the draft from those of its row.
+        """Take the token before the draft from its row.
 
         Raises:
             InvalidPlanError: the result of the step before is not back.
@@ -76,10 +76,11 @@ def checked_drafts(
 
 
 def accept(drafts: Sequence[Draft], sampled: Sequence[int], num_decodes: int) -> list[int]:
-    """Accept of each draft what was ``sampled``: all tokens of a step, in the order of ``StepResult.tokens``.
+    """Accept the tokens of each draft that were ``sampled``: all tokens of a step, in the order of
+    ``StepResult.tokens``.
 
-    ``num_decodes``: how many rows sampled one token before them. Returns the indices of the tokens that rows go on
-    with, one for each row.
+    ``num_decodes``: the number of tokens before the drafts', one per row. Returns by row the index of the token with
+    which it goes on.
     """
     last, offset = list(range(num_decodes)), num_decodes
     for draft in drafts:
@@ -91,9 +92,9 @@ def accept(drafts: Sequence[Draft], sampled: Sequence[int], num_decodes: int) ->
 
 
 def kept_tokens(drafts: Sequence[Draft], num_decodes: int, num_sampled: int) -> list[bool]:
-    """Return whether its row keeps each of the ``num_sampled`` tokens of a step: not those behind one that differs from
-    its draft."""
+    """Return whether the row keeps each of the ``num_sampled`` tokens of a step. It drops the tokens behind one that
+    differs from the draft."""
     kept = [True] * num_decodes
     for draft in drafts:
-        kept += [place <= draft.num_accepted for place in range(len(draft.tokens) + 1)]
+        kept += [index <= draft.num_accepted for index in range(len(draft.tokens) + 1)]
     return kept + [True] * (num_sampled - len(kept))

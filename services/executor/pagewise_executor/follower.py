@@ -56,12 +56,12 @@ class _Link:
             self._connection.send_bytes(encode(message))
 
     def fail(self, reason: str, code: int) -> None:
-        """Tell rank 0 why this rank fails, and end this process."""
+        """Send rank 0 the reason of this rank's failure, and end this process."""
         self.send(Failed(reason[:500], False))
         end_process(reason, code)
 
     def receive(self) -> None:
-        """Receive until rank 0 ends, and end this process then, in whatever call its other threads are."""
+        """Receive until rank 0 ends, and end this process then, even if its other threads are in a call that waits."""
         try:
             while True:
                 message = decode_to_rank.decode(self._connection.recv_bytes())
@@ -91,11 +91,11 @@ def main(argv: list[str]) -> int:
 
 
 def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
-    """Follow rank 0 to the end; returns the process's exit code. What goes wrong is told to rank 0."""
+    """Follow rank 0 to the end; returns the process's exit code. Errors are sent to rank 0."""
     try:
         _follow(link, config, seat)
     except Exception as error:
-        # A rank that has served can do so again: then what has failed is a step, and not what it was started with.
+        # A rank that has served can do so again: a step has failed, and not the configuration.
         final = isinstance(error, FINAL) and link.runner is None
         if not final:
             log.exception("rank %d failed", seat.rank)
@@ -124,7 +124,7 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
         if message is None:
             continue
         if pending is not None and not (isinstance(message, StepPlan) and not message.drafts):
-            # A plan with drafts reads what the step before has sampled: rank 0 had its result when it was told of it.
+            # A plan with drafts reads the tokens of the step before, whose result rank 0 had when it got the plan.
             pending.result()
             pending = None
         match message:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """Runs a model over the KV pool, with ``attention`` between its layers, and the adapters of rows.
+    """Runs a model over the KV pool, with the adapters of rows.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``graphs``: run some of the steps with
-    chunks. ``attention``: reads and writes the KV pool, whose blocks the tables of the input batch name.
+    chunks. ``attention``: reads and writes the KV pool through the block tables of the input batch.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ForwardPass:
             module.paged_layer = paged  # type: ignore[assignment]
 
     def detach(self) -> None:
-        """Use the pool no longer, so that its memory can be freed; free it if it is the backend's."""
+        """Drop the references to the pool, and free its memory if the backend has allocated it."""
         del self._pool
         for module in self._layers:
             del module.paged_layer
@@ -68,7 +68,7 @@ class ForwardPass:
         """Compute a step that the batch has applied and not advanced yet.
 
         ``kept`` [n]: the indices of the flat batch (decodes first, then prefill chunks) whose logits are wanted.
-        ``also``: arrays that come to the device with those of the step, by the same copy.
+        ``also``: further arrays that the same copy uploads.
 
         Returns logits [n, vocab], which the next call may overwrite, and ``also``, on the device.
         """
@@ -111,9 +111,9 @@ class StepCompute(NamedTuple):
 def choose_compute(
     config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
 ) -> StepCompute:
-    """Choose by ``loaded.kernels``. Triton kernels are checked before they are used.
+    """Return the forward pass and the sampling by ``loaded.kernels``. Triton kernels are checked before they are used.
 
-    ``last_tokens``: see ``ForwardPass``. ``adapters``: of the executor.
+    ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``adapters``: of the executor.
 
     Raises:
         ModelError: a Triton kernel does not work on this device.
@@ -140,7 +140,7 @@ def triton_compute(
     adapters: Adapters | None,
     library: "TriedLibrary | None" = None,
 ) -> StepCompute:
-    """Return the forward pass and the sampling by the Triton kernels. ``library``: see ``TritonBackend``."""
+    """Return the forward pass and the sampling by the Triton kernels. ``library``: computes attention of prompts."""
     from pagewise_kernels.logprobs import token_logprobs
 
     from pagewise_executor.adapters.triton_slots import TritonSlots
@@ -156,24 +156,10 @@ def triton_compute(
     token_sampler = TritonTokenSampler(rows, device)
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
-    decodes = DecodeGraphs(
-        forward_pass.forward,
-        forward_pass.forward_context,
-        backend,
-        token_sampler,
-        last_tokens,
-        config.block_size,
-        slots,
-    )
+    forward, context, size = forward_pass.forward, forward_pass.forward_context, config.block_size
+    decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, size, slots)
     forward_pass.graphs = mixed = MixedGraphs(
-        ModelBody(loaded.model),
-        forward_pass.forward,
-        forward_pass.forward_context,
-        backend,
-        last_tokens,
-        config.block_size,
-        config.max_num_batched_tokens,
-        slots,
+        ModelBody(loaded.model), forward, context, backend, last_tokens, size, config.max_num_batched_tokens, slots
     )
     penalties = TritonPenalties(rows, loaded.vocab_size, device)
     return StepCompute(forward_pass, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs, and what waits for the device."""
+"""Captures of CUDA graphs, and the detection of calls that wait for the device."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 _BYTES_PER_KERNEL = 64 * 2**10
-"""What a graph takes for each kernel, as somebody measured with CUDA 11.2 (forums.developer.nvidia.com/t/244901)."""
+"""Memory of a graph for each kernel, by a measurement with CUDA 11.2 (forums.developer.nvidia.com/t/244901)."""
 _KERNELS_PER_LAYER = 10
-"""About so many a layer of a decode step is, where it is fused."""
+"""About the number of kernels of a fused layer in a decode step."""
 BYTES_PER_LAYER = _KERNELS_PER_LAYER * _BYTES_PER_KERNEL
-"""About what a graph takes for each layer of the model."""
+"""About the memory of a graph for each layer of the model."""
 
 
 class Graphs(Protocol):
@@ -25,11 +25,11 @@ class Graphs(Protocol):
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """Capture what is launched within into ``graph``, whose memory comes from ``pool``; None: from one of its own.
+    """Capture the launches within into ``graph``, whose memory comes from ``pool``; None: from a pool of its own.
 
-    Only what this thread does may spoil the capture: those of the host tier use the device as well. If it fails,
-    nothing has run on the device, and what this thread launches next goes where it went before: torch ends a capture
-    before it gives the stream back, and does not give it back if that fails.
+    Calls of this thread alone can fail the capture, because threads of the host tier use the device as well. After a
+    failure nothing has run on the device, and this thread's stream is the former one again: torch does not restore it
+    if the end of the capture fails.
 
     Raises:
         RuntimeError: the capture fails.
@@ -44,7 +44,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 
 def why_failed(error: RuntimeError) -> str:
-    """Return what to say of graphs whose capture has failed."""
+    """Return the reason of a failed capture, with the options that may help."""
     reason = f"capturing them failed ({str(error).partition(chr(10))[0]})"
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         reason += "; --gpu-memory-utilization or --kv-memory may leave them more memory"
@@ -52,19 +52,19 @@ def why_failed(error: RuntimeError) -> str:
 
 
 def graphs_bytes(graphs: Graphs | None, num_layers: int) -> int:
-    """Return about how many bytes of device memory graphs of steps take beside the results of their kernels.
+    """Return an estimate of the device memory of graphs beside the results of their kernels, in bytes.
 
-    This is an estimate, and has not been compared with a device. ``num_layers``: of the model.
+    It has not been compared with a device. ``num_layers``: of the model.
     """
     return 0 if graphs is None else graphs.num_graphs * num_layers * BYTES_PER_LAYER
 
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """What waits for the CUDA device inside raises a RuntimeError that says so, as far as torch notices.
+    """Let calls within that wait for the CUDA device raise a RuntimeError, as far as torch detects them.
 
-    The mode is of the whole process. Torch warns once that it is a prototype, after it has changed the mode: where
-    warnings are errors, nobody would change it back.
+    The mode is of the whole process. After the change torch warns once that it is a prototype: where warnings are
+    errors, this would end the change back.
     """
     before = torch.cuda.get_sync_debug_mode()
     try:

@@ -1,8 +1,8 @@
 """The input batch: the state of every sequence that the executor runs, kept from step to step.
 
-A step plan carries only what changes. The input batch applies these changes, refuses plans that contradict what it
-holds, and tells the model runner what to compute. Each sequence has a row: the index under which the batch's arrays,
-the sampler and the plans know it. This module does not import torch, because the simulated runner uses it too.
+A step plan carries changes only. The input batch applies them, refuses plans that contradict its state, and returns the
+work of the step. Each sequence has a row: its index in the batch's arrays, the sampler and the plans. This module does
+not import torch, because the simulated runner uses it too.
 """
 
 from array import array
@@ -40,7 +40,7 @@ class SequenceState:
 
     ``root``: the hash at which its chain of block hashes begins; empty if its blocks are not to be hashed. ``sampled``:
     the tokens that were sampled since it joined, as far as they have reached the host. ``marked``: the tokens with the
-    marks of segments; ``segments`` are those of them whose K and V are moved: start and stop of each stretch [n, 2].
+    marks of segments. ``segments`` [n, 2]: start and stop of each stretch of tokens whose K and V are moved.
     """
 
     tokens: Int32s
@@ -74,19 +74,19 @@ class Chunk:
 
     @property
     def num_sampled(self) -> int:
-        """Behind how many of its last tokens the step samples one."""
+        """The number of its last tokens behind which the step samples a token."""
         return self.size if self.drafted else int(self.completes)
 
 
 @dataclass(slots=True)
 class StepWork:
-    """What one step has to compute.
+    """The work of one step.
 
-    ``decoding`` [num_decodes]: the rows that compute one token each, in order; those with ``drafts``, whose chunks come
-    before the others, are not among them. ``changed``: these are not the rows that
-    decoded in the step before. ``copies``: copies of blocks between tiers, in order. ``changed_tables``: the stretches
-    (row, start, stop) of block tables that are new in this step. ``moves``: of segments, before anything is computed.
-    ``reached``: how many tokens rows with chunks have computed, or had moved to them, after the step.
+    ``decoding`` [num_decodes]: the rows that compute one token each, in order, without the rows of ``drafts``, whose
+    chunks come before the others. ``changed``: other rows decoded in the step before. ``copies``: copies of blocks
+    between tiers, in order. ``changed_tables``: the stretches (row, start, stop) of block tables that are new in this
+    step. ``moves``: of segments, before the step computes. ``reached``: by row with chunks the number of tokens that
+    are computed, or moved, after the step.
     """
 
     decoding: Int64s
@@ -102,8 +102,8 @@ class StepWork:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows for which this step samples a token, in the order of ``StepResult.tokens``; one with a draft several
-        times."""
+        """The rows for which this step samples a token, in the order of ``StepResult.tokens``; a row with a draft
+        occurs several times."""
         rows = [*self.decoding.tolist(), *(chunk.row for chunk in self.drafted for _ in range(chunk.size))]
         return rows + [chunk.row for chunk in self.chunks[len(self.drafts) :] if chunk.completes]
 
@@ -161,10 +161,10 @@ class InputBatch:
         self._changed_tables: list[tuple[int, int, int]] = []
 
     def apply(self, plan: StepPlan) -> StepWork:
-        """Apply the changes of a plan and return what the step has to compute.
+        """Apply the changes of a plan and return the work of the step.
 
         Raises:
-            InvalidPlanError: the plan contradicts what the batch holds, or names blocks or tokens that do not exist.
+            InvalidPlanError: the plan contradicts the batch, or names blocks or tokens that do not exist.
         """
         for row in plan.left:
             self.remove(row)
@@ -324,7 +324,7 @@ class InputBatch:
         return [chunk for row, size in plan.chunks for chunk in self._chunks_of(row, size)]
 
     def _chunks_of(self, row: int, size: int) -> list[Chunk]:
-        """What a row computes when it goes on by ``size`` tokens: one chunk, or several with segments in between."""
+        """Return the chunks of a row that goes on by ``size`` tokens: one, or several with segments in between."""
         held = self.sequences.get(row)
         if held is None or row in self._decoding:
             raise InvalidPlanError(f"row {row} has no known tokens left to compute")

@@ -1,4 +1,4 @@
-"""The runner of rank 0 of an executor of several ranks: does its own part, and has the others do theirs."""
+"""The runner of rank 0 of an executor of several ranks: does its own part, and passes its calls to the others."""
 
 import dataclasses
 
@@ -15,11 +15,11 @@ from pagewise_executor.runner import BesideSteps, Counted, Report
 
 
 class LeadingRunner(ModelRunner):
-    """A ``ModelRunner`` whose calls the other ranks get too. Its arguments are those of ``ModelRunner``."""
+    """A ``ModelRunner``, with its arguments, whose calls the other ranks get too."""
 
     def __init__(self, leader: Leader, config: ExecutorConfig, **arguments: object) -> None:
         self._leader = leader
-        self._leads = self._told = False
+        self._leads = self._sent = False
         super().__init__(config, **arguments)  # type: ignore[arg-type]
         endpoints = [self.info.block_endpoint, *(other.block_endpoint for other in self._others)]
         self.info = dataclasses.replace(
@@ -30,31 +30,31 @@ class LeadingRunner(ModelRunner):
         )
 
     def _rehearse(self, config: SizedConfig, dtype: torch.dtype) -> None:
-        """See ``ModelRunner``. From here on the others follow: so far all have done the same by themselves."""
+        # From here on the other ranks follow: so far all have made the same calls by themselves.
         self._others = self._leader.ready()
         self._devices = common_device(self.info, self._others)
         self._leads = True
         super()._rehearse(config, dtype)
 
     def execute(self, plan: StepPlan) -> IssuedStep:
-        """See ``Runner``."""
-        self._told = False
+        """Issue a step on all ranks."""
+        self._sent = False
         try:
             return super().execute(plan)
         except Exception as error:
-            # What is raised before the others were told of the plan, such as that it is wrong, is the step's own error.
-            # Later on they may be waiting for this rank in the middle of a layer.
-            if self._told:
+            # An error before the plan was sent to the others, such as an invalid plan, is the step's own error. Later
+            # they may be waiting for this rank in the middle of a layer.
+            if self._sent:
                 self._leader.give_up(f"rank 0 failed in step {plan.step}: {error}")
             raise
 
     def _accepted(self, plan: StepPlan) -> None:
         if self._leads:
-            self._told = True
+            self._sent = True
             self._leader.begin_step(plan)
 
     def reset(self, welcome: Welcome) -> None:
-        """See ``Runner``."""
+        """Empty the input batches of all ranks."""
         if self._leads:
             self._leader.send(welcome)
         super().reset(welcome)
@@ -62,7 +62,7 @@ class LeadingRunner(ModelRunner):
             self._leader.await_reset(welcome.epoch)
 
     def report_to(self, report: Report) -> None:
-        """See ``Runner``."""
+        """Call ``report`` with the outcomes on which the ranks agree, on any thread."""
         agreement: Agreement = self._leader.agree(report)
 
         def add(message: object) -> None:
@@ -74,23 +74,29 @@ class LeadingRunner(ModelRunner):
         super().report_to(add)
 
     def handle(self, message: BesideSteps) -> None:
+<<<<<<< HEAD
         """See ``Runner``. Rank 0 alone has grammars."""
         if not isinstance(message, CompileGrammar):
             self._leader.send(message)
+=======
+        """Begin to handle a message on all ranks; called from any thread."""
+        if not isinstance(message, CompileGrammar):  # rank 0 alone has grammars
+            self._leader.tell(message)
+>>>>>>> f3dcca9a (Say the executor's top level in plain words)
         super().handle(message)
 
     def inventory(self) -> Inventory | None:
-        """See ``Runner``."""
+        """Return the hashed blocks that are in the tiers of all ranks."""
         return self._leader.common_blocks(super().inventory)
 
     @property
     def counted(self) -> Counted:
-        """See ``Runner``; of all ranks together."""
+        """The totals of the counters of all ranks."""
         each = [super().counted, *(follower.counted for follower in self._leader.followers)]
         return Counted(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))
 
     def close(self) -> None:
-        """See ``ModelRunner``; the other ranks end too."""
-        self._leader.stop()  # all leave each other at the same time
+        """Release the resources of all ranks, and end the others."""
+        self._leader.stop()  # all ranks leave the process group at the same time
         super().close()
         self._leader.wait()

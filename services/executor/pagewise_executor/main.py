@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def free_unused() -> None:
-    """Free the memory for results of the CPU operations that none has lain in since the last call."""
-    # Not imported here: it imports torch, which the worker does in its own time, or never.
+    """Free the result buffers of the CPU operations that have not been used since the last call."""
+    # Not imported here: it imports torch, which the worker does later, and a simulated runner does not need.
     if (results := sys.modules.get("pagewise_kernels.cpu.library")) is not None:
         results.free_unused()
 
 
 def _serve(config: ExecutorConfig) -> None:
-    """Load the model and run the service until it is told to stop.
+    """Load the model and run the service until it is stopped.
 
     Raises:
         ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
@@ -97,7 +97,8 @@ def _follow(config: ExecutorConfig) -> int:
 
 
 def endpoint_to_protect(config: ExecutorConfig) -> str:
-    """Return an endpoint of the executor that leaves this host, so that it needs keys; or one that does not."""
+    """Return an endpoint of the executor that leaves this host, so that it needs keys; else an endpoint on this
+    host."""
     endpoints = [config.block_listen, None if config.node_rank else config.scheduler]
     if config.nnodes > 1:
         endpoints.append(f"tcp://{config.master_addr}:{config.master_port}")
@@ -105,7 +106,7 @@ def endpoint_to_protect(config: ExecutorConfig) -> str:
 
 
 def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
-    """Build the runner, and see to it that clients can use it."""
+    """Build the runner, and check that its KV pool is large enough for requests."""
     runner = build_runner(config, keys) if config.tensor_parallel == 1 else lead(config, keys)
     info = runner.info
     # Per rank, as --kv-memory is.
@@ -115,7 +116,7 @@ def _build_useful_runner(config: ExecutorConfig, keys: Keys | None) -> Runner:
 
 
 def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = None) -> Runner:
-    """Start the other ranks of this executor, or wait until the nodes are there that do, and build rank 0's runner.
+    """Start the other ranks of this executor, or wait for the nodes that start them, and build rank 0's runner.
 
     ``lost``: called when a rank is lost; None: this process ends then.
 
@@ -131,7 +132,7 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = No
     if config.nnodes > 1:
         try:
             nodes = Nodes(config, keys)
-            print(f"ranks {nodes.endpoint}", flush=True)  # for whoever starts the other nodes, as ``listening``
+            print(f"ranks {nodes.endpoint}", flush=True)  # for the starter of the other nodes, as ``listening``
             nodes.gather()
         except TimeoutError as error:
             (lost or end_process)(str(error), 1)
@@ -164,8 +165,8 @@ def build_runner(
     if (folder := local_model(config.model)) is not None:
         read_ahead(folder)
     began = CpuTimes.now()
-    # Imports make hundreds of thousands of objects that stay: looking for garbage among them took an eighth of their
-    # time, and would take longer whenever the collector looks again while requests run.
+    # Imports make hundreds of thousands of objects that stay: the garbage collector took an eighth of their time, and
+    # would visit these objects again while requests run.
     gc.disable()
     try:
         from pagewise_executor.collectives import ALONE
@@ -196,9 +197,9 @@ def build_runner(
 
 
 def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks":
-    """Take the GPU of this rank, if there are any, and meet the others.
+    """Select the GPU of this rank, if there are any, and join the process group of the ranks.
 
-    ``listener``: of rank 0 of ranks on several nodes: the socket on which it answers them.
+    ``listener``: the socket on which rank 0 answers ranks on other nodes.
 
     Raises:
         ModelError: there are fewer GPUs than ranks on this node.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
     DEVICE,
     CancelCopies,
@@ -31,7 +32,7 @@ from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for, layout_of
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.device_defaults import SizedConfig, with_step_limits
-from pagewise_executor.devices import set_cpu_threads
+from pagewise_executor.devices import device_name, set_cpu_threads
 from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
@@ -40,7 +41,6 @@ from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.offer import offer, tell_of_pool
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import BesideSteps, Counted, Report, RunnerInfo
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
@@ -80,7 +80,7 @@ class IssuedStep:
 
     ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
     end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
-    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: it does, as there were no drafts.
+    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: the step has no drafts, and all are kept.
     """
 
     plan: StepPlan
@@ -122,9 +122,9 @@ class IssuedStep:
 class ModelRunner:
     """One model, its KV pool, and the input batch that uses it.
 
-    ``exchange``: how blocks go to other executors and come from them. ``host_folder``: where host memory outlives the
-    process. ``ranks``: the ranks of this executor, each of which has a runner that gets the same calls with the same
-    plans. All hold the same blocks, each with its own part of the KV; rank 0 samples for all.
+    ``exchange``: makes the connections by which executors exchange blocks. ``host_folder``: the folder of host memory
+    that outlives the process. ``ranks``: the ranks of this executor, each of which has a runner that gets the same
+    calls with the same plans. All hold the same blocks, each with its own part of the KV; rank 0 samples for all.
 
     Raises ModelError from its constructor if the model cannot be served.
     """
@@ -149,7 +149,7 @@ class ModelRunner:
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
         self._layout = layout_of(config, backend)
-        if config.max_model_len == "auto":  # block tables are made for what would fit if steps took no memory
+        if config.max_model_len == "auto":  # block tables have room for the pool that would fit beside no steps
             most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
         self._threads, self._issuing = StepThreads(threads if self._device.type == "cpu" else 1), Issuing()
@@ -188,10 +188,10 @@ class ModelRunner:
         unsized = self._device.type == "cuda" and config.num_blocks is None and config.kv_memory is None
         reserved = self._measure_activations(config, loaded, kv_dtype) if unsized else 0
         self._make_pool(config, loaded, kv_dtype, self._num_blocks(config, loaded, kv_dtype, reserved))
-        tell_of_pool(self.info)
+        _log_pool(self.info)
 
     def _num_blocks(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, reserved: int = 0) -> int:
-        """Return how many blocks every rank has room for."""
+        """Return the number of blocks for which every rank has room."""
         each, most = bytes_per_block(loaded.shapes, config.block_size, kv_dtype), loaded.max_model_len
         return self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
 
@@ -207,11 +207,29 @@ class ModelRunner:
         self._copier = BlockCopier(DeviceTier(pool, self._block_hashes))
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._forward_pass.attach(pool)
-        max_grammars = self._grammars.most if self._grammars is not None else 0
-        self.info = offer(config, loaded, pool, self._no_grammars, max_grammars)
+        fits = num_blocks * config.block_size if config.max_model_len == "auto" else loaded.max_model_len
+        self.info = RunnerInfo(
+            model_fingerprint=loaded.fingerprint,
+            vocab_size=loaded.vocab_size,
+            max_model_len=min(fits, loaded.max_model_len),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            bytes_per_block=pool.bytes_per_block,
+            device=device_name(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            kernels=loaded.kernels,
+            fallback=not self._ranks.least(not loaded.fallback),  # a slower rank makes all others wait
+            no_segments=loaded.no_segments,
+            no_grammars=self._no_grammars,
+            adapters=adapter_capacity(config),
+            max_grammars=self._grammars.most if self._grammars is not None else 0,
+            short_rope_len=loaded.rope.lengths.short_len if loaded.rope.lengths is not None else 0,
+        )
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
-        """Return the bytes of device memory that the largest step takes beside weights, KV, and what steps keep."""
+        """Return the bytes of device memory that the largest step takes beside weights, KV and static buffers."""
         # There cannot be more chunks than rows.
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
         self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * -(-tokens // loaded.max_model_len))
@@ -224,7 +242,7 @@ class ModelRunner:
         peak = torch.cuda.max_memory_allocated(self._device) - before
         if self._graphs is not None and config.cuda_graphs:
             peak += self._graphs.memory(peak, tokens)
-        del self._pool, self._copier, self._mover  # all that holds this pool, whose memory the next one gets
+        del self._pool, self._copier, self._mover  # the references to this pool, whose memory the next one gets
         self._forward_pass.detach()
         # Decode graphs keep their logits as well; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
@@ -233,7 +251,7 @@ class ModelRunner:
         return int(peak)
 
     def _capture(self, graphs: "StepGraphs", config: SizedConfig) -> None:
-        """Capture the CUDA graphs, which all ranks do together."""
+        """Capture the CUDA graphs, on all ranks at the same time."""
         with torch.inference_mode():
             if not config.cuda_graphs:
                 graphs.decodes.warm_up()
@@ -245,9 +263,9 @@ class ModelRunner:
             slots.warm_up()
 
     def _rehearse(self, config: SizedConfig, dtype: torch.dtype) -> None:
-        """Compile the kernels that serving needs, and measure what steps and copies cost.
+        """Compile the kernels of serving, and measure the costs of steps and copies.
 
-        How many steps this takes depends on how long they take. So rank 0 decides it, and others follow.
+        The number of steps depends on their times. So rank 0 decides it, and the others follow.
         """
         if self._device.type == "cuda" and self._graphs is not None:
             least = self._graphs.mixed.least_without
@@ -263,14 +281,14 @@ class ModelRunner:
         self.info = dataclasses.replace(self.info, tiers=tuple(measured))
 
     def report_to(self, report: Report) -> None:
-        """See ``Runner``."""
+        """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""
         self._report = report
         self._copier.report_to(report)
         if self._adapters is not None:
             self._adapters.report_to(report)
 
     def handle(self, message: BesideSteps) -> None:
-        """See ``Runner``."""
+        """Begin to handle a message, and report the outcome later; called from any thread."""
         match message:
             case CancelCopies():
                 self._copier.cancel(message)
@@ -284,16 +302,15 @@ class ModelRunner:
 
     @property
     def counted(self) -> Counted:
-        """See ``Runner``."""
-        server = self._peers.server if self._peers is not None else None
+        """The totals of the counters; read from any thread."""
         return Counted(
-            server.num_refused if server is not None else 0,
+            self._peers.server.num_refused if self._peers is not None else 0,
             self._copier.num_errors,
             self._grammars.num_waits if self._grammars is not None else 0,
         )
 
     def inventory(self) -> Inventory | None:
-        """See ``Runner``."""
+        """Return the hashed blocks that are in the tiers. All sequences are removed from the batch first."""
         for row in list(self._batch.sequences):
             self._batch.remove(row)
             self._sampler.leave(row)
@@ -309,7 +326,7 @@ class ModelRunner:
         self._ranks.leave()
 
     def reset(self, welcome: Welcome) -> None:
-        """See ``Runner``."""
+        """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
         self._batch = InputBatch(
             num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
             pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.adapters.slots,
@@ -332,7 +349,7 @@ class ModelRunner:
         """Issue a step.
 
         Raises:
-            InvalidPlanError: the plan contradicts what the rows hold; torch's own errors if the device fails.
+            InvalidPlanError: the plan contradicts the state of the rows. The device's errors are torch's own.
         """
         began = time.perf_counter()
         start = record_event(self._device)
@@ -341,7 +358,7 @@ class ModelRunner:
             work = self._apply(plan)
             self._accepted(plan)
             self._copier.begin(plan.epoch, plan.step, work.copies)
-            # After the copies, which report what leaves the device by its block hash.
+            # After the copies, which report blocks that leave the device by their hashes.
             self._block_hashes.discard_overwritten(batch, work.changed_tables)
             if work.moves:
                 self._mover.move(work.moves, batch)
@@ -359,7 +376,7 @@ class ModelRunner:
         """Apply the changes of a plan, and return the work of the step. Nothing is copied or computed before this.
 
         Raises:
-            InvalidPlanError: the plan contradicts what the rows hold.
+            InvalidPlanError: the plan contradicts the state of the rows.
         """
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
@@ -371,16 +388,17 @@ class ModelRunner:
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
-        if self._ranks.first:  # which samples, and knows what that depends on
+        if self._ranks.first:  # it alone samples, and knows the rows' sampling states
             for draft in work.drafts:
                 sampler.check_draftable(draft.row)
         return work
 
     def _accepted(self, plan: StepPlan) -> None:
-        """Called with every plan once it has been found to be right, before anything is done for it."""
+        """Is called with every plan that has been checked, before it is executed."""
 
     def _compute(self, work: StepWork) -> _Computed:
-        """Compute and sample a step: its tokens, their log-probabilities, and those of prompts by row."""
+        """Compute and sample a step: its tokens, their log-probabilities, and the log-probabilities of prompts by
+        row."""
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             return *self._decode(self._graphs, work), []
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
@@ -394,7 +412,8 @@ class ModelRunner:
         return tokens, logprobs, prompts
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
-        """Return what sampling needs on the device: positions, rows as kernels take them, and as PyTorch does."""
+        """Return the inputs of sampling for the device: positions, rows int32 for kernels, and rows int64 for
+        PyTorch."""
         rows = np.array(work.sampled_rows, np.int64)
         return self._batch.sampled_positions(work), rows.astype(np.int32), rows
 
@@ -403,7 +422,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample tokens for the sampled rows from their logits, and keep them for the next step.
 
-        ``at``: what ``_sampled_at`` returned, on the device.
+        ``at``: the result of ``_sampled_at``, on the device.
         """
         rows = work.sampled_rows
         positions, on_device, index = at
@@ -425,7 +444,7 @@ class ModelRunner:
             work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
         )
         if self._sampler.are_simple(work.sampled_rows):
-            if not self._ranks.alone:  # what graphs of other ranks have sampled means nothing
+            if not self._ranks.alone:  # the graphs of the other ranks sample from a part of the logits
                 tokens = self._ranks.share_tokens(tokens)
                 self._last_tokens[self._upload(work.decoding)] = tokens
             return tokens, None
@@ -436,7 +455,7 @@ class ModelRunner:
     def _forward(
         self, work: StepWork
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[tuple[int, LogprobsTensors]]]:
-        """Return the logits [sampled rows, vocab], what ``_sampled_at`` returns on the device, and by row the
+        """Return the logits [sampled rows, vocab], the result of ``_sampled_at`` on the device, and by row the
         log-probabilities of prompts that report them."""
         batch = self._batch
         kept, reported = batch.kept_logits(work)
@@ -447,3 +466,18 @@ class ModelRunner:
         if reported and self._ranks.first:
             prompts = prompt_logprobs(logits[number:], reported, batch.sequences, self._upload, self._compute_logprobs)
         return logits[:number], at, prompts
+
+
+def _log_pool(info: RunnerInfo) -> None:
+    """Log the sizes of the KV pool and of steps; warn if the model takes longer sequences than the pool."""
+    log.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
+        info.num_blocks, info.block_size, info.num_blocks * info.bytes_per_block / 2**30,
+        info.max_num_batched_tokens, info.max_num_seqs, info.max_model_len,
+    )  # fmt: skip
+    if (holds := info.num_blocks * info.block_size) < info.max_model_len:
+        log.warning(
+            "the KV pool holds %d tokens, so longer requests are refused, though the model takes %d: --max-model-len "
+            "%d tells clients so, and a larger --kv-memory, --quantization or --kv-dtype fp8 leave more room",
+            holds, info.max_model_len, holds,
+        )  # fmt: skip

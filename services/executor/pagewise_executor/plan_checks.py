@@ -1,4 +1,4 @@
-"""Checks of what a plan says about tokens, sampling and copies.
+"""Checks of the tokens, sampling parameters and copies of a plan.
 
 They come before anything is indexed with these values, because on a GPU an index out of range ends the process and not
 only the step.
@@ -37,7 +37,7 @@ _RANGES = {
 
 
 class InvalidPlanError(PagewiseError):
-    """A plan contradicts what the executor holds; the text says how."""
+    """A plan contradicts the executor's state; the text says how."""
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], num_prompt_tokens: int, vocab_size: int) -> None:
@@ -70,7 +70,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def with_constraints(new: NewSequence, constraints: Sequence[TokenConstraints]) -> SamplingParams:
-    """Return the sampling parameters of a sequence with its token constraints, which are among those of its plan.
+    """Return the sampling parameters of a sequence with its token constraints, which its plan lists.
 
     Raises:
         InvalidPlanError: the plan has no such constraints, or the sequence brings its own.
@@ -86,11 +86,16 @@ def check_constraints(constraints: Iterable[TokenConstraints], vocab_size: int) 
     """Check the token constraints of a plan.
 
     Raises:
-        InvalidPlanError: something in one of them cannot be.
+        InvalidPlanError: the text names the invalid field.
     """
     for one in constraints:
+<<<<<<< HEAD
         if (flaw := one.error(vocab_size, _largest)) is not None:
             raise InvalidPlanError(flaw)
+=======
+        if (error := one.flaw(vocab_size, _largest)) is not None:
+            raise InvalidPlanError(error)
+>>>>>>> f3dcca9a (Say the executor's top level in plain words)
 
 
 def _largest(packed: bytes) -> int:
@@ -109,8 +114,8 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
     jobs = []
     for copies in plan.copies:
         pairs, source, target = _pairs(copies), copies.source, copies.target
-        if flaw := _flaw_of_route(copies, num_blocks):
-            raise InvalidPlanError(flaw)
+        if refused := _error_of_route(copies, num_blocks):
+            raise InvalidPlanError(refused)
         try:
             names = unpack_names(copies.names)
         except ValueError as error:
@@ -125,8 +130,8 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
     return jobs
 
 
-def _flaw_of_route(copies: BlockCopies, num_blocks: Mapping[int, int]) -> str:
-    """Return why there are no copies between these two tiers; empty if there are."""
+def _error_of_route(copies: BlockCopies, num_blocks: Mapping[int, int]) -> str:
+    """Return why blocks cannot be copied between these two tiers; empty if they can."""
     source, target = copies.source, copies.target
     if copies.peer is not None:
         possible = target == DEVICE and not copies.names and 0 <= source < _MOST_TIERS

@@ -13,7 +13,7 @@ End = Callable[[str, int], None]
 
 
 def end_process(reason: str, code: int) -> None:
-    """End this process at once. An orderly end is not possible, because threads may wait for what has been lost."""
+    """End this process at once. An orderly end is not possible, because threads may wait for a lost rank or thread."""
     try:
         log.critical("this executor ends: %s", reason)
         logging.shutdown()
@@ -24,8 +24,9 @@ def end_process(reason: str, code: int) -> None:
 def end_with_threads(end: End = end_process) -> None:
     """From now on this process ends with exit code 1 as soon as one of Pagewise's threads ends by an exception.
 
-    Steps and other threads wait for what such a thread copies, loads or receives, and would wait for ever. A thread
-    counts as Pagewise's if the exception has passed through a module of ours; Python reports the others as usual.
+    Steps and other threads wait for the copies, adapters or messages of such a thread, and would wait for ever. A
+    thread counts as Pagewise's if the exception has passed through a module of ours; Python reports the others as
+    usual.
     """
 
     def failed(failure: threading.ExceptHookArgs) -> None:

@@ -1,7 +1,7 @@
-"""Measures what steps and copies cost on this machine, once when the executor starts, in about a second.
+"""Measures the costs of steps and copies on this machine, once when the executor starts, in about a second.
 
 Another process on the same cores makes a run slower, never faster. So of several runs the fastest counts, and if the
-results do not fit together, everything is measured again, for a limited time.
+results contradict each other, all are measured again, for a limited time.
 """
 
 import logging
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 _REPEATS = 3
 _LONGEST_RUN = 0.5
-"""Seconds after which nothing larger is tried: a slow machine or link is profiled by what it has done so far."""
+"""Seconds after which no larger size is tried: a slow machine or link is profiled by the smaller ones."""
 _MOST_SECONDS = 2.0
-"""Seconds of steps, or of copies in one direction, after which nothing is measured again."""
+"""Seconds of steps, or of copies in one direction, after which no measurement is repeated."""
 _SPREAD, _SLACK = 1.25, 50.0
 """The two fastest of several runs agree if they differ by no more than this factor and these microseconds."""
 _TOLERANCE = 0.1
 """The share of a measured time by which the fitted costs may miss it."""
 _LEAST_TOKEN = 0.02
-"""The least share of the time of the largest chunk that its tokens take together: the rest is the step's."""
+"""The least share of its tokens in the time of the largest chunk: the rest is the step's."""
 _COPY_TIMEOUT = 60
 _MOST_COPIED = 256
 """Blocks of the longest list of copies that is tried: as many as a scheduler asks for at once."""
@@ -85,17 +85,14 @@ class _Fastest:
         self._runs: list[float] = []
 
     def run(self) -> None:
-        """Measure once more."""
         self._runs.append(self._run())
 
     @property
     def time(self) -> float:
-        """The fastest run."""
         return min(self._runs)
 
     @property
     def steady(self) -> bool:
-        """Whether the two fastest runs agree."""
         fastest, second = sorted(self._runs)[:2]
         return second <= _SPREAD * fastest + _SLACK
 
@@ -110,13 +107,8 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     steps = measure_steps(
         lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room, sizes
     )
-    log.info(
-        "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs",
-        time.perf_counter() - began,
-        steps.step,
-        steps.token,
-        steps.attention,
-    )
+    text = "measured in %.1f s: a step %.0f µs, a token %.1f µs, attention %.4f µs"
+    log.info(text, time.perf_counter() - began, steps.step, steps.token, steps.attention)
     return MeasuredCosts(*steps)
 
 
@@ -125,8 +117,8 @@ def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, be
     afterwards.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
-    from another process. ``beside``: steps run meanwhile, if the pool has room for them. Nothing is measured if a tier
-    that may lose blocks does not bring them back.
+    from another process. ``beside``: steps run meanwhile, if the pool has room for them. A tier that loses the blocks
+    at once is returned without times.
 
     Raises:
         ModelError: copies fail, or take forever.
@@ -137,28 +129,23 @@ def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, be
     copies = _Copies(runner, device, tier, number, names, _prefill_again(runner) if beside else None)
     try:
         store, stored = copies.measure(DEVICE, number, scratch) if scratch else (None, 0)
-        # What was just stored can be loaded, and what another process has left.
+        # The blocks that were just stored can be loaded, and blocks that another process has left.
         load, _ = copies.measure(number, DEVICE, [*scratch[:stored], *tier.names()])
     except _LostError:
         log.warning("the costs of copies to and from the %s are not known: blocks do not come back", tier_name(number))
         return info
-    # If no block may be written over, a store is taken to cost what a load costs.
+    # If no block may be written over, a store is assumed to cost as much as a load.
     measured = TierInfo(number, info.num_blocks, *load, *(store or load), info.identity)
-    log.info(
-        "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs",
-        time.perf_counter() - began,
-        tier_name(number),
-        measured.load_block,
-        measured.store_block,
-    )
+    text = "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs"
+    log.info(text, time.perf_counter() - began, tier_name(number), measured.load_block, measured.store_block)
     return measured
 
 
 def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZES) -> StepCosts:
     """Fit the costs of steps to chunks of two sizes, each with and without a context before it.
 
-    ``largest``: tokens of the largest chunk, ``room``: of the longest sequence. A token always costs something, and a
-    step never less than nothing, whatever is measured.
+    ``largest``: tokens of the largest chunk, ``room``: of the longest sequence. The costs of a token are positive, and
+    the costs of a step not negative, even if measurements are wrong.
     """
     small, large = max(1, min(sizes.small, largest // 2)), min(sizes.large, largest)
     timer(0, small)  # warms up
@@ -179,12 +166,12 @@ def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZE
         return _doubt_about_chunks(one, few, many, small, large)
 
     _measure_until(doubt, [one, few, many, far_few, far_many], "steps")
-    # Two chunk sizes tell what every token pays for the context from what the chunk pays once.
+    # Two chunk sizes separate the costs of the context for each token from its costs for each chunk.
     per_few = max(0.0, far_few.time - few.time) / context
     per_many = max(0.0, far_many.time - many.time) / context
     attention = max(0.0, (per_many - per_few) / (large - small))
-    # The tokens of a chunk attend to each other, too. A context that was measured beside other work may make that seem
-    # more than the chunk takes.
+    # The tokens of a chunk attend to each other, too. If other work has disturbed the measurement of the context, this
+    # part may seem larger than the time of the chunk.
     own_few, own_many = (
         min(attention * size * size / 2, chunk.time / 2) for size, chunk in ((small, few), (large, many))
     )
@@ -193,7 +180,7 @@ def measure_steps(timer: Timer, largest: int, room: int, sizes: Sizes = CPU_SIZE
 
 
 def _doubt_about_chunks(one: _Fastest, few: _Fastest, many: _Fastest, small: int, large: int) -> str:
-    """Return why the times of chunks without context cannot be right; empty if they can."""
+    """Return why the times of chunks without context contradict each other; empty if they do not."""
     if many.time <= few.time:
         return f"{large} tokens take {many.time:.0f} µs and {small} tokens {few.time:.0f} µs"
     if few.time * (1 + _TOLERANCE) < many.time * (small / large):
@@ -204,12 +191,12 @@ def _doubt_about_chunks(one: _Fastest, few: _Fastest, many: _Fastest, small: int
 
 
 def _chunk_line(one: float, few: float, many: float, small: int, large: int) -> tuple[float, float]:
-    """Return what a step costs and what each of its tokens does, in microseconds, neither ever nonsense.
+    """Return the costs of a step and of each of its tokens, in microseconds.
 
     ``one``, ``few``, ``many``: the times of chunks of one token, of ``small`` and of ``large`` ones. A chunk takes at
     least as long as a smaller one, and no longer than its tokens would take in smaller chunks. A time beyond these
-    bounds was disturbed, and the bound is used in its place: another process on the same cores makes ``many`` ten times
-    as long more easily than ``one``, because it takes longer.
+    bounds was disturbed, and the bound replaces it: another process on the same cores disturbs ``many`` more easily
+    than ``one``, because it takes longer.
     """
     few = min(few, many, one * small)
     many = min(many, few * large / small)
@@ -220,7 +207,7 @@ def _chunk_line(one: float, few: float, many: float, small: int, large: int) -> 
 
 
 def _line(few: float, many: float, small: int, large: int) -> tuple[float, float]:
-    """Return what does not depend on the size, never negative, and what each unit of the size costs, always positive.
+    """Return the constant part of the time, not negative, and the time of each unit of the size, positive.
 
     ``few`` and ``many``: the times for sizes ``small`` and ``large``.
     """
@@ -230,14 +217,14 @@ def _line(few: float, many: float, small: int, large: int) -> tuple[float, float
     return few - unit * small, unit
 
 
-def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], what: str) -> None:
-    """Repeat the measurements in turn until nothing speaks against them, or for as long as there is time.
+def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], name: str) -> None:
+    """Repeat the measurements in turn until they agree, or until the time is over; then the log has a warning.
 
-    ``doubt`` returns what does not fit together. If something is left at the end, the log says so.
+    ``doubt`` returns a contradiction among them; empty: there is none.
     """
     until = time.perf_counter() + _MOST_SECONDS
     while True:
-        _repeat(measurements, what)
+        _repeat(measurements, name)
         reason = doubt()
         if not reason and not all(each.steady for each in measurements):
             reason = "the times of equal runs differ"
@@ -246,15 +233,13 @@ def _measure_until(doubt: Callable[[], str], measurements: Sequence[_Fastest], w
         if time.perf_counter() > until:
             log.warning(
                 "the measured costs of %s are not to be trusted (%s): is something else using this machine? They are "
-                "corrected while requests run",
-                what,
-                reason,
-            )
+                "corrected while requests run", name, reason,
+            )  # fmt: skip
             return
 
 
-def _repeat(measurements: Sequence[_Fastest], what: str) -> None:
-    progress = logged_progress(log, f"measuring {what}", _REPEATS * len(measurements), "runs")
+def _repeat(measurements: Sequence[_Fastest], name: str) -> None:
+    progress = logged_progress(log, f"measuring {name}", _REPEATS * len(measurements), "runs")
     for _ in range(_REPEATS):
         for each in measurements:
             each.run()
@@ -264,8 +249,8 @@ def _repeat(measurements: Sequence[_Fastest], what: str) -> None:
 def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
-    The result does not matter, only the memory that the step takes. It takes the most if all tokens of the prompts
-    report log-probabilities. The runner must be reset afterwards.
+    It takes as much memory as a step can, because all tokens of the prompts report log-probabilities. The runner must
+    be reset afterwards.
     """
     info, sampling = runner.info, SamplingParams(temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
@@ -283,23 +268,14 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
     """Return the microseconds of a step that computes ``count`` tokens after ``start`` others, in each of ``number``
     sequences.
 
-    The K and V of these others are whatever lies in the pool. The runner must be reset afterwards.
+    The K and V of the others are arbitrary. The runner must be reset afterwards.
     """
     # Another process may have left blocks on the host.
     runner.reset(Welcome(0, number, number * count, keeps_blocks=True))
     total = start + count
     blocks = np.arange(number * -(-total // runner.info.block_size), dtype=np.int32).reshape(number, -1)
-    joined = tuple(
-        NewSequence(
-            row=row,
-            tokens=pack_int32s([1] * total),
-            num_prompt_tokens=total,
-            num_computed_tokens=start,
-            blocks=blocks[row].tobytes(),
-            sampling=SamplingParams(temperature=0.0),
-        )
-        for row in range(number)
-    )
+    tokens, sampling = pack_int32s([1] * total), SamplingParams(temperature=0.0)
+    joined = tuple(NewSequence(row, tokens, total, start, blocks[row].tobytes(), sampling) for row in range(number))
     began = time.perf_counter()
     chunks = tuple((row, count) for row in range(number))
     runner.execute(StepPlan(epoch=0, step=1, joined=joined, chunks=chunks)).result()
@@ -307,8 +283,8 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
 
 
 def _prefill_again(runner: Runner) -> Callable[[], object] | None:
-    """Return what runs a step of one chunk, as often as it is called, in the last blocks of the device; None: with the
-    blocks that are copied there are too few."""
+    """Return a function that runs a step of one chunk in the last blocks of the device; None: there are too few blocks
+    beside the copied ones."""
     info = runner.info
     count = min(_TOKENS_BESIDE, info.max_model_len, info.max_num_batched_tokens or _TOKENS_BESIDE)
     number = -(-count // info.block_size)
@@ -333,7 +309,7 @@ class _LostError(Exception):
 
 class _Copies(NamedTuple):
     """The copies between a tier and the first blocks of the device. ``names``: of the tier's blocks, if they have no
-    ids. ``step``: called while copies are under way."""
+    ids. ``step``: is called during copies."""
 
     runner: Runner
     device: Tier
@@ -343,8 +319,8 @@ class _Copies(NamedTuple):
     step: Callable[[], object] | None
 
     def measure(self, source: int, target: int, blocks: Sequence[int]) -> tuple[tuple[float, float], int]:
-        """Return the microseconds of a list of copies of ``blocks`` of the tier, and of each block in it; and how many
-        of the blocks were copied."""
+        """Return the microseconds of a list of copies of ``blocks`` of the tier, and of each block in it; and the
+        number of copied blocks."""
         first = self._copy(source, target, blocks[:1])
         affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
         largest = min(_MOST_COPIED, self.runner.info.num_blocks, len(blocks), affordable)
@@ -368,7 +344,7 @@ class _Copies(NamedTuple):
         except queue.Empty:
             raise ModelError(
                 f"copying a block of {self.runner.info.bytes_per_block} bytes to or from the {name} takes over "
-                f"{_COPY_TIMEOUT} s: is what limits it, such as --host-bandwidth, right?"
+                f"{_COPY_TIMEOUT} s: is a limit such as --host-bandwidth right?"
             ) from None
         assert isinstance(copied, Copied)
         if copied.error is not None:
@@ -381,7 +357,7 @@ class _Copies(NamedTuple):
 def measure_copies(copy: Callable[[int], float], largest: int, direction: str) -> tuple[float, float]:
     """Fit the costs of copies to lists of one block and of ``largest`` blocks: of the list, and of each block.
 
-    ``copy``: from a number of blocks to the microseconds that their copy takes.
+    ``copy``: copies a number of blocks, and returns the microseconds.
     """
     one, many = _Fastest(lambda: copy(1)), _Fastest(lambda: copy(largest))
 

@@ -1,4 +1,4 @@
-"""Lets the kernel read the weight files of a model while Python imports what will compute with them.
+"""Lets the operating system read the weight files of a model while Python imports torch.
 
 It is a script for a process of its own, because in this one each call would wait for imports that hold Python's lock.
 """
@@ -10,14 +10,14 @@ import threading
 from pathlib import Path
 
 _STEP = 128 * 2**10
-"""Bytes of one request: of a larger one the kernel reads no more than what the device reads ahead, which this is."""
+"""Bytes of one request: the usual read-ahead of a device, beyond which the kernel cuts a request off."""
 
 
 def read_ahead(folder: Path) -> None:
     """Begin to read the weight files in ``folder`` into the page cache, in their order.
 
-    Nothing is read if they would take more than half of the memory that is available: what was read first might have
-    gone again when it is needed.
+    Nothing is read if they would take more than half of the available memory: the first pages might be evicted again
+    before they are needed.
     """
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not hasattr(os, "posix_fadvise") or 2 * sum(file.stat().st_size for file in files) > _available():

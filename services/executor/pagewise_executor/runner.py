@@ -25,18 +25,18 @@ from pagewise_shared.protocol import (
 )
 
 BesideSteps = CancelCopies | LookUp | LoadAdapter | CompileGrammar
-"""What a scheduler asks for that waits for no step, and that no step waits for."""
+"""Messages of the scheduler that wait for no step, and that no step waits for."""
 Report = Callable[[Copied | Found | AdapterLoaded | GrammarCompiled], None]
-"""Takes what a runner tells beside the results of its steps; called on any thread."""
+"""Takes a runner's messages beside the results of steps; called on any thread."""
 
 
 class Counted(Message, frozen=True):
-    """What a runner has counted since it was made.
+    """The counters of a runner since it was made.
 
     Fields:
-        num_refused: connections of executors that wanted blocks, which were refused.
-        num_storage_errors: reads and writes of tiers that have failed.
-        num_grammar_waits: steps that have waited for a grammar to be compiled.
+        num_refused: refused connections of executors that wanted blocks.
+        num_storage_errors: failed reads and writes of tiers.
+        num_grammar_waits: steps that have waited for the compilation of a grammar.
     """
 
     num_refused: int = 0
@@ -46,7 +46,7 @@ class Counted(Message, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class RunnerInfo:
-    """What a runner offers to the scheduler; see ``Hello`` for the meaning of the fields."""
+    """The capabilities of a runner. ``Hello``, which sends them to the scheduler, describes the fields."""
 
     model_fingerprint: str
     vocab_size: int
@@ -88,11 +88,10 @@ class Runner(Protocol):
     info: RunnerInfo
 
     def report_to(self, report: Report) -> None:
-        """Call ``report``, on any thread, with what comes of copies and of what was handled beside the steps."""
+        """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""
 
     def handle(self, message: BesideSteps) -> None:
-        """Do what is asked for beside the steps; called from any thread. It does not wait, and the outcome is
-        reported."""
+        """Begin to handle a message, and report the outcome later; called from any thread."""
 
     @property
     def counted(self) -> Counted:
@@ -102,7 +101,7 @@ class Runner(Protocol):
         """Return which hashed blocks are in the tiers. All sequences are removed from the batch first."""
 
     def close(self) -> None:
-        """Release what the runner holds. Nothing is called afterwards."""
+        """Release the runner's resources. No other call follows."""
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
@@ -111,7 +110,7 @@ class Runner(Protocol):
         """Issue a step; on a GPU it may still be running when this returns.
 
         Raises:
-            InvalidPlanError: the plan contradicts what the runner holds.
+            InvalidPlanError: the plan contradicts the runner's state.
         """
 
 

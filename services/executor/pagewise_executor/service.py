@@ -68,7 +68,7 @@ _GOODBYE_SECONDS = 0.2
 class ExecutorService:
     """The connection of one executor with the scheduler: Hello, Welcome, plans and heartbeats, until it is stopped.
 
-    The constructor starts the worker and waits for its runner. It raises what building the runner raised.
+    The constructor starts the worker and waits for its runner. It raises the exceptions of building the runner.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ExecutorService:
         Raises:
             RefusedError: the scheduler does not let this executor join.
             ConfigError: the scheduler asks for a key, and this executor has none.
-            Exception: what ended the worker, such as a broken device. Only a new process can help.
+            Exception: the worker has failed, for example by a broken device. Only a new process can help.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -145,7 +145,7 @@ class ExecutorService:
                 task.result()
         finally:
             await asyncio.to_thread(worker.stop)
-            await asyncio.sleep(0)  # lets the last results, posted from the worker's thread, go out
+            await asyncio.sleep(0)  # sends the last results, which the worker's thread has posted
             if self._welcome is not None:
                 with contextlib.suppress(zmq.ZMQError, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_SECONDS):
@@ -171,15 +171,14 @@ class ExecutorService:
         """After ``leave``, wait until the scheduler has drained this executor, falls silent, or takes too long."""
         await self._leaving.wait()
         until = monotonic() + self._drain_timeout
-        told: Welcome | None = None
+        asked: Welcome | None = None
         while (now := monotonic()) < until and self._detector.silence(now) < _SILENCE_WHILE_LEAVING:
-            if (
-                self._welcome is not None and self._welcome is not told
-            ):  # and again to a scheduler that it has joined since
-                told, left = self._welcome, until - monotonic()
+            # Asked once per Welcome: a scheduler that it has joined since does not know that it leaves.
+            if self._welcome is not None and self._welcome is not asked:
+                asked, left = self._welcome, until - monotonic()
                 with contextlib.suppress(zmq.ZMQError, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_SECONDS):
-                        await self._send(Leaving(told.epoch, max(0, int(left * 1000))))
+                        await self._send(Leaving(asked.epoch, max(0, int(left * 1000))))
             await asyncio.sleep(0.1)
         self.stop("it was not drained in time")
         await asyncio.Event().wait()
@@ -199,14 +198,14 @@ class ExecutorService:
             text = f"the result of step {result.step} takes {len(frame)} bytes, at most {MAX_STEP_RESULT_BYTES} may"
             log.error("%s", text, extra=about(epoch=result.epoch, step=result.step))
             frame = encode(StepResult(result.epoch, result.step, error=StepError("internal", text)))
-        with contextlib.suppress(RuntimeError):  # a copy may end after the event loop: nobody waits for it
+        with contextlib.suppress(RuntimeError):  # a copy may end after the event loop, when no task waits for it
             loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._socket.send(frame)))
 
     async def _greet(self, worker: Worker) -> None:
         """Send Hellos until a Welcome comes, and again whenever the scheduler is lost or does not know us."""
         while True:
             attempt = 0
-            # An executor that was given up because a step hangs must not get work before that step has ended.
+            # The scheduler may have dropped this executor because a step hangs: no new work before that step has ended.
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
             self._hello_wanted.clear()
@@ -233,7 +232,7 @@ class ExecutorService:
             welcome, began = self._welcome, monotonic()
             seconds = welcome.heartbeat_ms / 1000 if welcome else 0.2
             await asyncio.sleep(seconds)
-            # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
+            # While this process itself was stopped it received nothing: that time is not the scheduler's silence.
             now = monotonic()
             self._detector.stood_still(max(0.0, now - began - seconds), now)
             if (welcome := self._welcome) is None:
@@ -248,8 +247,8 @@ class ExecutorService:
                 errors, waits = self._counted.num_storage_errors, self._counted.num_grammar_waits
                 await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), errors, waits))
 
-    def _offers(self, welcome: Welcome) -> bool:
-        """Return whether a Welcome stays within the limits that this executor has offered."""
+    def _within_limits(self, welcome: Welcome) -> bool:
+        """Return whether a Welcome stays within the limits of this executor's Hello."""
         hello = self._hello
         return (
             1 <= welcome.max_num_seqs <= hello.max_num_seqs
@@ -259,7 +258,7 @@ class ExecutorService:
 
     @property
     def _level(self) -> int:
-        """The log level for a missing scheduler: if all processes are told to stop, it may be the first to end."""
+        """The log level for a missing scheduler, which may end before this executor when all processes stop."""
         return logging.INFO if self._leaving.is_set() else logging.WARNING
 
     def _reconnected(self) -> None:
@@ -286,9 +285,10 @@ class ExecutorService:
             self._detector.heard(monotonic())
             match message:
                 case StepPlan():
-                    if self._welcome is not None:  # otherwise its epoch is over, and its blocks are in an inventory
+                    # Without a Welcome its epoch is over, and an inventory lists its blocks: they must not change.
+                    if self._welcome is not None:
                         worker.put(message)
-                case Welcome() if not self._offers(message):
+                case Welcome() if not self._within_limits(message):
                     self.bad_frames += 1
                     log.error("dropped a Welcome that asks for more than this executor offers: %r", message)
                 case Welcome(keeps_blocks=True, hello=number) if number != self._hello_number:
@@ -306,7 +306,7 @@ class ExecutorService:
                     if first:
                         self._counted_before = self._counted
                         log.info("joined the scheduler at %s", self._scheduler.endpoint)
-                        # For whoever has started this process, at any --log-level, as others print ``listening``.
+                        # The process that has started this one reads it at any --log-level, as ``listening`` of others.
                         print(f"joined {self._scheduler.endpoint}", flush=True)
                 case Refused(reason):
                     raise RefusedError(

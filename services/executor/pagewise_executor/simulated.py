@@ -35,10 +35,10 @@ _VOCAB_SIZE = 4096
 
 
 class SimulatedRunner:
-    """Its tokens are a hash of prompt and position, so a sequence that moves or is recomputed goes on the same.
+    """Its tokens are a hash of prompt and position, so a sequence that moves or is recomputed continues alike.
 
-    ``step_seconds`` and ``token_seconds``: time a step takes, and each of its tokens. ``tiers``: the number of blocks
-    of each tier below the device, by the tier's number; None: those that the options ask for.
+    ``step_seconds`` and ``token_seconds``: the time of a step, and of each of its tokens. ``tiers``: the number of
+    blocks of each tier below the device, by the tier's number; None: the tiers of the options.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class SimulatedRunner:
         self.counted = Counted()
 
     def report_to(self, report: Report) -> None:
-        """See ``Runner``. Copies are done at once, because there is nothing to copy."""
+        """Call ``report`` with the outcomes of copies, which are complete at once, and of handled messages."""
         self._report = report
 
     def handle(self, message: BesideSteps) -> None:
-        """Remember which adapter is in a slot: the tokens of its rows differ from those of others. Say that a grammar
-        is compiled: what is invented follows none. There is nothing to look up, nor to cancel."""
+        """Keep the adapter of a slot, on which the tokens of its rows depend, and confirm it. Confirm grammars, which
+        invented tokens do not follow. There are no blocks to look up, nor copies to cancel."""
         if isinstance(message, LoadAdapter):
             self._slots[message.slot] = message.adapter.content
             self._report(AdapterLoaded(message.epoch, message.number))
@@ -108,7 +108,7 @@ class SimulatedRunner:
         """Invent the step's tokens.
 
         Raises:
-            InvalidPlanError: the plan contradicts what the runner holds.
+            InvalidPlanError: the plan contradicts the runner's state.
         """
         began = time.perf_counter()
         batch = self._batch

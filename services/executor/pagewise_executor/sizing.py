@@ -1,7 +1,7 @@
-"""``pagewise size``: what a model takes of a GPU's memory, and how many tokens are left, from its config.json alone.
+"""``pagewise size``: the GPU memory of a model, and the number of tokens beside it, from its config.json alone.
 
 The bytes of weights and of KV come from the functions that the loader and the pool use, and so do the sizes of graphs.
-What a step takes is an estimate here; an executor measures it when it starts. None of it has been compared with a GPU.
+The memory of a step is an estimate; an executor measures it when it starts. None of it has been compared with a GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pagewise_executor.models.support import check_supported
 from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
 CONTEXT_BYTES = 2**30
-"""For CUDA's context and libraries: the most that an executor counts of what it has not allocated itself."""
+"""For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
 
 
 class _Gpu(NamedTuple):
@@ -40,11 +40,11 @@ class _Gpu(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Sizing:
-    """Bytes on each GPU, and what fits beside them.
+    """Bytes on each GPU, and the KV pool beside them.
 
     Fields:
-        allowed: what an executor may take of a GPU. ``weights``, ``context``, ``steps``, ``graphs``: what it takes
-            before the KV pool. ``kv_per_token``: K and V of all layers. ``pool``: what is left; negative if nothing is.
+        allowed: the executor's share of a GPU. ``weights``, ``context``, ``steps``, ``graphs``: the parts of it before
+            the KV pool. ``kv_per_token``: K and V of all layers. ``pool``: the rest; negative if there is none.
         pool_tokens: tokens that the pool holds. ``full_sequences``: sequences of ``max_model_len`` tokens.
     """
 
@@ -61,10 +61,10 @@ class Sizing:
 
 
 def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
-    """Return what the model in the directory ``path`` takes on each GPU of ``gpu_memory`` bytes.
+    """Return the memory of the model in the directory ``path`` on each GPU of ``gpu_memory`` bytes.
 
     Raises:
-        PagewiseError: the model cannot be served, or not be divided so; the text says why.
+        PagewiseError: the model cannot be served, or not be divided like that; the text says why.
     """
     from transformers import AutoModelForCausalLM
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        _tell(found, config.tensor_parallel)
+        _print_table(found, config.tensor_parallel)
     return 0 if found.pool_tokens else 1
 
 
@@ -147,8 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell(found: Sizing, ranks: int) -> None:
-    """Print a table for a person."""
+def _print_table(found: Sizing, ranks: int) -> None:
     print(f"on {'the GPU' if ranks == 1 else f'each of {ranks} GPUs'}:")
     for name in ("allowed", "weights", "context", "steps", "graphs"):
         print(f"  {name:<10}{getattr(found, name) / 2**30:>8.2f} GiB")

@@ -1,9 +1,9 @@
-"""How many CPU threads compute a step: all that there are, or one, where more of them hardly make it faster.
+"""Chooses the number of CPU threads of a step: all, or one, where more of them hardly make it faster.
 
-A step of few tokens mostly reads weights, for which one core may take all that the memory gives, and threads that meet
-behind every layer have to be woken for each. With how many tokens a second thread begins to pay depends on the model,
-the machine, and what else runs there. So steps are tried the other way now and then, and are compared with the steps
-before and behind them, which have computed the same sequences.
+A step of few tokens mostly reads weights. One core may use the whole bandwidth of the memory, and more threads have to
+be woken for each layer. The number of tokens from which a second thread pays depends on the model, the machine and its
+other work. So from time to time a step is tried with the other number, and is compared with the steps before and behind
+it, which compute the same sequences.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 _SLOWER = 1.15
-"""One thread computes a step if it takes no more than so many times as long as all of them."""
+"""One thread computes a step if it takes at most so many times as long as all threads."""
 _MOST_TOKENS = 64
 """Of a step that is tried with one thread. Larger ones are bound by computing."""
 _KEPT = 7
@@ -28,14 +28,14 @@ _STEPS_AT_FIRST = 4
 
 @dataclass(slots=True)
 class _Size:
-    """What is known of steps of similar size: how many times as long they took one thread, and what is usual."""
+    """The measurements of steps of similar size: ``ratios`` of the times by one thread and by all, and the choice."""
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     alone: bool = False
     steps: int = 0
 
     def tries(self) -> bool:
-        """Count a step; return whether it is tried the other way."""
+        """Count a step; return whether it is tried with the other number of threads."""
         self.steps += 1
         if self.steps <= (_STEPS_BEFORE_TRIAL if len(self.ratios) == _KEPT else _STEPS_AT_FIRST):
             return False
@@ -43,7 +43,7 @@ class _Size:
         return True
 
     def compare(self, ratio: float) -> None:
-        """Take a comparison into account."""
+        """Add a comparison, and update the choice."""
         self.ratios.append(ratio)
         self.alone = statistics.median(self.ratios) <= _SLOWER
 
@@ -74,7 +74,7 @@ class StepThreads:
             yield
             seconds = self._clock() - began
         finally:
-            if threads != self._most:  # what follows, such as moving blocks, is no part of the choice
+            if threads != self._most:  # the work behind a step, such as moving blocks, uses all threads
                 torch.set_num_threads(self._most)
         same, other, before = self._last
         if tokens == same and threads != other:

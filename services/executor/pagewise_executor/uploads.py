@@ -1,4 +1,4 @@
-"""Copies small arrays from the host to the device without waiting for the work the device has queued, and back."""
+"""Copies small arrays from the host to the device and back without waiting for the device's queued work."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +20,8 @@ class Uploads:
 
     CUDA also copies from pageable memory, but larger arrays only after all work that was issued before.
 
-    To pin memory takes the host milliseconds, in which the device may have nothing to do. So all buffers grow at once,
-    to a power of two: once the largest step has been tried at the start, no step pins any.
+    Pinning memory takes the host milliseconds, in which the device may be idle. So all buffers grow at once, to a power
+    of two: the start tries the largest step, and later steps pin no memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -69,7 +69,7 @@ def pack(arrays: Sequence[Array], into: npt.NDArray[np.uint8]) -> None:
 
 
 def unpack(packed: torch.Tensor, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
-    """Return the parts of what ``pack`` has written, uint8 on any device, like ``arrays``. Nothing is copied."""
+    """Return views of the result of ``pack``, uint8 on any device, with the types and shapes of ``arrays``."""
     found, begin = [], 0
     for array in arrays:
         found.append(_viewed(packed[begin : begin + array.nbytes], torch.from_numpy(array[:0]).dtype, array.shape))
@@ -78,7 +78,7 @@ def unpack(packed: torch.Tensor, arrays: Sequence[Array]) -> tuple[torch.Tensor,
 
 
 def _viewed(part: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Return a part of a tensor of bytes as what it is; torch does not view what is empty as another type."""
+    """Return a view of bytes as another type; torch has no such views of empty tensors."""
     return part.view(dtype).view(*shape) if len(part) else torch.empty(*shape, dtype=dtype, device=part.device)
 
 
@@ -94,21 +94,21 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_host_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return copies of tensors on the host, which one copy brings there: see ``to_host``."""
+    """Return copies of tensors on the host by one copy. From a GPU it is complete once the device has reached it."""
     if tensors[0].device.type != "cuda":
         return tensors
     return split_bytes(to_host(join_bytes(tensors)), tensors)
 
 
 def join_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of tensors in one, those of the widest elements first, so that they can be viewed."""
+    """Return the bytes of tensors in one, tensors with the widest elements first, so that all views are aligned."""
     ordered = sorted(tensors, key=torch.Tensor.element_size, reverse=True)
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in ordered if tensor.numel()]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
 
 
 def split_bytes(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return what ``join_bytes`` has joined, as views of it, in the order of ``like``."""
+    """Return views of the result of ``join_bytes`` in the order of ``like``."""
     found: dict[int, torch.Tensor] = {}
     begin = 0
     for number in sorted(range(len(like)), key=lambda at: like[at].element_size(), reverse=True):

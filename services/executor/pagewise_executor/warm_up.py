@@ -26,11 +26,12 @@ def warm_up(
 ) -> None:
     """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
 
-    ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute; what they do
-    has been compiled for them. Chunks are tried in as many sequences as such a step needs, if there can be as many.
+    ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute; the
+    kernels of the graphs have been compiled. Chunks are tried in as many sequences as such a step needs, if there
+    can be as many.
 
-    The runner must be reset afterwards: its input batch and the first blocks of its pool have been written over. Its
-    ``fallback`` is set if kernels are launched by Triton, which is slower.
+    The runner must be reset afterwards: its input batch and the first blocks of its pool have been overwritten. Its
+    ``fallback`` is set if Triton launches kernels, which is slower than frozen launches.
     """
     from pagewise_kernels.launch import num_unfrozen_launches
 
@@ -54,7 +55,7 @@ def warm_up(
 
 
 def warm_up_copies(pool: KVPool) -> None:
-    """Launch the kernels of copies between blocks, which every rank of an executor makes for itself."""
+    """Launch the kernels of copies between blocks, on each rank by itself."""
     with torch.inference_mode():
         pool.scatter(np.array([0], np.int32), pool.gather(np.array([0], np.int32)))
         if pool.num_blocks > 1:
@@ -64,9 +65,9 @@ def warm_up_copies(pool: KVPool) -> None:
 def launch_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Launch the kernels of sampling, penalties and log-probabilities for one row.
 
-    Logits are float32 when they are sampled, and of the model's type when the log-probabilities of a prompt are taken.
-    The count tables of the penalties are not the runner's: those are large, and allocated for the first request that
-    has penalties.
+    Logits are float32 for sampling, and of the model's type for the log-probabilities of a prompt. The count tables of
+    the penalties are small ones of its own: the runner's tables are large, and are allocated for the first request with
+    penalties.
     """
     from pagewise_kernels.logprobs import token_logprobs
     from pagewise_kernels.penalties import penalise

@@ -41,8 +41,8 @@ class _Issued(NamedTuple):
 class Worker:
     """The thread that builds the runner and owns it. It handles Welcomes and plans in order.
 
-    After a step has failed, it answers every plan with the same error until the next Welcome. ``failed``: receives the
-    exception if the thread ends by one; no step can be computed in this process then.
+    After a step has failed, it answers every plan with the same error until the next Welcome. ``failed``: gets the
+    exception if the thread ends by one, after which this process cannot compute.
 
     The model is loaded on this thread too, because torch keeps a pool of CPU threads for each thread that computes. A
     second pool would make more threads wait for work than there are cores, and slow down every operation.
@@ -75,7 +75,7 @@ class Worker:
         """Start the thread and wait for its runner.
 
         Raises:
-            Exception: what building the runner raised.
+            Exception: the exception of building the runner.
         """
         self._thread.start()
         return self._built.result()
@@ -90,7 +90,7 @@ class Worker:
         self._inbox.put(message)
 
     def handle(self, message: BesideSteps) -> None:
-        """Do what is asked for beside the steps."""
+        """Handle a message that waits for no step; on any thread."""
         self._runner.handle(message)
 
     def inventory(self) -> "concurrent.futures.Future[Inventory | None]":
@@ -125,8 +125,8 @@ class Worker:
             if pending is not None and pending.step.ready:
                 self._finish(pending)
                 pending = None
-            # While a step runs on the device, the next plan may come at any moment, and is issued before that step is
-            # waited for.
+            # While a step runs on the device, the next plan may come at any moment. It is issued before the wait for
+            # the running step, so that the device always has work.
             self._waiting = pending is None
             try:
                 message = self._inbox.get(timeout=None if pending is None else _LOOK_SECONDS)
@@ -155,13 +155,8 @@ class Worker:
         """Issue a step. If that fails, the error is reported after the result of the step before, which may succeed."""
         if plan.epoch != self._epoch or plan.step != self._step + 1:
             self.dropped += 1
-            log.warning(
-                "dropped the plan of epoch %d, step %d: this executor is at epoch %d, step %d",
-                plan.epoch,
-                plan.step,
-                self._epoch,
-                self._step,
-            )
+            text = "dropped the plan of epoch %d, step %d: this executor is at epoch %d, step %d"
+            log.warning(text, plan.epoch, plan.step, self._epoch, self._step)
             return None
         self._step = plan.step
         if self._error is None:

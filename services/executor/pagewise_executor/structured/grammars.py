@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from pagewise_shared.end_tokens import end_token_ids, untyped_special_tokens
+from pagewise_shared.model_files import end_token_ids, untyped_special_tokens
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 
