@@ -1,12 +1,11 @@
 """How large steps, the pool and sequences are by default: on GPUs that are only described, and on this CPU."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from pagewise_executor.device_defaults import SizedConfig, with_step_limits
+from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.kv.kv_pool import pool_size
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
@@ -20,26 +19,18 @@ GIB = 2**30
 CUDA = torch.device("cuda", 0)
 
 
-@dataclass
-class Described:
-    """What torch says of a card; no more of it is there."""
-
-    total_memory: int
-    major: int
-
-
-H200, H100, A100 = Described(140 * GIB, 9), Described(79 * GIB, 9), Described(79 * GIB, 8)
-L4, RTX_4090, B200 = Described(22 * GIB, 8), Described(24 * GIB, 8), Described(178 * GIB, 10)
+H200, H100, A100 = Gpu(140 * GIB, 9), Gpu(79 * GIB, 9), Gpu(79 * GIB, 8)
+L4, RTX_4090, B200 = Gpu(22 * GIB, 8), Gpu(24 * GIB, 8), Gpu(178 * GIB, 10)
 
 
 @pytest.mark.parametrize("gpu", [H200, H100, B200])
-def test_large_cards_compute_large_steps(gpu: Described) -> None:
+def test_large_cards_compute_large_steps(gpu: Gpu) -> None:
     config = with_step_limits(ExecutorConfig(), gpu)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (1024, 8192)
 
 
 @pytest.mark.parametrize("gpu", [A100, L4, RTX_4090, None])
-def test_others_compute_smaller_ones(gpu: Described | None) -> None:
+def test_others_compute_smaller_ones(gpu: Gpu | None) -> None:
     config = with_step_limits(ExecutorConfig(), gpu)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (256, 2048)
 

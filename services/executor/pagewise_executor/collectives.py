@@ -71,7 +71,6 @@ class Ranks:
         return cls(rank, size, on_host)._meet(where, interface, cuda)
 
     def _meet(self, store: Any, interface: str | None, cuda: bool) -> Self:
-        """Connect with the other ranks, through a network interface."""
         with contextlib.ExitStack() as using:
             if interface is not None:
                 using.enter_context(_interface(interface))
@@ -155,8 +154,7 @@ class Ranks:
 def _interface(name: str) -> Iterator[None]:
     """Let gloo and NCCL use a network interface, unless the environment names another one.
 
-    They read it from the environment, which is restored afterwards: executors that this process starts may need another
-    interface.
+    They read it from the environment, which is restored afterwards, for executors that this process starts.
     """
     added = [variable for variable in _INTERFACE_VARIABLES if variable not in os.environ]
     os.environ.update(dict.fromkeys(added, name))

@@ -27,7 +27,7 @@ from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.attention.registry import kv_dtype_for, layout_of
 from pagewise_executor.attention.triton_attention import TritonBackend, TritonStep
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps
-from pagewise_executor.device_defaults import SizedConfig, with_step_limits
+from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.forward_pass import ForwardPass, StepCompute, triton_compute
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
@@ -58,7 +58,7 @@ def compile_ahead(ahead: Ahead, threads: int) -> None:
     Raises:
         NotReadableError: the model is not of Llama's structure. ModelError: it cannot be divided among the ranks.
     """
-    config = with_step_limits(ahead.config, ahead)
+    config = with_step_limits(ahead.config, Gpu(ahead.total_memory, ahead.capability // 10))
     text = read_llama_config(Path(config.model))
     vocab_size = text.vocab_size
     shard_config(config.model, text, ahead.ranks)
@@ -125,7 +125,6 @@ def _compute(steps: GraphedSteps, size: int, *, uses: bool) -> None:
 
 
 def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> None:
-    """Run a step of one chunk without CUDA graphs."""
     ids, nothing = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(0, dtype=torch.int32, device=_META)
     forward_pass.forward_context.step = TritonStep(
         backend, ids, backend.tables, nothing, nothing, [Chunk(0, 0, size, 0)]

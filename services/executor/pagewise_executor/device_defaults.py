@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig, size_text
@@ -17,16 +17,11 @@ _LARGE_MAJOR = 9
 _LARGE_NUM_SEQS, _LARGE_BATCHED_TOKENS = 1024, 8192
 
 
-class Gpu(Protocol):
-    """torch's properties of a CUDA device."""
+class Gpu(NamedTuple):
+    """A CUDA device: its bytes of memory, and the first number of its compute capability (9 for Hopper)."""
 
-    @property
-    def total_memory(self) -> int:
-        """Its bytes of memory."""
-
-    @property
-    def major(self) -> int:
-        """The first number of its compute capability: 8 for Ampere, 9 for Hopper."""
+    total_memory: int
+    major: int = 9
 
 
 class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):

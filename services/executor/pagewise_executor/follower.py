@@ -51,7 +51,6 @@ class _Link:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send a message; may be called on any thread."""
         with self._lock, contextlib.suppress(OSError):  # rank 0 has ended, and so does this process
             self._connection.send_bytes(encode(message))
 

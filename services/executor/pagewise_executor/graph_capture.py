@@ -28,8 +28,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """Capture the launches within into ``graph``, whose memory comes from ``pool``; None: from a pool of its own.
 
     Calls of this thread alone can fail the capture, because threads of the host tier use the device as well. After a
-    failure nothing has run on the device, and this thread's stream is the former one again: torch does not restore it
-    if the end of the capture fails.
+    failure nothing has run on the device, and this thread has its former stream, which torch may not restore.
 
     Raises:
         RuntimeError: the capture fails.

@@ -7,17 +7,18 @@ not import torch, because the simulated runner uses it too.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
 from pagewise_shared.protocol import DEVICE, NewSequence, SegmentMove, StepPlan
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import MOVED, TOKEN_ID
+from pagewise_shared.speculation import num_accepted
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.drafts import Draft, checked_drafts
 from pagewise_executor.plan_checks import (
     ANY_TOKEN,
     InvalidPlanError,
@@ -79,6 +80,36 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class Draft:
+    """Tokens [n] that may follow in a row that decodes, at positions from ``start`` + 1 on.
+
+    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them the step sampled
+    too.
+    """
+
+    row: int
+    start: int
+    tokens: Int32s
+    last: int = 0
+    num_accepted: int = 0
+
+    @property
+    def computed_tokens(self) -> Int32s:
+        """The tokens that verify it [1 + n]: the last sampled one, and its own."""
+        return np.append(np.array([self.last], np.int32), self.tokens)
+
+    def follow(self, held: SequenceState) -> None:
+        """Take the token before the draft from its row.
+
+        Raises:
+            InvalidPlanError: the result of the step before is not back.
+        """
+        if not held.sampled or len(held.tokens) + len(held.sampled) != self.start + 1:
+            raise InvalidPlanError(f"row {self.row} has a draft before its last token is known")
+        self.last = held.sampled[-1]
+
+
+@dataclass(slots=True)
 class StepWork:
     """The work of one step.
 
@@ -102,8 +133,7 @@ class StepWork:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows for which this step samples a token, in the order of ``StepResult.tokens``; a row with a draft
-        occurs several times."""
+        """The row of each token that this step samples, in the order of ``StepResult.tokens``."""
         rows = [*self.decoding.tolist(), *(chunk.row for chunk in self.drafted for _ in range(chunk.size))]
         return rows + [chunk.row for chunk in self.chunks[len(self.drafts) :] if chunk.completes]
 
@@ -125,9 +155,9 @@ class InputBatch:
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
-    number of blocks of each tier below the device, by the tier's number; 0 if they have no ids.
-    ``adapters`` [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots. ``limits``
-    [num_rows]: the most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
+    number of blocks of each tier below the device, by the tier's number; 0 if they have no ids. ``adapters``
+    [num_rows]: the slot of each row's adapter, -1 for none, out of ``num_adapters`` slots. ``limits`` [num_rows]: the
+    most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
 
     def __init__(
@@ -262,7 +292,6 @@ class InputBatch:
         return blocks * self.block_size + positions % self.block_size
 
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
-        """Take a sequence into its row, and return the row."""
         if not 0 <= new.row < self._num_rows:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
         if new.row in self.sequences:
@@ -367,7 +396,6 @@ class InputBatch:
                 )
 
     def _check_move(self, move: SegmentMove) -> None:
-        """Check a move of a segment, after the changes of its plan."""
         if move.row not in self.sequences:
             raise InvalidPlanError(f"row {move.row} gets a segment but holds no sequence")
         size, blocks = self.block_size, _int32s(move.blocks)
@@ -405,3 +433,47 @@ def _int32s(data: bytes) -> Int32s:
     if len(data) % 4:
         raise InvalidPlanError(f"{len(data)} bytes are not a whole number of int32 values")
     return np.frombuffer(data, np.int32)
+
+
+def checked_drafts(
+    drafts: Sequence[Draft], rows: Mapping[int, SequenceState], slots: Sequence[int], vocab_size: int
+) -> list[Draft]:
+    """Return the drafts of a plan. ``slots``: the number of tokens for which each of their rows has room.
+
+    Raises:
+        InvalidPlanError: a row has two of them, no slots for one, or a last token that is not known yet, or a draft has
+            no tokens, too many, or impossible ones.
+    """
+    for draft, room in zip(drafts, slots, strict=True):
+        if len(draft.tokens) > MAX_SPECULATIVE_TOKENS:
+            raise InvalidPlanError(f"row {draft.row}: a draft has at most {MAX_SPECULATIVE_TOKENS} tokens")
+        if not len(draft.tokens) or draft.tokens.min() < 0 or draft.tokens.max() >= vocab_size:
+            raise InvalidPlanError(f"row {draft.row}: a draft of no tokens, or with one outside the vocabulary")
+        if draft.start + 1 + len(draft.tokens) > room:
+            raise InvalidPlanError(f"row {draft.row} has no slots for a draft of {len(draft.tokens)} tokens")
+        draft.follow(rows[draft.row])
+    if len({draft.row for draft in drafts}) < len(drafts):
+        raise InvalidPlanError("a row has two drafts in one step")
+    return list(drafts)
+
+
+def accept(drafts: Sequence[Draft], sampled: Sequence[int], num_decodes: int) -> list[int]:
+    """Accept draft tokens that were ``sampled``: the tokens of a step, in the order of ``StepResult.tokens``.
+
+    ``num_decodes``: the number of tokens before the drafts', one per row. Returns each row's last token by index.
+    """
+    last, offset = list(range(num_decodes)), num_decodes
+    for draft in drafts:
+        stop = offset + len(draft.tokens) + 1
+        draft.num_accepted = num_accepted(draft.tokens.tolist(), sampled[offset:stop])
+        last.append(offset + draft.num_accepted)
+        offset = stop
+    return [*last, *range(offset, len(sampled))]
+
+
+def kept_tokens(drafts: Sequence[Draft], num_decodes: int, num_sampled: int) -> list[bool]:
+    """Return whether rows keep each of the ``num_sampled`` tokens of a step: not behind one unlike its draft."""
+    kept = [True] * num_decodes
+    for draft in drafts:
+        kept += [index <= draft.num_accepted for index in range(len(draft.tokens) + 1)]
+    return kept + [True] * (num_sampled - len(kept))

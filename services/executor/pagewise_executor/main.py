@@ -97,8 +97,7 @@ def _follow(config: ExecutorConfig) -> int:
 
 
 def endpoint_to_protect(config: ExecutorConfig) -> str:
-    """Return an endpoint of the executor that leaves this host, so that it needs keys; else an endpoint on this
-    host."""
+    """Return an endpoint that leaves this host, so that the executor needs keys; else one on this host."""
     endpoints = [config.block_listen, None if config.node_rank else config.scheduler]
     if config.nnodes > 1:
         endpoints.append(f"tcp://{config.master_addr}:{config.master_port}")

@@ -31,12 +31,11 @@ from pagewise_shared.protocol import (
 from pagewise_executor.adapters.adapters import make_adapters
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for, layout_of
 from pagewise_executor.collectives import ALONE, Ranks
-from pagewise_executor.device_defaults import SizedConfig, with_step_limits
+from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.devices import device_name, set_cpu_threads
-from pagewise_executor.drafts import accept, kept_tokens
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
-from pagewise_executor.input_batch import InputBatch, SequenceState, StepWork
+from pagewise_executor.input_batch import InputBatch, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.segment_mover import SegmentMover
@@ -144,7 +143,10 @@ class ModelRunner:
         self._ranks = ranks
         loaded = load_model(config, ranks)
         self._device = loaded.device
-        gpu = torch.cuda.get_device_properties(self._device) if self._device.type == "cuda" else None
+        gpu = None
+        if self._device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self._device)
+            gpu = Gpu(properties.total_memory, properties.major)
         config = with_step_limits(config, gpu, ranks.least)
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
@@ -196,7 +198,6 @@ class ModelRunner:
         return self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
-        """Make the KV pool, attach it to the model, and describe it in ``info``."""
         block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
         self._pool = pool = KVPool(
             loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout,
@@ -251,7 +252,6 @@ class ModelRunner:
         return int(peak)
 
     def _capture(self, graphs: "StepGraphs", config: SizedConfig) -> None:
-        """Capture the CUDA graphs, on all ranks at the same time."""
         with torch.inference_mode():
             if not config.cuda_graphs:
                 graphs.decodes.warm_up()
@@ -397,8 +397,7 @@ class ModelRunner:
         """Is called with every plan that has been checked, before it is executed."""
 
     def _compute(self, work: StepWork) -> _Computed:
-        """Compute and sample a step: its tokens, their log-probabilities, and the log-probabilities of prompts by
-        row."""
+        """Compute and sample a step: tokens, their log-probabilities, and by row the prompts' log-probabilities."""
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             return *self._decode(self._graphs, work), []
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
@@ -412,8 +411,7 @@ class ModelRunner:
         return tokens, logprobs, prompts
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
-        """Return the inputs of sampling for the device: positions, rows int32 for kernels, and rows int64 for
-        PyTorch."""
+        """Return the inputs of sampling: positions, rows int32 for kernels, and rows int64 for PyTorch."""
         rows = np.array(work.sampled_rows, np.int64)
         return self._batch.sampled_positions(work), rows.astype(np.int32), rows
 
@@ -469,7 +467,6 @@ class ModelRunner:
 
 
 def _log_pool(info: RunnerInfo) -> None:
-    """Log the sizes of the KV pool and of steps; warn if the model takes longer sequences than the pool."""
     log.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
         info.num_blocks, info.block_size, info.num_blocks * info.bytes_per_block / 2**30,

@@ -25,8 +25,7 @@ def end_with_threads(end: End = end_process) -> None:
     """From now on this process ends with exit code 1 as soon as one of Pagewise's threads ends by an exception.
 
     Steps and other threads wait for the copies, adapters or messages of such a thread, and would wait for ever. A
-    thread counts as Pagewise's if the exception has passed through a module of ours; Python reports the others as
-    usual.
+    thread counts as Pagewise's if the exception has passed through a module of ours.
     """
 
     def failed(failure: threading.ExceptHookArgs) -> None:

@@ -113,12 +113,11 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
 
 
 def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, beside: bool = False) -> TierInfo:
-    """Return ``info`` of a tier with the times of copies between it and the device. The runner must be reset
-    afterwards.
+    """Return ``info`` of a tier with the times of copies between it and the device.
 
     It writes over blocks of the device pool, which is new, and over no hashed block of the tier, which may be inherited
     from another process. ``beside``: steps run meanwhile, if the pool has room for them. A tier that loses the blocks
-    at once is returned without times.
+    at once is returned without times. The runner must be reset afterwards.
 
     Raises:
         ModelError: copies fail, or take forever.
@@ -265,8 +264,7 @@ def profile_run(runner: Runner, num_tokens: int) -> None:
 
 
 def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> float:
-    """Return the microseconds of a step that computes ``count`` tokens after ``start`` others, in each of ``number``
-    sequences.
+    """Return the microseconds of a step of ``count`` tokens after ``start`` others in each of ``number`` sequences.
 
     The K and V of the others are arbitrary. The runner must be reset afterwards.
     """
@@ -283,8 +281,7 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
 
 
 def _prefill_again(runner: Runner) -> Callable[[], object] | None:
-    """Return a function that runs a step of one chunk in the last blocks of the device; None: there are too few blocks
-    beside the copied ones."""
+    """Return a function that runs a step of one chunk in the last blocks of the device; None: they are copied."""
     info = runner.info
     count = min(_TOKENS_BESIDE, info.max_model_len, info.max_num_batched_tokens or _TOKENS_BESIDE)
     number = -(-count // info.block_size)
@@ -319,8 +316,7 @@ class _Copies(NamedTuple):
     step: Callable[[], object] | None
 
     def measure(self, source: int, target: int, blocks: Sequence[int]) -> tuple[tuple[float, float], int]:
-        """Return the microseconds of a list of copies of ``blocks`` of the tier, and of each block in it; and the
-        number of copied blocks."""
+        """Return the microseconds of a list of copies and of each block in it, and the number of copied ``blocks``."""
         first = self._copy(source, target, blocks[:1])
         affordable = int(_LONGEST_RUN * 1e6 / max(1.0, first)) // _REPEATS
         largest = min(_MOST_COPIED, self.runner.info.num_blocks, len(blocks), affordable)

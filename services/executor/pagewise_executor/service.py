@@ -248,7 +248,6 @@ class ExecutorService:
                 await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), errors, waits))
 
     def _within_limits(self, welcome: Welcome) -> bool:
-        """Return whether a Welcome stays within the limits of this executor's Hello."""
         hello = self._hello
         return (
             1 <= welcome.max_num_seqs <= hello.max_num_seqs

@@ -25,8 +25,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.drafts import accept, kept_tokens
-from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.input_batch import InputBatch, StepWork, accept, kept_tokens
 from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report, RunnerInfo
 
 _DEFAULT_BLOCKS = 4096
@@ -143,7 +142,6 @@ class SimulatedRunner:
         return FinishedStep(result)
 
     def _prompt_hash(self, row: int) -> int:
-        """Return a hash of the prompt, the seed and the adapter of a row."""
         held = self._batch.sequences[row]
         seed = held.sampling.seed if held.sampling.temperature > 0 else 0
         if (slot := int(self._batch.adapters[row])) >= 0:
@@ -165,8 +163,7 @@ class SimulatedRunner:
 
 
 def _logprobs(index: int, token: int, count: int) -> TokenLogprobs:
-    """Invent log-probabilities: the sampled token is the likeliest, and each one after it in the vocabulary half as
-    likely."""
+    """Invent log-probabilities: the sampled token is the likeliest, and each later id half as likely."""
     values = [-log(2.0) * (rank + 1) for rank in range(max(1, count))]
     ids = [(token + rank) % _VOCAB_SIZE for rank in range(count)]
     return TokenLogprobs(index, token, values[0], 1, pack_int32s(ids), pack_float32s(values[:count]))

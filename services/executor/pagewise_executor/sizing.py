@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pagewise_kernels.kv_layer import FP8
@@ -20,7 +20,7 @@ from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
-from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.attention_layers import attention_modules, attention_shape
@@ -31,11 +31,6 @@ from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
-
-
-class _Gpu(NamedTuple):
-    total_memory: int
-    major: int = 9
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,7 +63,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     """
     from transformers import AutoModelForCausalLM
 
-    limits = with_step_limits(config, _Gpu(gpu_memory))
+    limits = with_step_limits(config, Gpu(gpu_memory))
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)

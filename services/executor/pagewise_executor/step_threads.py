@@ -43,7 +43,6 @@ class _Size:
         return True
 
     def compare(self, ratio: float) -> None:
-        """Add a comparison, and update the choice."""
         self.ratios.append(ratio)
         self.alone = statistics.median(self.ratios) <= _SLOWER
 

@@ -26,9 +26,8 @@ def warm_up(
 ) -> None:
     """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
 
-    ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute; the
-    kernels of the graphs have been compiled. Chunks are tried in as many sequences as such a step needs, if there
-    can be as many.
+    ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute. Chunks are
+    tried in as many sequences as such a step needs, if there can be as many.
 
     The runner must be reset afterwards: its input batch and the first blocks of its pool have been overwritten. Its
     ``fallback`` is set if Triton launches kernels, which is slower than frozen launches.
@@ -66,8 +65,7 @@ def launch_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -
     """Launch the kernels of sampling, penalties and log-probabilities for one row.
 
     Logits are float32 for sampling, and of the model's type for the log-probabilities of a prompt. The count tables of
-    the penalties are small ones of its own: the runner's tables are large, and are allocated for the first request with
-    penalties.
+    the penalties are not the runner's, which are allocated for the first request with penalties.
     """
     from pagewise_kernels.logprobs import token_logprobs
     from pagewise_kernels.penalties import penalise

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -141,7 +142,7 @@ class TorchSlots:
 
     def begin(self, slots: Int64s) -> None:
         """Set the slot of each token's adapter [tokens] for the next forward pass, -1 for none."""
-        self._context.step = _TorchStep(self._groups(slots)) if (slots >= 0).any() else None
+        self._context.add = partial(_add, self._groups(slots)) if (slots >= 0).any() else None
 
     def _groups(self, slots: Int64s) -> "list[_Group]":
         groups = []
@@ -163,22 +164,18 @@ class _Group(NamedTuple):
     tokens: torch.Tensor | None
 
 
-class _TorchStep:
-    def __init__(self, groups: list[_Group]) -> None:
-        self._groups = groups
-
-    def add(self, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
-        for factors, first, last, tokens in self._groups:
-            if (pairs := factors.get(layer.number)) is None:
-                continue
-            rows, padding = x[first:last] if tokens is None else x[tokens], 0
-            if rows.device.type == "cpu" and rows.dtype != torch.float32:
-                padding = rounded_rows(len(rows)) - len(rows)  # oneDNN computes these products
-                rows = F.pad(rows, (0, 0, 0, padding))
-            for pair in pairs:
-                _, start, stop = layer.parts[pair.part]
-                more = F.linear(F.linear(rows, pair.a), pair.b)[: len(rows) - padding]
-                if tokens is None:
-                    y[first:last, start:stop] += more
-                else:
-                    y[:, start:stop].index_add_(0, tokens, more)
+def _add(groups: list[_Group], layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+    for factors, first, last, tokens in groups:
+        if (pairs := factors.get(layer.number)) is None:
+            continue
+        rows, padding = x[first:last] if tokens is None else x[tokens], 0
+        if rows.device.type == "cpu" and rows.dtype != torch.float32:
+            padding = rounded_rows(len(rows)) - len(rows)  # oneDNN computes these products
+            rows = F.pad(rows, (0, 0, 0, padding))
+        for pair in pairs:
+            _, start, stop = layer.parts[pair.part]
+            more = F.linear(F.linear(rows, pair.a), pair.b)[: len(rows) - padding]
+            if tokens is None:
+                y[first:last, start:stop] += more
+            else:
+                y[:, start:stop].index_add_(0, tokens, more)

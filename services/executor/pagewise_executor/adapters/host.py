@@ -100,7 +100,6 @@ class HostAdapters:
         return self.prepare(a), self.prepare(b)
 
     def _whole_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of each linear layer of the whole model, by its name in the checkpoint."""
         shapes = shapes_of(self.layers)
         if self.shards is not None:
             for module, (ins, outs) in shapes.items():

@@ -1,7 +1,7 @@
 """Linear layers to whose outputs the adapters of a batch are added."""
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,18 +18,14 @@ class Part(NamedTuple):
     stop: int
 
 
-class StepAdapters(Protocol):
-    """The adapters of the batch that is being computed."""
-
-    def add(self, layer: "AdaptedLinear", x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the products of the tokens' adapters with x [tokens, ins] to the outputs y [tokens, outs] of a layer."""
-
-
 class AdapterContext:
-    """The state that all layers of a model share: ``step``, the adapters of the batch; None: it has none."""
+    """The state that all layers of a model share.
 
-    def __init__(self) -> None:
-        self.step: StepAdapters | None = None
+    ``add``: adds the products of the batch's adapters with x [tokens, ins] to the outputs y [tokens, outs] of a layer;
+    None: the batch has no adapters.
+    """
+
+    add: "Callable[[AdaptedLinear, torch.Tensor, torch.Tensor], None] | None" = None
 
 
 class AdaptedLinear(nn.Module):
@@ -50,8 +46,8 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [.., ins] to [.., outs]."""
         y: torch.Tensor = self.base(x)
-        if (step := self.context.step) is not None:
-            step.add(self, x.reshape(-1, self.ins), y.view(-1, self.outs))
+        if (add := self.context.add) is not None:
+            add(self, x.reshape(-1, self.ins), y.view(-1, self.outs))
         return y
 
 
@@ -133,7 +129,6 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of inputs and outputs."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     first, second = weight.shape

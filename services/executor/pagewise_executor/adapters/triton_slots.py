@@ -1,9 +1,11 @@
 """Slots of adapters on a GPU: two Triton kernels per layer add all adapters of a batch.
 
-The adapters of a layer lie one behind the other in two tensors, padded to the greatest rank, so that a kernel finds
-the adapter of any token. A step adds the assignment of tokens to adapters (``LoraTiles``). CUDA graphs read it from
-static buffers; a step without adapters runs a graph that was captured without them.
+The adapters of a layer lie one behind the other in two tensors, padded to the greatest rank, so that a kernel finds the
+adapter of any token. A step adds the assignment of tokens to adapters (``LoraTiles``). CUDA graphs read it from static
+buffers; a step without adapters runs a graph that was captured without them.
 """
+
+from functools import partial
 
 import numpy as np
 import torch
@@ -75,25 +77,25 @@ class TritonSlots:
     def begin(self, slots: Int64s) -> None:
         """Set the slot of each token's adapter [tokens] for the next forward pass, -1 for none."""
         if not (slots >= 0).any():
-            self._context.step = None
+            self._context.add = None
             return
         rows = _rows_of_tile(len(slots))
         tiles, order = self._upload.together(*make_tiles(slots, rows))
-        self._context.step = _TritonStep(LoraTiles(tiles, order, rows), self._slots)
+        self._context.add = partial(self._add, LoraTiles(tiles, order, rows))
 
     def warm_up(self) -> None:
         """Compile the kernels of adapters."""
         for rows in (LEAST_RANK, _LARGE_ROWS):
             tiles, order = make_tiles(np.zeros(1, np.int64), rows)
-            step = _TritonStep(LoraTiles(self._upload(tiles), self._upload(order), rows), self._slots)
+            uploaded = LoraTiles(self._upload(tiles), self._upload(order), rows)
             for layer, slots in zip(self._layers, self._slots, strict=True):
-                step.add(layer, slots.a.new_zeros(1, layer.ins), slots.b.new_zeros(1, layer.outs))
+                self._add(uploaded, layer, slots.a.new_zeros(1, layer.ins), slots.b.new_zeros(1, layer.outs))
 
     # ---- steps from static buffers -------------------------------------------------------------------
 
     def begin_static(self, slots: Int64s, size: int) -> bool:
-        """Set the slots of the tokens [n] of the next forward pass, a step that is padded to ``size``; return whether
-        any of them has an adapter."""
+        """Set the slots of the next step's tokens [n], padded to ``size``; return whether any of them has an
+        adapter."""
         uses = bool((slots >= 0).any())
         self.prepare_static(size, uses=uses)
         if uses:
@@ -109,15 +111,10 @@ class TritonSlots:
         """Let a forward pass of ``size`` tokens read the buffers of ``begin_static`` if it ``uses`` adapters."""
         tiles = self._static_tiles[: _most_tiles(size, self._num_slots)]
         static = LoraTiles(tiles, self._static_order[:size], _rows_of_tile(size))
-        self._context.step = _TritonStep(static, self._slots) if uses else None
+        self._context.add = partial(self._add, static) if uses else None
 
-
-class _TritonStep:
-    def __init__(self, tiles: LoraTiles, slots: list[LoraLayer]) -> None:
-        self._tiles, self._slots = tiles, slots
-
-    def add(self, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
-        add_lora(x, y, self._slots[layer.number], self._tiles)
+    def _add(self, tiles: LoraTiles, layer: AdaptedLinear, x: torch.Tensor, y: torch.Tensor) -> None:
+        add_lora(x, y, self._slots[layer.number], tiles)
 
 
 def make_tiles(slots: Int64s, rows: int) -> tuple[Int32s, Int32s]:
@@ -138,5 +135,4 @@ def _rows_of_tile(num_tokens: int) -> int:
 
 
 def _most_tiles(num_tokens: int, num_slots: int) -> int:
-    """Return the most tiles that ``num_tokens`` tokens may have."""
     return -(-num_tokens // _rows_of_tile(num_tokens)) + min(num_slots, num_tokens)

@@ -49,8 +49,7 @@ def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: 
 
 
 def _window(module: Any, text: Any) -> int | None:
-    """Return the sliding window of a module, which is its attribute, or one of the configuration for layers of a
-    type."""
+    """Return the window of a module, from its attribute, or from the configuration by the type of the layer."""
     kinds = getattr(text, "layer_types", None)
     slides = getattr(module, "is_sliding", True)
     if hasattr(module, "sliding_window"):

@@ -141,8 +141,7 @@ class Checkpoint:
             self._tie_equal()
 
     def _tie_equal(self) -> None:
-        """Let head and embedding share their weights if the files have the same values for both, as transformers
-        does."""
+        """Let head and embedding share weights that are equal in the files, as transformers does."""
         head, embedding = self.model.lm_head, self.model.get_input_embeddings()  # type: ignore[operator]
         if type(head) is nn.Linear and torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
@@ -193,8 +192,7 @@ class StoredTensor(NamedTuple):
     types: frozenset[str] = FLOATS
 
     def shape_of(self, found: list[int]) -> list[int]:
-        """Return ``shape`` if a tensor that keeps its type differs from the shape ``found`` by dimensions of 1
-        alone."""
+        """Return ``shape`` if it differs from ``found`` by dimensions of 1 alone, in a tensor that keeps its type."""
         same = self.dtype is not None and [n for n in found if n != 1] == [n for n in self.shape if n != 1]
         return self.shape if same else found
 
@@ -308,8 +306,8 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
 def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards) -> QuantisedLinear:
     """Return a rank's part of a quantised layer: a weight of this ``shape``, some of its outputs or of its inputs.
 
-    A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds its inputs by
-    the largest one on this rank.
+    A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds by its own
+    inputs.
 
     Raises:
         UnknownShardError: the outputs cannot be divided.

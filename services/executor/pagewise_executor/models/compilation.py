@@ -42,11 +42,6 @@ class Ahead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     total_memory: int = 80 * 2**30
     ranks: int = 1
 
-    @property
-    def major(self) -> int:
-        """The first number of the compute capability."""
-        return self.capability // 10
-
 
 class Compilation:
     """A process that compiles the kernels of ``ahead``. ``done``: the file whose existence marks them as cached."""
@@ -111,8 +106,7 @@ def begin_compilation(config: ExecutorConfig, path: Path, device: torch.device, 
 
 
 def _hash_triton() -> None:
-    """Let Triton compute the hash of its own files beforehand, in 0.4 s. It keeps the hash for all look-ups of its
-    cache."""
+    """Let Triton compute the hash of its own files, in 0.4 s, before its cache needs it."""
     with suppress(ImportError):  # the module of another Triton may have another name: it hashes at its first look-up
         from triton.runtime.cache import triton_key
 
@@ -139,7 +133,6 @@ def link_shipped() -> None:
 
 
 def _mark(ahead: Ahead, path: Path) -> Path:
-    """Return the file in Triton's cache that marks these kernels, of this source and this Triton, as compiled."""
     import pagewise_kernels
     import triton
 

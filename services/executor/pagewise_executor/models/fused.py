@@ -45,8 +45,7 @@ _DECODERS = {
 
 
 class DecoderOutput(NamedTuple):
-    """The output of a decoder: the normalised hidden states [1, tokens, hidden]. The other fields, which the models of
-    transformers read, are empty."""
+    """The output of a decoder: hidden states [1, tokens, hidden], and empty fields that transformers reads."""
 
     last_hidden_state: torch.Tensor
     past_key_values: None = None
@@ -158,8 +157,7 @@ class NormWeight(nn.Module):
 def fuse_layers(model: nn.Module, operations: Operations, within: str = "", reduce: Reduce = sum_of_one) -> int:
     """Replace the decoder layers that have a fused form; return how many were replaced.
 
-    They compute after ``fuse_decoder`` only. ``within``: the name of the module of ``model`` that is, or has, the
-    layers; empty: all of the model.
+    They compute after ``fuse_decoder`` only. ``within``: the name of a part of ``model``; empty: all of it.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
@@ -178,7 +176,6 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
 
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:
-    """Return whether a module is a layer of transformers that can be fused."""
     if type(layer).__name__ not in _DECODERS:
         return False
     config = layer.self_attn.config  # type: ignore[union-attr]

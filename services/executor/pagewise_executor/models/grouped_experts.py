@@ -31,8 +31,7 @@ class GroupedRouter(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """Computes the experts of all tokens, of ``gate_up`` [experts, 2 · inner, hidden] and ``down`` [experts, hidden,
-    inner]."""
+    """Experts with the weights ``gate_up`` [experts, 2 · inner, hidden] and ``down`` [experts, hidden, inner]."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()

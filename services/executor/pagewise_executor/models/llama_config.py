@@ -62,8 +62,7 @@ class Llama3Rope(DefaultRope, kw_only=True, tag="llama3", forbid_unknown_fields=
 class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_unknown_fields=True):
     """The keys of config.json that all families of Llama's structure have, by their names there.
 
-    A family derives from it: with its name as the tag, its architecture, its own keys, and the methods that depend on
-    them.
+    A family derives from it, with its name as the tag, its architecture, and its own keys.
 
     ``own_dtype``: the type that the checkpoint names, of quantised ones for the weights that are not quantised.
     ``head_norm``: queries and keys have an RMSNorm by head. ``qkv_bias``: the projections to Q, K and V have a bias.

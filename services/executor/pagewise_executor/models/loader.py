@@ -325,7 +325,6 @@ def choose_dtype(config: ExecutorConfig, text: "LlamaConfig | PretrainedConfig")
 
 
 def _log_device(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, num_files: int) -> None:
-    """Log the device and the type; warn if a GPU is not used, or another type would be faster."""
     log.info("loading %s (%d weight files) as %s on %s", config.model, num_files, _name(dtype), device)
     if device.type == "cpu" and config.device == "auto" and (reason := why_no_gpu()):
         log.warning("the model is computed on the CPU: %s", reason)

@@ -107,7 +107,6 @@ def fix_rope(model: nn.Module, max_model_len: int) -> FixedRope:
 
 
 def _fix(module: nn.Module, kind: str, length: int) -> None:
-    """Fix a rotary embedding to the frequencies of sequences of this length."""
     inv_freq = module.inv_freq
     assert isinstance(inv_freq, torch.Tensor)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -47,8 +47,7 @@ class Operations:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` [tokens, size] holds
-        afterwards.
+        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards.
 
         In PyTorch also of x [tokens, heads, size] with a weight [heads, size].
         """

@@ -78,8 +78,7 @@ class CpuLinear(nn.Module):
 
 
 class Int8Linear(CpuLinear):
-    """A linear layer by the CPU operations with weights in eight bits. An int8 ``weight`` comes with ``scales``
-    [out]."""
+    """A linear layer by the CPU operations in eight bits. An int8 ``weight`` comes with ``scales`` [out]."""
 
     packed: "Int8Weight"
 
@@ -96,11 +95,10 @@ def pack_linears(
 ) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
-    With ``int8`` they are ``Int8Linear``, in a model in float32. Otherwise they are ``CpuLinear`` if the model runs on
-    the CPU operations, in float32, on a processor where these are as fast as oneDNN, and ``PackedLinear`` if oneDNN is
-    available.
+    With ``int8`` they are ``Int8Linear``, in a model in float32. Otherwise they are ``CpuLinear`` in float32 models on
+    the CPU operations, where these are as fast as oneDNN, or else ``PackedLinear`` if oneDNN is available.
 
-    ``within``: the name of the module of ``model`` that is, or has, the linear layers; empty: all of the model.
+    ``within``: the name of a part of ``model``; empty: all of it.
 
     Raises:
         ValueError: a layer has too many inputs for weights in eight bits.
@@ -161,6 +159,5 @@ def _packs(dtype: torch.dtype) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D, a linear layer with transposed weights, without importing the
-    class."""
+    """Return whether it is transformers' Conv1D, a linear layer with transposed weights, without importing it."""
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"

@@ -77,7 +77,6 @@ def prepare(
 def _replace_linears(
     config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str
 ) -> int:
-    """Replace the linear layers and experts of a part by the fastest form; return the number of packed ones."""
     make_fast(model, kernels, device, part)
     if kernels == "triton":
         if not config.deterministic:

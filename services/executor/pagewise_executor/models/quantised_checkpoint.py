@@ -39,8 +39,6 @@ class Scheme(NamedTuple):
 
 
 class _Settings(msgspec.Struct):
-    """The keys of config.json about quantisation."""
-
     quantization_config: Any = None
     compression_config: Any = None
     text_config: Any = None
@@ -77,8 +75,8 @@ class _CompressedTensors(msgspec.Struct):
 
 
 class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
-    """``quant_method: fp8``. A layer is converted if its weight is in FP8; the lists do not count. An unknown key may
-    change results, so it is refused."""
+    """``quant_method: fp8``. Layers with weights in FP8 are converted, whatever the lists say; unknown keys are
+    refused."""
 
     quant_method: Literal["fp8"]
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
@@ -195,7 +193,6 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
 
 
 def _refuse(*errors: tuple[object, str]) -> None:
-    """Raise _UnsupportedError with the text of the first error whose condition is true."""
     for unsupported, text in errors:
         if unsupported:
             raise _UnsupportedError(text)

@@ -122,7 +122,6 @@ class _Expert(nn.Module):
             self.add_module(name, nn.Linear(ins, outs, bias=False, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [rows, hidden] to [rows, hidden]."""
         gate, up, down = (self.get_submodule(name) for name in self._names)  # which have been replaced since
         made: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
         return made

@@ -287,8 +287,8 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     """Replace the linear layers within a part of a model by quantised ones; return how many.
 
-    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row. Layers with one output stay
-    as they are: they take little memory, and gate whole layers, such as the shared expert of Qwen2-MoE.
+    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row. Layers with one output stay as
+    they are: they take little memory, and gate whole layers, such as the shared expert of Qwen2-MoE.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
@@ -358,8 +358,7 @@ def has_exact_inputs(model: nn.Module) -> bool:
 
 
 def report(model: nn.Module, asked: bool) -> bool:
-    """Log how many weights are in eight bits, by which layers, and how many are not; return whether PyTorch computes
-    any.
+    """Log how many weights are in eight bits, and in which layers; return whether PyTorch computes any.
 
     ``asked``: an option asks for weights in eight bits, so the line is a warning if most of them are not.
     """

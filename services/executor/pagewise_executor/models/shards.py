@@ -95,8 +95,7 @@ class VocabularyNames(NamedTuple):
 class Shards:
     """The part of each weight that a rank holds.
 
-    ``plan``: from names of modules or weights, * for each number, to styles. ``vocabulary``: the embedding and the
-    head.
+    ``plan``: names of modules or weights, * for each number, to styles. ``vocabulary``: embedding and head.
     """
 
     def __init__(self, ranks: Ranks, plan: Mapping[str, str], vocabulary: VocabularyNames) -> None:
@@ -200,7 +199,6 @@ class _RankSum:
         self._handle: RemovableHandle | None = None
 
     def join(self, module: nn.Module) -> None:
-        """Sum the output of ``module``, and no longer the output of another module."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = module.register_forward_hook(self)

@@ -119,7 +119,6 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def _content(file: Path, name: str) -> tuple[object, ...]:
-    """Return the type, the shape and the bytes of a tensor."""
     with open_weights(file) as opened:
         tensor = opened.get_tensor(name)
     return tensor.dtype, tensor.shape, tensor.flatten().view(torch.uint8).numpy().tobytes()
@@ -244,6 +243,5 @@ def _stored_bytes(headers: Headers) -> int:
 
 
 def _swap() -> int:
-    """Return the bytes of swap space that are free."""
     table = Path("/proc/meminfo").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in table if line.startswith("SwapFree:"))

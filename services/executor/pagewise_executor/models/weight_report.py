@@ -139,7 +139,6 @@ def check_values(model: str, weights: Mapping[str, torch.Tensor], headers: Heade
 
 
 def _ranges(weights: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return the least and the greatest value [2] of each weight in floats; this waits for the device once."""
     floats = {
         name: weight
         for name, weight in weights.items()

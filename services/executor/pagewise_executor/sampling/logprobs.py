@@ -48,7 +48,6 @@ class LogprobsTensors:
 
 
 def _rows_of_bytes(table: torch.Tensor) -> list[bytes]:
-    """Return the memory of each row of ``table`` [n, any number]."""
     data, size = table.contiguous().numpy().tobytes(), table.shape[1] * table.element_size()
     return [data[begin : begin + size] for begin in range(0, len(table) * size, size)] if size else [b""] * len(table)
 
@@ -91,8 +90,7 @@ def prompt_logprobs(
 ) -> list[tuple[int, LogprobsTensors]]:
     """Compute the log-probabilities of prompt tokens, which the first ``count`` positions of each chunk predict.
 
-    ``logits``: [sum of counts, vocab]. ``sequences``: by row. Returns the log-probabilities in parts, each with its
-    row.
+    ``logits``: [sum of counts, vocab]. ``sequences``: by row. Returns them in parts, each with its row.
     """
     prompts, offset = [], 0
     for chunk, count in reported:

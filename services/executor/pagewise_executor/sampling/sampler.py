@@ -320,7 +320,6 @@ class Sampler:
         (self._plain.add if simple and state.params.temperature == 0 else self._plain.discard)(row)
 
     def _process(self, raw: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
-        """Return a copy of logits [n, vocab] behind the logits processors of all rows."""
         logits = raw.clone(memory_format=torch.contiguous_format)
         if sampled.penalised.indices:
             self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)

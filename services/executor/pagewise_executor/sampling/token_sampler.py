@@ -43,8 +43,8 @@ def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return standard Gumbel noise [n, vocab_size] float32, a pure function of each row's seed and position.
 
-    ``seeds``: int64 [n], the 64 bits of an unsigned seed. ``positions``: int64 [n], the position of the
-    sampled token in its sequence. Word ``v % 4`` of counter ``v // 4`` belongs to vocabulary entry ``v``.
+    ``seeds``: int64 [n], the 64 bits of an unsigned seed. ``positions``: int64 [n], the position of the sampled token
+    in its sequence. Word ``v % 4`` of counter ``v // 4`` belongs to vocabulary entry ``v``.
     """
     groups = -(-vocab_size // 4)
     key = torch.stack([seeds & _MASK, (seeds >> 32) & _MASK], dim=-1)[:, None, :]
@@ -91,8 +91,7 @@ class TorchTokenSampler:
 
 
 class TritonTokenSampler:
-    """Samples by the Triton kernel, which reads the parameters of ``num_rows`` rows, and of one for padding, on the
-    device."""
+    """Samples by the Triton kernel from the parameters of ``num_rows`` rows, and one for padding, on the device."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         from pagewise_kernels.sampling import SamplingTensors, sample

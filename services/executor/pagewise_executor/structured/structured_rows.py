@@ -163,7 +163,6 @@ class StructuredRows:
         return failures
 
     def _catch_up(self) -> None:
-        """Feed the matchers the tokens that were sampled since the last masks."""
         for drawn in self._drawn:
             if drawn.copied is not None:
                 drawn.copied.synchronize()
