@@ -267,6 +267,7 @@ class ExecutorService:
             self._rejoin()
 
     def _rejoin(self) -> None:
+        # Plans that arrive before the next Welcome are dropped: the inventory of the Hello must stay true.
         self._welcome = None
         self._welcomed.clear()
         self._hello_wanted.set()

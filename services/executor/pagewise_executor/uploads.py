@@ -45,6 +45,7 @@ class Uploads:
             self._rings.append(torch.empty(_SLOTS, room, dtype=torch.uint8, pin_memory=True))
             self._copied = [None] * _SLOTS
         slot, self._next = self._next, (self._next + 1) % _SLOTS
+        # The device may still read the buffer of an earlier copy: it must not be overwritten before.
         if (copied := self._copied[slot]) is not None:
             copied.synchronize()
         pinned = self._rings[-1][slot, :size]

@@ -85,6 +85,7 @@ class Adapters:
         with self._lock:
             if message.epoch < self._epoch:
                 raise AdapterError("it was asked for under an earlier epoch")
+            # Until the copy is complete the slot holds parts of two adapters, so no row may join with it.
             self._in_slot.pop(slot, None)
             in_slots = {content for _, content in self._in_slot.values()}
         held, evicted = self._host.get(adapter), tuple[bytes, ...]()
@@ -94,6 +95,7 @@ class Adapters:
         if slot >= 0:
             self.slots.put(slot, found)
             with self._lock:
+                # A reset may have come during the copy. The scheduler then knows of no adapter in this slot.
                 if message.epoch >= self._epoch:
                     self._in_slot[slot] = message.epoch, adapter.content
         took = int((time.perf_counter() - began) * 1e6)

@@ -59,11 +59,11 @@ def adapt_linears(model: nn.Module, context: AdapterContext) -> list[AdaptedLine
     found: list[AdaptedLinear] = []
     for name, layer in list(_decoder_layers(model)):
         linears = _fused(name, layer) if isinstance(layer, FusedDecoderLayer) else _plain(name, layer)
-        for place, parts, ins in list(linears):
-            base = model.get_submodule(place)
+        for path, parts, ins in list(linears):
+            base = model.get_submodule(path)
             adapted = AdaptedLinear(base, len(found), parts, ins, context)
             move_sum(base, adapted)  # the sum over the ranks must include the adapter's part
-            model.set_submodule(place, adapted)
+            model.set_submodule(path, adapted)
             found.append(adapted)
     return found
 
@@ -102,10 +102,10 @@ def _fused(name: str, layer: FusedDecoderLayer) -> Iterator[tuple[str, list[Part
 
 
 def _plain(name: str, layer: nn.Module) -> Iterator[tuple[str, list[Part], int]]:
-    for place, module in layer.named_modules(prefix=name):
-        if "experts" not in place.split(".") and _is_linear(module):
+    for path, module in layer.named_modules(prefix=name):
+        if "experts" not in path.split(".") and _is_linear(module):
             ins, outs = _shape(module)
-            yield place, _parts((place, outs)), ins
+            yield path, _parts((path, outs)), ins
 
 
 def _parts(*sizes: tuple[str, int]) -> list[Part]:

@@ -18,7 +18,6 @@ import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
-from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels
@@ -33,27 +32,14 @@ from pagewise_executor.models.kernel_choice import candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
-from pagewise_executor.models.long_rope import FixedRope, fix_rope
+from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
-from pagewise_executor.models.support import SERVED, check_known, check_supported
-from pagewise_executor.models.weight_files import (
-    Headers,
-    check_weights,
-    checked_headers,
-    first_line,
-    open_weights,
-    weight_files,
-)
-from pagewise_executor.models.weight_report import (
-    check_differences,
-    check_experts,
-    check_types,
-    check_values,
-    differences_of,
-)
+from pagewise_executor.models.support import SERVED, check_supported
+from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
+from pagewise_executor.models.weight_files import check_weights, checked_headers, first_line, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -133,7 +119,9 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         if stored is not None:
             (model, shards), rope, read = stored.shard(ranks), stored.rope, partial(stored.read, dtype=dtype)
         else:
-            model, shards, rope = _load_with_transformers(config, path, headers, whole, model_config, dtype, ranks)
+            model, shards, rope = load_with_transformers(
+                config, path, headers, whole, model_config, dtype, ranks, device, max_model_len
+            )
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
     # A model without weights cannot be tried before they are read.
@@ -200,99 +188,6 @@ def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None)
     name = "" if config.quantization == "none" else f"-{config.quantization}"
     fixed = "" if length is None else f"-{length}"
     return fixed + name + "-exact-inputs" * has_exact_inputs(model)
-
-
-def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
-    """Return the content of config.json.
-
-    Raises:
-        ModelError: it cannot be used.
-    """
-    from transformers import AutoConfig
-
-    check_known(config.model, path)
-    try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
-            path, trust_remote_code=config.trust_remote_code
-        )
-    except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
-        raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
-    return found
-
-
-def _load_with_transformers(
-    config: ExecutorConfig,
-    path: Path,
-    headers: Headers,
-    whole: "PretrainedConfig",
-    part: "PretrainedConfig",
-    dtype: torch.dtype,
-    ranks: Ranks,
-) -> tuple[torch.nn.Module, Shards | None, FixedRope]:
-    """Return the model, or this rank's part of it, its division, and the result of ``fix_rope``.
-
-    ``whole``, ``part``: the configurations of the whole model, and of this rank's part.
-
-    Raises:
-        ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from pagewise_executor.attention.paged import NAME
-    from pagewise_executor.models.sharded_loading import load_part
-
-    for file in headers:
-        with open_weights(file):
-            pass  # the error names the file if it is damaged
-    check_types(config.model, headers)
-    check_experts(config.model, headers)
-    device, max_model_len = choose_device(config), _max_model_len(config, part.get_text_config(decoder=True))
-    model: torch.nn.Module
-    shards: Shards | None = None
-    with _bars_in_the_log(config.model):
-        if ranks.alone:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
-                path,
-                config=part,
-                dtype=dtype,
-                attn_implementation=NAME,
-                use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=True,  # they are reported with the others
-                output_loading_info=True,
-            )
-            model, differences = loaded[0], differences_of(loaded[1])
-        else:
-            model, shards, differences = load_part(
-                whole, part, headers, dtype, ranks, NAME, trust_remote_code=config.trust_remote_code
-            )
-    check_differences(config.model, headers, differences)
-    model.eval().requires_grad_(False).to(device)
-    rope = fix_rope(model, max_model_len)
-    check_values(config.model, dict(model.named_parameters()), headers)
-    return model, shards, rope
-
-
-@contextmanager
-def _bars_in_the_log(model: str) -> Iterator[None]:
-    """Turn the progress bars of transformers into lines of the log.
-
-    Its table of missing and unused weights is left out: ``check_differences`` reports them in a line.
-    """
-    from transformers.utils.logging import set_tqdm_hook
-
-    def is_no_table(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in str(record.msg) or "CONVERSION" in str(record.msg)
-
-    bar = logged_bar(log, f"loading {model}", counts="it", unit="weights")
-    previous = set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_no_table)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_table)
-        set_tqdm_hook(previous)
 
 
 def choose_device(config: ExecutorConfig) -> torch.device:

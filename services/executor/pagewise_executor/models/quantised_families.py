@@ -73,9 +73,9 @@ class FamilyCheckpoint(Checkpoint):
         family, text = FAMILIES[config.model_type], config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
         model = _empty(text, device, dtype)
-        for place, module in list(model.named_modules()):
+        for path, module in list(model.named_modules()):
             if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-                model.set_submodule(place, Experts(module, family.experts))
+                model.set_submodule(path, Experts(module, family.experts))
         super().__init__(name, model, headers, device, quantised, tied=tied, named=family.named)
         self.rope = fix_rope(model, max_model_len)
 
@@ -104,10 +104,10 @@ class Experts(nn.ModuleList):
         result = torch.zeros_like(x)
         order = chosen.flatten().argsort(stable=True)
         sizes = chosen.flatten().bincount(minlength=len(self)).tolist()
-        for expert, places in zip(self, torch.split(order, sizes), strict=True):
-            if len(places):
-                rows = places // chosen.shape[1]
-                made = expert(x[rows]) * weights.flatten()[places, None]
+        for expert, chosen_at in zip(self, torch.split(order, sizes), strict=True):
+            if len(chosen_at):
+                rows = chosen_at // chosen.shape[1]
+                made = expert(x[rows]) * weights.flatten()[chosen_at, None]
                 result.index_add_(0, rows, made.to(x.dtype))
         return result
 

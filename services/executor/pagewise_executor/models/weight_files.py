@@ -106,14 +106,16 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
         ModelError: a file is truncated, or no safetensors file, or two files have different tensors of one name.
     """
     headers: dict[Path, dict[str, TensorInfo]] = {}
-    places: dict[str, Path] = {}
+    first_files: dict[str, Path] = {}
     for file in files:
         header = _checked_header(file)
-        for name in header.keys() & places.keys():
-            if _content(file, name) != _content(places[name], name):
-                raise ModelError(f"{places[name]} and {file} have different tensors {name}: remove that which is stale")
+        for name in header.keys() & first_files.keys():
+            if _content(file, name) != _content(first_files[name], name):
+                raise ModelError(
+                    f"{first_files[name]} and {file} have different tensors {name}: remove that which is stale"
+                )
             del header[name]
-        places |= dict.fromkeys(header, file)
+        first_files |= dict.fromkeys(header, file)
         headers[file] = header
     return headers
 

@@ -19,7 +19,7 @@ from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import RowFailure
 
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.uploads import Uploads
+from pagewise_executor.uploads import Uploads, to_host
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -152,7 +152,7 @@ class StructuredRows:
         if self.device.type != "cuda":
             self._drawn.append(_Drawn(held, tokens, None))
             return
-        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        on_host = to_host(tokens)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
         self._drawn.append(_Drawn(held, on_host, copied))

@@ -1,0 +1,227 @@
+"""Loads a model by transformers, or one rank's part of it, for which only that part of the weight files is read.
+
+transformers is imported by the functions, because that takes seconds and many models do not need it.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.progress import logged_bar
+
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.long_rope import FixedRope, fix_rope
+from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
+from pagewise_executor.models.support import check_known
+from pagewise_executor.models.weight_files import Headers, first_line, open_weights
+from pagewise_executor.models.weight_report import (
+    Differences,
+    Mismatch,
+    check_differences,
+    check_experts,
+    check_types,
+    check_values,
+    differences_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
+    """Return the content of config.json.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    from transformers import AutoConfig
+
+    check_known(config.model, path)
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
+            path, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
+        raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
+    return found
+
+
+def load_with_transformers(
+    config: ExecutorConfig,
+    path: Path,
+    headers: Headers,
+    whole: "PretrainedConfig",
+    part: "PretrainedConfig",
+    dtype: torch.dtype,
+    ranks: Ranks,
+    device: torch.device,
+    max_model_len: int,
+) -> tuple[torch.nn.Module, Shards | None, FixedRope]:
+    """Return the model, or this rank's part of it, its division, and the result of ``fix_rope``.
+
+    ``whole``, ``part``: the configurations of the whole model, and of this rank's part.
+
+    Raises:
+        ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
+        UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+
+    for file in headers:
+        with open_weights(file):
+            pass  # the error names the file if it is damaged
+    check_types(config.model, headers)
+    check_experts(config.model, headers)
+    model: torch.nn.Module
+    shards: Shards | None = None
+    with _bars_in_the_log(config.model):
+        if ranks.alone:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
+                path,
+                config=part,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are reported with the others
+                output_loading_info=True,
+            )
+            model, differences = loaded[0], differences_of(loaded[1])
+        else:
+            model, shards, differences = _load_part(config, whole, part, headers, dtype, ranks)
+    check_differences(config.model, headers, differences)
+    model.eval().requires_grad_(False).to(device)
+    rope = fix_rope(model, max_model_len)
+    check_values(config.model, dict(model.named_parameters()), headers)
+    return model, shards, rope
+
+
+class _LazyPart:
+    """A weight of the checkpoint in the state dict of transformers, which reads ``[...]`` of it when it needs it."""
+
+    def __init__(self, source: Slice, shards: Shards, name: str, shape: list[int]) -> None:
+        self._source, self._shards, self._name, self._shape = source, shards, name, shape
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._shards.read(self._source, self._name, self._shape)
+
+
+def _load_part(
+    config: ExecutorConfig, whole: Any, part: Any, headers: Headers, dtype: torch.dtype, ranks: Ranks
+) -> tuple[torch.nn.Module, Shards, Differences]:
+    """Return a rank's part of a model, in host memory, its division, and the differences between its files and it."""
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+
+    with torch.device("meta"):
+        complete, empty = (
+            AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                each, attn_implementation=NAME, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+            for each in (whole, part)
+        )
+    shards = Shards(ranks, _plan(empty), vocabulary_names(empty))
+    name_of = _names(empty)
+    wanted, sizes = (
+        {name: list(weight.shape) for name, weight in model.state_dict().items()} for model in (empty, complete)
+    )
+    mismatched: list[Mismatch] = []
+    weights: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in headers:
+            opened = stack.enter_context(open_weights(file))
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                name, joined = name_of(key)
+                found = list(opened.get_slice(key).get_shape())
+                # A part of a weight that is too large may have the right size. The shapes of weights that are joined to
+                # others are compared after the join.
+                if not joined and found != sizes.get(name, found):
+                    mismatched.append(Mismatch(key, found, sizes[name]))
+                # transformers reports weights that the model does not have.
+                weights[key] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
+        if mismatched:
+            return empty, shards, Differences(mismatched=mismatched)
+        model, info = type(empty).from_pretrained(
+            None,
+            config=part,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=NAME,
+            ignore_mismatched_sizes=True,  # they are reported with the others
+            output_loading_info=True,
+        )
+    return model, shards, differences_of(info)
+
+
+@contextmanager
+def _bars_in_the_log(model: str) -> Iterator[None]:
+    """Turn the progress bars of transformers into lines of the log.
+
+    Its table of missing and unused weights is left out: ``check_differences`` reports them in a line.
+    """
+    from transformers.utils.logging import set_tqdm_hook
+
+    def is_no_table(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg) or "CONVERSION" in str(record.msg)
+
+    bar = logged_bar(log, f"loading {model}", counts="it", unit="weights")
+    previous = set_tqdm_hook(lambda _, arguments, options: bar(*arguments, **options))
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_table)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_table)
+        set_tqdm_hook(previous)
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Return the plan of a model of transformers for tensor parallelism.
+
+    Raises:
+        UnknownShardError: it has none, or one that is not known here.
+    """
+    plan: dict[str, str] = model.tp_plan
+    if not plan:
+        raise UnknownShardError(
+            f"--tensor-parallel: transformers says for no layer of {type(model).__name__} how it can be divided"
+        )
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    if {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
+        # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
+        raise UnknownShardError(
+            f"--tensor-parallel: attention of {type(model).__name__} has no projections that can be divided by heads"
+        )
+    return plan
+
+
+def _names(model: Any) -> Callable[[str], tuple[str, bool]]:
+    """Return a function from the name of a tensor in the files to its name in a model of transformers.
+
+    It also returns whether the tensor is joined to others there, as the weights of experts are.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    wanted = model.state_dict()
+
+    def name_of(key: str) -> tuple[str, bool]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        return name, pattern is not None
+
+    return name_of
