@@ -1,8 +1,8 @@
 """Collective operations of the ranks of one executor: sums, the logits, and the tokens that rank 0 samples.
 
 The ranks of an executor with ``--tensor-parallel`` hold a part of the model each. They are processes of one host, or of
-several, which ``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. Every rank makes the same calls here in the
-same order.
+several, which ``torch.distributed`` joins: NCCL on GPUs, gloo on the CPU. All ranks make the same calls in the same
+order.
 """
 
 import contextlib

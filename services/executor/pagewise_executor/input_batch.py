@@ -83,8 +83,7 @@ class Chunk:
 class Draft:
     """Tokens [n] that may follow in a row that decodes, at positions from ``start`` + 1 on.
 
-    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them the step sampled
-    too.
+    ``last``: the token before them, which the row sampled last. ``num_accepted``: how many of them the step accepted.
     """
 
     row: int

@@ -248,8 +248,8 @@ def _repeat(measurements: Sequence[_Fastest], name: str) -> None:
 def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
-    It takes as much memory as a step can, because all tokens of the prompts report log-probabilities. The runner must
-    be reset afterwards.
+    All tokens of the prompts report log-probabilities, which takes the most memory. The runner must be reset
+    afterwards.
     """
     info, sampling = runner.info, SamplingParams(temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]

@@ -16,8 +16,7 @@ _STEP = 128 * 2**10
 def read_ahead(folder: Path) -> None:
     """Begin to read the weight files in ``folder`` into the page cache, in their order.
 
-    Nothing is read if they would take more than half of the available memory: the first pages might be evicted again
-    before they are needed.
+    Nothing is read if they would take more than half of the available memory: pages might be evicted before their use.
     """
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not hasattr(os, "posix_fadvise") or 2 * sum(file.stat().st_size for file in files) > _available():

@@ -94,8 +94,7 @@ class TritonSlots:
     # ---- steps from static buffers -------------------------------------------------------------------
 
     def begin_static(self, slots: Int64s, size: int) -> bool:
-        """Set the slots of the next step's tokens [n], padded to ``size``; return whether any of them has an
-        adapter."""
+        """Set the slots of the next step's tokens [n], padded to ``size``; return whether it uses adapters."""
         uses = bool((slots >= 0).any())
         self.prepare_static(size, uses=uses)
         if uses:

@@ -306,8 +306,7 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
 def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards) -> QuantisedLinear:
     """Return a rank's part of a quantised layer: a weight of this ``shape``, some of its outputs or of its inputs.
 
-    A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds by its own
-    inputs.
+    A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds by its inputs.
 
     Raises:
         UnknownShardError: the outputs cannot be divided.

@@ -75,8 +75,7 @@ class _CompressedTensors(msgspec.Struct):
 
 
 class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
-    """``quant_method: fp8``. Layers with weights in FP8 are converted, whatever the lists say; unknown keys are
-    refused."""
+    """``quant_method: fp8``. Layers with weights in FP8 are converted, whatever the lists say. Unknown keys fail."""
 
     quant_method: Literal["fp8"]
     activation_scheme: Literal["dynamic", "static"] = "dynamic"

@@ -27,8 +27,8 @@ class Inputs(NamedTuple):
     """How the inputs of a layer are rounded before the product, to the type of its weights.
 
     ``quantised``: False: only weights are in eight bits. ``group``: the number of inputs of a row that share a scale;
-    None: all. ``static``: the checkpoint has one scale for all rows; otherwise the largest value of a row or a group
-    decides the scale.
+    None: all. ``static``: the checkpoint has one scale for all rows; otherwise each row or group has one by its largest
+    value.
     """
 
     quantised: bool = True

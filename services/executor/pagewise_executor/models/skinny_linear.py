@@ -73,8 +73,7 @@ class RowwiseLinear(nn.Module):
 def make_rowwise(model: nn.Module) -> None:
     """Replace the linear layers of a model whose decoder is fused, so that results do not depend on the batch.
 
-    The libraries of linear layers sum in another order for another number of rows. Fused decoders, attention and
-    sampling do not.
+    The libraries of linear layers sum in another order for another number of rows. The other operations do not.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -11,8 +11,8 @@ from pagewise_executor.input_batch import Chunk, SequenceState
 from pagewise_executor.uploads import Uploads, to_host_together
 
 _AT_ONCE = 512
-"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors of the
-vocabulary's size."""
+"""The most positions of a prompt whose log-probabilities are computed at once: each takes some float32 vectors
+[vocab]."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From logits [n, vocab] and tokens int64 [n] to log-probabilities float32 [n] and ranks [n], from 1 on."""

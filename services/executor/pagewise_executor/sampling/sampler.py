@@ -96,8 +96,7 @@ class RowConstraints:
 
     Fields:
         biased, biases: flat indices of logits, and their biases.
-        limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: no row
-            has any.
+        limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: none.
         held_back: flat indices of the tokens that would end a sequence too early. holding: indices of their rows.
         followed: index and state of each row with bad words of several tokens.
     """

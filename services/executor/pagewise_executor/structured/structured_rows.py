@@ -1,8 +1,8 @@
 """The rows whose outputs have to match grammars: a matcher for each, and its mask for every token.
 
 A mask depends on the tokens that were sampled before, which a GPU may not have computed yet when the next step is
-issued. So masks are made as late as possible: when the forward pass of a step has been issued, the tokens of the step
-before are waited for.
+issued. So masks are made as late as possible: behind the launch of a step's forward pass, which the device computes
+during the wait for the tokens of the step before.
 """
 
 import logging
