@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _COUNT_SECONDS = 1.0
 
 
-class _Link:
+class _LeaderConnection:
     """The frames between this rank and rank 0. Messages that wait for steps are put into ``inbox``."""
 
     def __init__(self, connection: Connection, folder: str) -> None:
@@ -83,42 +83,42 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
-    link = _Link(connection, seat.folder)
-    end_with_threads(link.fail)
-    threading.Thread(target=link.receive, name="rank 0", daemon=True).start()
-    return run(link, config, seat)
+    leader = _LeaderConnection(connection, seat.folder)
+    end_with_threads(leader.fail)
+    threading.Thread(target=leader.receive, name="rank 0", daemon=True).start()
+    return run(leader, config, seat)
 
 
-def run(link: _Link, config: ExecutorConfig, seat: Seat) -> int:
+def run(leader: _LeaderConnection, config: ExecutorConfig, seat: Seat) -> int:
     """Follow rank 0 to the end; returns the process's exit code. Errors are sent to rank 0."""
     try:
-        _follow(link, config, seat)
+        _follow(leader, config, seat)
     except Exception as error:
         # A rank that has served can do so again: a step has failed, and not the configuration.
-        final = isinstance(error, FINAL) and link.runner is None
+        final = isinstance(error, FINAL) and leader.runner is None
         if not final:
             log.exception("rank %d failed", seat.rank)
-        link.send(Failed(str(error)[:500] or type(error).__name__, final))
+        leader.send(Failed(str(error)[:500] or type(error).__name__, final))
         return CANNOT_START if final else 1
     return 0
 
 
-def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
+def _follow(leader: _LeaderConnection, config: ExecutorConfig, seat: Seat) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
     runner = build_runner(config, keys, seat)
-    runner.report_to(link.send)
-    link.runner = runner
-    link.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))
+    runner.report_to(leader.send)
+    leader.runner = runner
+    leader.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))
     pending: PendingStep | None = None
     num_steps = 0
     counted, counted_at = Counted(), time.monotonic()
     while True:
         message = None
         with contextlib.suppress(queue.Empty):
-            message = link.inbox.get(timeout=_COUNT_SECONDS)
+            message = leader.inbox.get(timeout=_COUNT_SECONDS)
         if (now := time.monotonic()) - counted_at >= _COUNT_SECONDS:
             if (found := runner.counted) != counted:
-                link.send(found)
+                leader.send(found)
             counted, counted_at = found, now
         if message is None:
             continue
@@ -135,10 +135,10 @@ def _follow(link: _Link, config: ExecutorConfig, seat: Seat) -> None:
                 pending = issued
             case Welcome():
                 runner.reset(message)
-                link.send(ResetDone(message.epoch, num_steps))
+                leader.send(ResetDone(message.epoch, num_steps))
                 num_steps = 0
             case ListBlocks():
-                link.send(Listed(runner.inventory()))
+                leader.send(Listed(runner.inventory()))
             case CancelCopies() | LookUp() | LoadAdapter():
                 runner.handle(message)
             case Stop():

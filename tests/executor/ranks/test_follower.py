@@ -44,15 +44,15 @@ class Runner:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[follower._Link, Connection]]:
+def ends() -> Iterator[tuple[follower._LeaderConnection, Connection]]:
     """Both ends of the link between a rank and rank 0."""
     own, other = (Connection(end.detach()) for end in socket.socketpair())
-    yield follower._Link(own, "nowhere"), other
+    yield follower._LeaderConnection(own, "nowhere"), other
     own.close()
     other.close()
 
 
-def follow(link: follower._Link, runner: Runner | Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+def follow(link: follower._LeaderConnection, runner: Runner | Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def build(*_: object) -> Runner:
         if isinstance(runner, Exception):
             raise runner
@@ -67,7 +67,7 @@ def said(rank_0: Connection) -> list[Message]:
 
 
 def test_it_tells_what_it_has_counted_also_while_it_has_work_all_the_time(
-    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._LeaderConnection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     monkeypatch.setattr(follower, "_COUNT_SECONDS", 0.02)
@@ -82,7 +82,7 @@ def test_it_tells_what_it_has_counted_also_while_it_has_work_all_the_time(
 
 
 def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
-    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._LeaderConnection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     link.inbox.put(StepPlan(1, 1))
@@ -92,7 +92,7 @@ def test_a_step_that_fails_does_not_keep_the_executor_from_starting_again(
 
 @pytest.mark.parametrize("error", [ModelError("no room"), zmq.ZMQError(errno.EADDRINUSE)])
 def test_a_model_that_cannot_be_loaded_does_and_so_does_a_port_that_is_taken(
-    error: Exception, ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+    error: Exception, ends: tuple[follower._LeaderConnection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     assert follow(link, error, monkeypatch) == CANNOT_START
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_loaded_does_and_so_does_a_port_that_is_taken(
 
 
 def test_a_rank_that_has_lost_a_thread_tells_rank_0_and_ends(
-    ends: tuple[follower._Link, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[follower._LeaderConnection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, rank_0 = ends
     ended = []
