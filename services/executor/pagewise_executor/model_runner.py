@@ -475,6 +475,6 @@ def _log_pool(info: RunnerInfo) -> None:
     if (holds := info.num_blocks * info.block_size) < info.max_model_len:
         log.warning(
             "the KV pool holds %d tokens, so longer requests are refused, though the model takes %d: --max-model-len "
-            "%d tells clients so, and a larger --kv-memory, --quantization or --kv-dtype fp8 leave more room",
+            "%d announces it to clients, and a larger --kv-memory, --quantization or --kv-dtype fp8 leave more room",
             holds, info.max_model_len, holds,
         )  # fmt: skip

@@ -127,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewise size",
-        description="Say what a model takes of each GPU's memory, and how many tokens of KV fit beside it, from its "
-        "config.json: no weights are read. What steps take is an estimate, which has not been compared with a GPU.",
+        description="Print the memory of a model on each GPU, and how many tokens of KV fit beside it, from its "
+        "config.json: no weights are read. The memory of steps is an estimate, which has not been compared with a GPU.",
     )
     parser.add_argument("model", help="model directory or hub id; of a directory config.json is enough")
     parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of each GPU, such as 80GiB")

@@ -301,7 +301,7 @@ def test_adapters_of_other_models_and_files_that_have_changed_are_refused_when_t
     adapter = read(copy)
     config = copy / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
-    assert "are not those that were registered" in failing(runner, adapter)
+    assert "are not the registered ones" in failing(runner, adapter)
     run_requests(runner, [with_adapter(read_adapter("new", str(copy), 16), [3, 4], 2, "r")])
 
 
@@ -357,7 +357,7 @@ def test_files_that_change_in_place_never_give_kv_of_the_old_content(
     expected = [greedy(peft_model(llama, folders[name]), prompt, 4)[0] for name in ("plain", "stabilised")]
     assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
     assert [one.num_cached_tokens > 0 for one in requests] == [True, False]
-    with pytest.raises(AssertionError, match="are not those that were registered"):
+    with pytest.raises(AssertionError, match="are not the registered ones"):
         drive(runner, scheduler, [with_adapter(old, prompt, 4, "late")])
 
 

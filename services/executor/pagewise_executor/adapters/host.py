@@ -66,7 +66,7 @@ class HostAdapters:
         if content_hash(files.config, weights) != adapter.content:
             raise unusable(
                 adapter.name,
-                "its files are not those that were registered: they have changed since, or the executor sees others; "
+                "its files are not the registered ones: they have changed since, or the executor sees others; "
                 f"load the adapter again from {adapter.path}",
             )
         check_modules(files, self._whole_shapes())

@@ -125,7 +125,7 @@ def family_checkpoint(
     if not ranks.alone:
         raise ModelError(
             f"--tensor-parallel {ranks.size}: quantised checkpoints of {model_config.model_type} are not divided among "
-            "ranks, those of Llama, Mistral, Qwen2 and Qwen3 are"
+            "ranks, only checkpoints of Llama, Mistral, Qwen2 and Qwen3"
         )
     try:
         return FamilyCheckpoint(config.model, model_config, headers, device, quantised, dtype, max_model_len)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagewise_executor.models.llama_config import LlamaConfig
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums over the ranks that hold parts of a layer; see ``Ranks.reduce``."""
+"""Sums over the ranks that hold parts of a layer, as ``Ranks.reduce`` does."""
 
 
 def sum_of_one(x: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"not enough memory on {device} for the weights of {config.model}: end what else uses it, or try "
+            f"not enough memory on {device} for the weights of {config.model}: end other programs that use it, or try "
             f"--quantization {'fp8' if device.type == 'cuda' else 'int8'}"
         ) from error
     except UnknownShardError as error:

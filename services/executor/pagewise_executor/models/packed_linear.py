@@ -144,7 +144,7 @@ def _packs(dtype: torch.dtype) -> bool:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not TORCH_VERSIONS[0] <= version <= TORCH_VERSIONS[1]:
         log.warning(
-            "linear layers of %s are those of PyTorch, which are slower: to reorder weights for oneDNN was tried with "
+            "PyTorch computes linear layers of %s, which is slower: the order of oneDNN's weights was tested with "
             "PyTorch %d.%d to %d.%d, not %d.%d", dtype, *TORCH_VERSIONS[0], *TORCH_VERSIONS[1], *version,
         )  # fmt: skip
         return False
@@ -153,7 +153,7 @@ def _packs(dtype: torch.dtype) -> bool:
     try:
         PackedLinear(torch.zeros(16, 16, dtype=dtype), None)(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError as error:
-        log.info("linear layers of %s are those of PyTorch: oneDNN does not pack their weights (%s)", dtype, error)
+        log.info("PyTorch computes linear layers of %s: oneDNN does not pack their weights (%s)", dtype, error)
         return False
     return True
 

@@ -179,9 +179,9 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
 
 
 def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> QuantisedCheckpoint:
-    for what, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
+    for key, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
         given = settings or {}
-        _refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {what}"))
+        _refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {key}"))
     schemes = [
         (group.targets, _scheme(group, group.format or found.format or "unknown"))
         for group in found.config_groups.values()

@@ -10,7 +10,7 @@ from pagewise_shared.errors import ModelError
 
 SERVED = (
     "served are Llama, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2 and 3, Phi-3, GPT-2, GPT-NeoX, OPT, and "
-    "what computes as they do"
+    "models that compute alike"
 )
 """The families with a test, as a part of a sentence."""
 

@@ -89,7 +89,7 @@ def check_types(model: str, headers: Headers) -> None:
             if _WEIGHT.search(name) and tensor.dtype not in FLOATS:
                 raise ModelError(
                     f"{model} cannot be served: its weight {name} in {file} is of type {tensor.dtype}, and its "
-                    "config.json has no quantization_config that says what the values mean"
+                    "config.json has no quantization_config that describes the values"
                 )
 
 

@@ -171,7 +171,7 @@ class SampledRows:
         penalised: the rows with penalties.
         reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
         structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
-        searched: indices, among those that report log-probabilities, of hypotheses of beam searches with grammars.
+        searched: indices into ``reporting`` of hypotheses of beam searches with grammars.
     """
 
     rows: list[int]
@@ -271,7 +271,7 @@ class Sampler:
         """
         state = self._states[row]
         if state.penalised or state.params.grammar or state.num_held_back or state.table.bad_words:
-            raise InvalidPlanError(f"row {row} has a draft, but what it samples depends on the tokens before")
+            raise InvalidPlanError(f"row {row} has a draft, but its sampling depends on the tokens before")
 
     def are_simple(self, rows: list[int]) -> bool:
         """Return whether these rows need only the token sampler: no logits processors, and no log-probabilities."""
