@@ -181,7 +181,7 @@ async def test_a_follower_is_told_at_once_and_whoever_waits_gets_the_rest() -> N
 
     def follower() -> bool:
         if ready:
-            told.append([delta.index for delta in live.take_news()])
+            told.append([delta.index for delta in live.take_deltas()])
         return ready
 
     live.follow(follower)

@@ -56,7 +56,7 @@ async def _load(request: web.Request) -> web.Response:
         )
     try:
         adapter = await asyncio.to_thread(read_adapter, body.lora_name, body.lora_path, service.limits.max_adapter_rank)
-        await service.scheduler_client.adapters.load(adapter, replace=body.load_inplace)
+        await service.scheduler_client.load_adapter(adapter, replace=body.load_inplace)
     except AdapterNotFoundError as error:
         raise NotFoundError(str(error), "lora_path") from None
     except (UnusableAdapterError, AdapterError) as error:
@@ -74,7 +74,7 @@ async def _unload(request: web.Request) -> web.Response:
     service = _checked(request)
     body, _ = await read_request(request, UnloadAdapterRequest)
     try:
-        await service.scheduler_client.adapters.unload(body.lora_name)
+        await service.scheduler_client.unload_adapter(body.lora_name)
     except AdapterError as error:
         raise NotFoundError(str(error), "lora_name") from None
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -311,7 +311,7 @@ async def _settle_adapter(service: Service, body: Struct) -> None:
     """Wait until it is known whether there is the adapter that a request names, if it does not name the model."""
     name, limits = getattr(body, "model", None), service.limits
     if name is not None and limits.max_adapter_rank and name != limits.model_name:
-        await limits.adapters.settle(name)
+        await limits.adapters.wait_for(name)
 
 
 async def count_request(request: web.Request) -> Intake:

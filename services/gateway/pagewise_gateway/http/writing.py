@@ -225,14 +225,14 @@ async def stream_events(request: web.Request, live: LiveRequest, source: EventSo
         which would take as long as all other work on it."""
         if not writer.ready():
             return False
-        writer.write(source.events(live.take_news()))
+        writer.write(source.events(live.take_deltas()))
         return True
 
     def write_quick() -> bool:
         """The same for events that take longer."""
         if not (writer.ready() and source.quick() and turns.free()):
             return False
-        writer.write(source.events(live.take_news()))
+        writer.write(source.events(live.take_deltas()))
         turns.done()
         return True
 

@@ -1,4 +1,4 @@
-"""The link to the scheduler: the connection, and the requests that are served over it."""
+"""The gateway's client of the scheduler: the connection, and the requests that are served over it."""
 
 from pagewise_gateway.scheduler_client.adapter_table import AdapterError, AdapterTable
 from pagewise_gateway.scheduler_client.client import SchedulerClient

@@ -1,4 +1,4 @@
-"""The link to the scheduler: accepts requests from the HTTP surface, and carries them over restarts of schedulers."""
+"""The gateway's client of the scheduler: it submits requests, and submits them again after a scheduler's restart."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from itertools import count
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 from msgspec.structs import replace
@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     PROTOCOL_MINOR,
     Abort,
     AbortRequest,
+    Adapter,
     AdapterAnswer,
     AdapterState,
     ConsoleView,
@@ -28,15 +29,17 @@ from pagewise_shared.protocol import (
     Outputs,
     Query,
     QueryAnswer,
+    RegisterAdapter,
     RequestRefused,
     Submit,
+    UnregisterAdapter,
     encode,
 )
 from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
 from pagewise_gateway.generation import AdmissionError, AnswerOptions, Capacity, GenerationError, Held
 from pagewise_gateway.metrics import Metrics
-from pagewise_gateway.scheduler_client.adapter_table import AdapterTable
+from pagewise_gateway.scheduler_client.adapter_table import AdapterError, AdapterTable
 from pagewise_gateway.scheduler_client.connection import SchedulerConnection
 from pagewise_gateway.scheduler_client.live_request import LiveRequest
 from pagewise_gateway.scheduler_client.repeat_watch import RepeatWatch
@@ -48,20 +51,23 @@ log = logging.getLogger(__name__)
 METRICS_SECONDS = 1.0
 """How often this gateway's metrics are sent to the scheduler."""
 QUERY_SECONDS = 10.0
+LOAD_SECONDS = 300.0
+"""How long loading an adapter on all executors may take."""
 _LONGEST_RETRY_SECONDS = 5.0
 _CLOSING = "the gateway is shutting down"
+_NO_SCHEDULER = "no scheduler answers"
 
 
 class SchedulerClient:
     """All live requests of one gateway, and its connection to the scheduler.
 
     Fields:
-        adapters: those that are served.
-        closing: whether no more requests are accepted, because this gateway stops.
+        adapters: the LoRA adapters that requests may name.
+        closing: whether this gateway stops, and so accepts no more requests.
         on_end: is called with each request when it has ended.
 
-    When the scheduler is lost, no request is: each is submitted again to the next one, with the tokens that it has. A
-    request that has waited ``timeout`` seconds for a scheduler fails.
+    When the scheduler is lost, no request is lost: each is submitted again to the next scheduler, with its output
+    tokens so far. A request that has waited ``timeout`` seconds for a scheduler fails.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class SchedulerClient:
         self._tokenizer = tokenizer
         self._metrics, self._timeout = metrics, timeout
         self._name = gateway_id, model_name, uuid4().hex
-        self._rejoins = self._served_by = 0  # by how many executors, the last time that there were any
+        self._rejoins = self._served_by = 0  # the last number of ready executors that was not 0
         self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._repeats = RepeatWatch(metrics)
@@ -92,33 +98,34 @@ class SchedulerClient:
         self.on_end: Callable[[LiveRequest], None] = lambda live: None
         self._fleet = FleetState(0)
         self._fleet_known = asyncio.Event()  # the scheduler of this epoch has sent a FleetState
-        self._queries: dict[int, asyncio.Future[QueryAnswer]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}  # QueryAnswer or AdapterAnswer, as each query asks for
+        self._modules: dict[int, str] = {}  # adapters of --lora-modules by the number of their query
         self._query_numbers = count(1)
 
     async def run(self) -> None:
-        """Stay linked until cancelled.
+        """Stay connected to a scheduler until cancelled.
 
         Raises:
             RefusedError: the scheduler does not let this gateway join.
             ConfigError: the scheduler asks for a key, and this gateway has none.
         """
         async with asyncio.TaskGroup() as tasks:
-            periodic = tasks.create_task(self._tend(), name="link")
+            periodic = tasks.create_task(self._tick(), name="scheduler client")
             try:
                 await self._connection.run()
             finally:
                 periodic.cancel()
 
-    # ---- for the HTTP surface ------------------------------------------------------------------------
+    # ---- for HTTP handlers ---------------------------------------------------------------------------
 
     @property
     def answers(self) -> bool:
-        """Whether there is a scheduler from which something has been received lately."""
+        """Whether this gateway is joined to a scheduler that is not silent."""
         return self._connection.answers
 
     @property
     def ready_executors(self) -> int:
-        """How many executors are ready, according to the scheduler; 0 without one."""
+        """How many executors are ready, according to the scheduler; 0 without a scheduler."""
         return self._fleet.ready_executors if self.answers else 0
 
     @property
@@ -132,16 +139,15 @@ class SchedulerClient:
         return self._fleet.problems if self.answers else ()
 
     def capacity(self) -> Capacity | None:
-        """Return the limits of the fleet, now or before it was lost; None until a first executor has joined."""
+        """Return the limits of the executors, as last reported; None until a first executor has joined."""
         fleet = self._fleet
         return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars) if fleet.max_model_len else None
 
     async def wait_for_capacity(self) -> Capacity:
-        """Return the limits of the fleet. A gateway that has never been told of any waits for a scheduler, as long as
-        requests do.
+        """Return the limits of the executors. Before the first report, wait for a scheduler as long as requests do.
 
         Raises:
-            AdmissionError: this gateway stops, no scheduler has answered in time, or no executor has joined it yet.
+            AdmissionError: this gateway stops, no scheduler has answered in time, or no executor has joined yet.
         """
         self._check_open()
         if self.capacity() is None and self._connection.epoch is None:
@@ -152,7 +158,7 @@ class SchedulerClient:
             return capacity
         if self._connection.epoch is None:
             self._metrics.requests_refused("no_scheduler").inc()
-            raise AdmissionError("unavailable", "no scheduler answers")
+            raise AdmissionError("unavailable", _NO_SCHEDULER)
         self._metrics.requests_refused("no_executor").inc()
         raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
 
@@ -165,9 +171,8 @@ class SchedulerClient:
     ) -> LiveRequest:
         """Submit a request, now or as soon as there is a scheduler. ``LiveRequest.next`` raises if it is not accepted.
 
-        ``request``: its epoch and stream are of no interest. ``counted_as``: the request without prompts that it was
-        counted as, which ends when this one takes its place.
-        ``held``: the memory that is taken for its answer.
+        ``request``: its epoch and stream are ignored. ``counted_as``: a request without prompts that has held a place
+        for this one, and ends when this one is submitted. ``held``: the memory that is reserved for its answer.
 
         Raises:
             AdmissionError: this gateway accepts no more requests.
@@ -202,54 +207,84 @@ class SchedulerClient:
         """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
         of JSON for consoles (``view``).
 
-        ``key``: name of the API key whose requests the report may show; empty: of all. ``detail``: see ``Query``.
+        ``key``: name of the API key whose requests the report may show; empty: all keys. ``detail``: see ``Query``.
 
         Raises:
             AdmissionError: no scheduler answers.
-            LookupError: the scheduler knows nothing of this name.
+            LookupError: the scheduler knows no request of this name.
         """
         epoch = self._connection.epoch
         if kind == "metrics" and epoch is not None:
             self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
-        told = await self._ask(lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view, detail))
-        if not told.found:
+        answer: QueryAnswer = await self._ask(
+            lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view, detail)
+        )
+        if not answer.found:
             raise LookupError(argument)
-        return told.body
+        return answer.body
 
     async def end_request(self, name: str) -> bool:
-        """Have the scheduler end a request, by our id or its client's, whichever gateway it came from; whether there
-        was one.
+        """Have the scheduler end a request of any gateway, by our id or its client's. Returns whether there was one.
 
         Raises:
             AdmissionError: no scheduler answers.
         """
-        return (await self._ask(lambda epoch, number: AbortRequest(epoch, number, name))).found
+        answer: QueryAnswer = await self._ask(lambda epoch, number: AbortRequest(epoch, number, name))
+        return answer.found
 
-    async def _ask(self, question: Callable[[int, int], Message]) -> QueryAnswer:
-        """Send a message that the scheduler answers. ``question``: makes it of the epoch and its number.
+    async def load_adapter(self, adapter: Adapter, *, replace: bool) -> None:
+        """Have all executors load an adapter. ``replace``: it may take the place of one with the same name.
 
         Raises:
+            AdapterError: it cannot be served.
+            AdmissionError: no scheduler answers, or there is no executor that could load it.
+        """
+        await self._change_adapter(lambda epoch, number: RegisterAdapter(epoch, number, adapter, replace))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have all executors unload an adapter.
+
+        Raises:
+            AdapterError: there is none of that name.
             AdmissionError: no scheduler answers.
         """
-        epoch = self._connection.epoch
-        if epoch is None:
-            raise AdmissionError("unavailable", "no scheduler answers")
+        await self._change_adapter(lambda epoch, number: UnregisterAdapter(epoch, number, name))
+
+    async def _change_adapter(self, make: Callable[[int, int], Message]) -> None:
+        answer: AdapterAnswer = await self._ask(make, LOAD_SECONDS, "the executors have not loaded the adapter in time")
+        if answer.kind == "unavailable":
+            raise AdmissionError("unavailable", answer.message)
+        if answer.kind:
+            raise AdapterError(answer.message)
+
+    async def _ask(
+        self,
+        make: Callable[[int, int], Message],
+        seconds: float = QUERY_SECONDS,
+        late: str = "the scheduler does not answer",
+    ) -> Any:
+        """Send the message that ``make`` makes of the epoch and a new number, and return the answer with that number.
+
+        Raises:
+            AdmissionError: no scheduler answers; ``late`` is its text if there is none after ``seconds``.
+        """
+        if (epoch := self._connection.epoch) is None:
+            raise AdmissionError("unavailable", _NO_SCHEDULER)
         number = next(self._query_numbers)
-        answer: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
-        self._queries[number] = answer
+        answer = self._queries[number] = asyncio.get_running_loop().create_future()
         try:
-            self._connection.send(question(epoch, number))
-            async with asyncio.timeout(QUERY_SECONDS):
+            self._connection.send(make(epoch, number))
+            async with asyncio.timeout(seconds):
                 return await answer
         except TimeoutError:
-            raise AdmissionError("unavailable", "the scheduler does not answer") from None
+            raise AdmissionError("unavailable", late) from None
         finally:
             del self._queries[number]
 
     async def close(self, seconds: float, at_once: asyncio.Event) -> None:
-        """Accept no more requests, and wait for the live ones to end, for ``seconds`` or until ``at_once`` is set.
+        """Accept no more requests, and wait until all have ended, for ``seconds`` at most or until ``at_once`` is set.
 
-        Then those whose clients have seen tokens end there, and the others fail.
+        Then requests whose clients have seen tokens end with these tokens, and the others fail.
         """
         self.closing = self._connection.stopping = True
         if self._live:
@@ -267,28 +302,24 @@ class SchedulerClient:
 
     def _hello(self) -> GatewayHello:
         known = self.adapters
-        return GatewayHello(
-            PROTOCOL_MAJOR,
-            PROTOCOL_MINOR,
-            *self._name,
-            self._served_by,
-            self._rejoins,
-            known.version,
-            known.all(),
-        )
+        counts = self._served_by, self._rejoins
+        return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, *counts, known.version, known.all())
 
     def joined(self, epoch: int) -> None:
-        """A scheduler is there: submit all live requests, in the order of their arrival."""
-        self.adapters.joined(epoch, self._connection.send)
+        """Submit all live requests to the scheduler of a new epoch, in the order of their arrival."""
+        for adapter in self.adapters.wanted.values():
+            number = next(self._query_numbers)
+            self._modules[number] = adapter.name
+            self._connection.send(RegisterAdapter(epoch, number, adapter, replace=True, waits=True))
         if self._live:
             log.info("submitting %d requests", len(self._live))
         for live in list(self._live):
             self._submit(live, epoch)
 
     def lost(self) -> None:
-        """The scheduler is gone: all live requests wait for the next one, and their stream numbers are void."""
+        """Have all live requests wait for the next scheduler. The stream numbers of the lost one are void."""
         now = monotonic()
-        self.adapters.lost()
+        self._modules.clear()
         self._rejoins += 1
         self._fleet_known.clear()
         for live in self._live:
@@ -297,7 +328,7 @@ class SchedulerClient:
         self._table.clear()
         for answer in self._queries.values():
             if not answer.done():
-                answer.set_exception(AdmissionError("unavailable", "no scheduler answers"))
+                answer.set_exception(AdmissionError("unavailable", _NO_SCHEDULER))
 
     def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         """Handle a message of the current epoch.
@@ -317,13 +348,13 @@ class SchedulerClient:
                 self._served_by = message.ready_executors or self._served_by
                 if message.max_model_len:
                     self._fleet = message
-                else:  # the scheduler is new, and has no executors yet: their limits are likely to stay the same
+                else:  # a new scheduler has no executors yet; when they join, their limits are likely to be the same
                     self._fleet = replace(self._fleet, ready_executors=0, problems=message.problems)
             case AdapterState():
-                self.adapters.told(message)
-            case AdapterAnswer():
-                self.adapters.answered(message)
-            case QueryAnswer():
+                self.adapters.update(message)
+            case AdapterAnswer() if (name := self._modules.pop(message.number, None)) is not None:
+                self.adapters.module_answered(name, message.message if message.kind else "")
+            case QueryAnswer() | AdapterAnswer():
                 if (answer := self._queries.get(message.number)) is not None and not answer.done():
                     answer.set_result(message)
 
@@ -345,10 +376,12 @@ class SchedulerClient:
             self._connection.send_frame(frame)
             if (counted := live.counted_as) is not None:
                 live.counted_as = None
-                self._table.remove(counted)  # without a number it ends without an Abort: the scheduler has replaced it
+                # The scheduler has replaced it by this submission, so it must end without an Abort: without a number.
+                self._table.remove(counted)
                 counted.abort()
             return
-        # The scheduler's socket would cut the connection, under all other requests too, and again with every new one.
+        # The scheduler's socket closes a connection on which a longer message comes. All other requests of this gateway
+        # would lose their scheduler with it, and again after every rejoin.
         self._table.remove(live)
         text = f"the request takes {len(frame)} bytes on its way to the scheduler, at most {MAX_SUBMIT_BYTES} may"
         if live.submissions == 1:
@@ -357,10 +390,9 @@ class SchedulerClient:
             live.fail(GenerationError(text))
 
     def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
-        """Handle a request that the scheduler did not accept.
+        """Handle a refusal: the error goes to the client, unless an earlier scheduler has accepted the request.
 
-        If no scheduler has ever accepted it, its client gets the error. Otherwise it is submitted again after a pause,
-        because a scheduler that has just started may not have its executors yet.
+        Then it is submitted again after a pause, because the executors of a new scheduler may not have joined yet.
         """
         self._table.remove(live)
         kind = "invalid" if refused.invalid else refused.kind
@@ -380,7 +412,7 @@ class SchedulerClient:
             self._submit(live, epoch)
 
     def _give_up(self, live: LiveRequest) -> None:
-        error = live.refusal or AdmissionError("unavailable", "no scheduler answers")
+        error = live.refusal or AdmissionError("unavailable", _NO_SCHEDULER)
         if live.submissions:
             live.fail(error)
         else:
@@ -397,16 +429,16 @@ class SchedulerClient:
             self._connection.send(Abort(epoch, stream))
         self.on_end(live)
 
-    async def _tend(self) -> None:
-        """Send metrics to the scheduler, and fail requests that have waited too long for one."""
+    async def _tick(self) -> None:
+        """Send metrics to the scheduler, and fail requests that have waited too long for a scheduler."""
         pause = min(METRICS_SECONDS, self._timeout / 4)
-        told = float("-inf")
+        last_sent = float("-inf")
         while True:
             await asyncio.sleep(pause)
             now = monotonic()
             for live in list(self._live):
                 if live.stream is None and now - live.waiting_since > self._timeout:
                     self._give_up(live)
-            if (epoch := self._connection.epoch) is not None and now - told >= METRICS_SECONDS:
-                told = now
+            if (epoch := self._connection.epoch) is not None and now - last_sent >= METRICS_SECONDS:
+                last_sent = now
                 self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))

@@ -1,4 +1,4 @@
-"""The connection to the scheduler: joins it, notices when it is gone, and joins it or its successor again."""
+"""The connection to the scheduler: joins it, detects its failure, and joins it or its successor again."""
 
 import asyncio
 import contextlib
@@ -54,31 +54,27 @@ _FRAMES_SECONDS = 0.01
 """How long frames are handled one after the other before other tasks run."""
 
 
-class Handler(Protocol):
-    """What a connection calls."""
+ToHandler = FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer
+"""The messages that a connection passes on."""
 
+
+class Handler(Protocol):  # noqa: D101 - each method says when a connection calls it
     def joined(self, epoch: int) -> None:
-        """A scheduler has let this gateway join. It knows nothing of what was sent under earlier epochs."""
-        ...
+        """A scheduler has accepted this gateway. It knows no message of earlier epochs."""
 
     def lost(self) -> None:
-        """The scheduler is gone."""
-        ...
+        """The epoch has ended: the scheduler is lost, or has forgotten this gateway."""
 
-    def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
-        """A message of the current epoch has been received.
-
-        Raises:
-            ProtocolError: the message contradicts the protocol.
-        """
-        ...
+    def received(self, message: ToHandler) -> None:
+        """A message of the current epoch has come. Raises ProtocolError if it contradicts the protocol."""
 
 
 class SchedulerConnection:
-    """One gateway's connection: Hello, Welcome, heartbeats, and all of it again when it breaks or falls silent.
+    """A gateway's connection: Hello, Welcome and heartbeats, and the same again when it breaks or falls silent.
 
-    ``epoch``: that of the last Welcome; None while this gateway is not joined to a scheduler. ``stopping``: to be
-    set when this gateway stops: a scheduler that stops at the same time is then no reason for a warning.
+    Fields:
+        epoch: of the last Welcome; None while this gateway is not joined to a scheduler.
+        stopping: is set when this gateway stops. A scheduler that stops at the same time is then worth no warning.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class SchedulerConnection:
         metrics: Metrics,
         keys: Keys | None = None,
     ) -> None:
-        """``hello``: makes the message in which the gateway offers itself now."""
+        """``hello``: makes the Hello of now, which changes with the requests and adapters of the gateway."""
         self.epoch: int | None = None
         self.stopping = False
         self._hello = hello
@@ -118,10 +114,6 @@ class SchedulerConnection:
         """Send an encoded message of the current epoch, like ``send``."""
         self._outbox.append(frame)
         self._outgoing.set()
-
-    def renew(self, why: str) -> None:
-        """Leave this epoch and join again under a new one; ``why`` is logged."""
-        self._lose(why)
 
     async def run(self) -> None:
         """Stay connected until cancelled, then say Goodbye.
@@ -168,7 +160,7 @@ class SchedulerConnection:
     async def _greet(self) -> None:
         """Send Hellos until a Welcome comes, and again whenever the scheduler is lost."""
         while True:
-            # Every join submits all live requests again: not too often, if a scheduler fails again and again.
+            # Every join submits all live requests again, which a scheduler that keeps failing must not cause too often.
             await asyncio.sleep(max(0.0, self._joined_at + _LEAST_SESSION_SECONDS - monotonic()))
             attempt = 0
             while self.epoch is None:
@@ -180,32 +172,28 @@ class SchedulerConnection:
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
                     level = logging.INFO if self.stopping else logging.WARNING
-                    log.log(
-                        level,
-                        "no answer from the scheduler at %s, trying again every %g s",
-                        self._scheduler.endpoint,
-                        pause,
-                    )
+                    text = "no answer from the scheduler at %s, trying again every %g s"
+                    log.log(level, text, self._scheduler.endpoint, pause)
                 attempt += 1
             await self._lost.wait()
 
     def _join(self, welcome: GatewayWelcome) -> None:
         if welcome.epoch == self.epoch:
             return
-        if self.epoch is not None:  # it answers a second Hello, and has dropped what was sent since the first
-            self._lose("the scheduler has let this gateway join again")
+        if self.epoch is not None:  # an answer to a second Hello: all messages since the first one were dropped
+            self.renew("the scheduler has accepted this gateway once more")
         self.epoch = welcome.epoch
         self._heartbeat_seconds = min(max(1, welcome.heartbeat_ms), _LONGEST_HEARTBEAT_MS) / 1000
         self._joined_at = monotonic()
         self._detector.most = max(MOST_SILENCE, 3 * self._heartbeat_seconds)
-        self._detector.beat(self._joined_at)  # a silence that has led to this Welcome is a gap to expect
+        self._detector.beat(self._joined_at)  # so that the silence before this Welcome counts as an ordinary gap
         self._lost.clear()
         self._joined.set()
         log.info("joined the scheduler at %s", self._scheduler.endpoint)
         self._handler.joined(welcome.epoch)
 
-    def _lose(self, why: str) -> None:
-        """End this epoch, and drop what has not been sent under it. ``why`` is logged."""
+    def renew(self, why: str) -> None:
+        """End this epoch, drop its unsent messages, and join again under a new epoch. ``why`` is logged."""
         if self.epoch is not None:
             if self.stopping:
                 log.info("%s, saying Hello again", why)
@@ -219,20 +207,20 @@ class SchedulerConnection:
             self._handler.lost()
 
     def _broke(self) -> None:
-        self._lose("the connection to the scheduler broke")
+        self.renew("the connection to the scheduler broke")
 
     async def _keep_in_touch(self) -> None:
-        """Send heartbeats, and give the scheduler up when nothing has been received from it for long."""
+        """Send heartbeats, and end the epoch when nothing has been received from the scheduler for long."""
         while True:
             seconds, began = self._heartbeat_seconds, monotonic()
             await asyncio.sleep(seconds)
-            # While this process itself stood still it could not receive anything: that is not the scheduler's silence.
+            # A process that was stopped or starved has received nothing, which must not count as the peer's silence.
             now = monotonic()
             self._detector.stood_still(max(0.0, now - began - seconds), now)
             if self.epoch is None:
                 continue
             if self._detector.suspects(now):
-                self._lose(f"nothing received from the scheduler for {self._detector.silence(now):.1f} s")
+                self.renew(f"nothing received from the scheduler for {self._detector.silence(now):.1f} s")
             else:
                 self.send(Heartbeat(self.epoch))
 
@@ -249,7 +237,7 @@ class SchedulerConnection:
         paused = monotonic()
         while True:
             self.take(await self._socket.recv())
-            # ``recv`` returns frames that have arrived without yielding, so a backlog would hold up all other tasks.
+            # ``recv`` returns without yielding while frames wait, so a backlog of them would block all other tasks.
             if monotonic() - paused > _FRAMES_SECONDS:
                 await asyncio.sleep(0)
                 paused = monotonic()
@@ -276,15 +264,15 @@ class SchedulerConnection:
             case HeartbeatAck(epoch):
                 self._detector.beat(monotonic())
                 if epoch != self.epoch:
-                    self._lose("the scheduler knows this gateway under another epoch")
+                    self.renew("the scheduler knows this gateway under another epoch")
             case Rejoin():
-                self._lose("the scheduler does not know this gateway")
+                self.renew("the scheduler does not know this gateway")
             case Refused(reason):
                 raise RefusedError(
                     f"the scheduler at {self._scheduler.endpoint} refused this gateway: {printable(reason, 1000)}"
                 )
 
-    def _hand_on(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
+    def _hand_on(self, message: ToHandler) -> None:
         try:
             self._handler.received(message)
         except ProtocolError as error:
@@ -294,7 +282,7 @@ class SchedulerConnection:
             self._drop("impossible", "it could not be applied")
 
     def _drop(self, reason: Drop, detail: str) -> None:
-        """Drop a frame, count it, and join again: it may have held tokens, which only a new session brings back."""
+        """Drop a frame, count it, and join again: only a new epoch brings back the tokens that it may have carried."""
         self._metrics.frames_dropped(reason).inc()
         self._complaints.warning("dropped a frame from the scheduler (%s): %s", reason, printable(detail))
-        self._lose("a frame from the scheduler was lost")
+        self.renew("a frame from the scheduler was lost")

@@ -1,4 +1,4 @@
-"""A request that is being served: its prompts, its outputs, and the news that its client has not read yet."""
+"""A request that is being served: its prompts, its outputs, and the deltas that its client has not read yet."""
 
 import asyncio
 import logging
@@ -28,23 +28,23 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MOST_UNREAD = 32 * 1024 * 1024
-"""Bytes of a stream that may wait for the client before its request is stopped, as ``token_bytes`` counts them."""
+"""Bytes of a stream, as ``token_bytes`` counts them, that may wait for the client before its request is stopped."""
 _UNCOUNTED_BYTES = 65_536
-"""Up to this size, unread tokens take no memory of the budget; most requests never have more."""
+"""Unread tokens up to this size reserve no memory; most requests never have more."""
 _FEW = 32
 _GROWTH_BYTES = 65_536
-"""The memory is taken in steps of this size, so that it is not taken anew for every token."""
+"""Memory is reserved in steps of this size, and not anew with every token."""
 
 _NO_PROGRESS = StreamProgress(b"", False)
 
 
 class Output:
-    """One output of a prompt. It outlives schedulers: the next one continues after the ``tokens`` here.
+    """One output of a prompt. It survives restarts of the scheduler: the next one continues after ``tokens``.
 
     Fields:
         tokens: output tokens so far (int32). finished: whether no more are accepted.
-        hidden: the stop token that ends the output, if its text is to be left out, else -1. It is set before the token
-            itself arrives, because a token does not say that it is the last one.
+        hidden: the stop token that will end the output without text; -1: none. It is set before the token itself
+            is taken, because a token does not show that it is the last one.
     """
 
     __slots__ = (
@@ -82,9 +82,9 @@ class Output:
         self._stops = bool(prompt.live.options.stop)
         self._hides_stop = not prompt.live.options.include_stop_str_in_output
         self._end_of_sequence = tokenizer.eos_token_ids
-        self._hidden = not prompt.live.request.prompts[prompt.number].max_tokens  # it is only computed
+        self._hidden = not prompt.live.request.prompts[prompt.number].max_tokens  # only its prompt is computed
         self._last_time = 0.0
-        # What the client has not read: text, log-probabilities, tokens from ``_num_read`` on, and the finish reason.
+        # The client has not read these: text, log-probabilities, tokens from ``_num_read`` on, and the finish reason.
         self._pending = False
         self._parts: list[str] = []
         self._logprobs: PackedLogprobs | None = None
@@ -94,8 +94,8 @@ class Output:
     def take(self, token: int, now: float, gaps: dict[float, int]) -> bool:
         """Append a token. Returns whether it completed a stop string.
 
-        ``now``: seconds of the monotonic clock. ``gaps``: for each time at which the token before this one arrived, how
-        many outputs it was so for; the inter-token latency is observed once for all of them.
+        ``now``: seconds of the monotonic clock. ``gaps``: counts outputs by the arrival time of their previous token,
+        so that equal inter-token latencies are observed together.
         """
         if last := self._last_time:
             self._last_time = now
@@ -120,24 +120,21 @@ class Output:
         self._logprobs.append(entry)
 
     def expect_stop(self, token: int) -> None:
-        """The output will end with this stop token; its text is hidden unless the client wants it."""
+        """Note that the output will end with this stop token, which has no text unless the client wants it."""
         if self._hides_stop:
             self.hidden = token
 
     def finish(self, reason: FinishReason, stop_token: int, now: float) -> None:
-        """The output has ended. ``stop_token``: the token that ended it, or -1."""
+        """End the output. ``stop_token``: the token that has ended it, or -1."""
         text = self._detokenizer()
-        rest = text.finish()
-        if rest:
+        if rest := text.finish():
             self._parts.append(rest)
         stop_reason: str | int | None = None
-        stopped_by = text.stopped_by
         if stop_token >= 0 and stop_token not in self._end_of_sequence:
             stop_reason = stop_token
-        if stopped_by is not None and (
-            reason == "length" or stop_token < 0
-        ):  # the last token may complete a stop string and reach the length
-            reason, stop_reason = "stop", stopped_by
+        # A stop string wins over the length: the last token that is allowed may complete it.
+        if text.stopped_by is not None and (reason == "length" or stop_token < 0):
+            reason, stop_reason = "stop", text.stopped_by
         self.finished = True
         self._delta_finish = (reason, stop_reason)
         if not self._pending:
@@ -145,8 +142,8 @@ class Output:
             self._live.changed(self)
         self._live.output_finished(self, reason, now)
 
-    def news(self) -> SequenceDelta:
-        """Return what is new since the last call."""
+    def take_delta(self) -> SequenceDelta:
+        """Return everything that is new since the last call."""
         self._pending = False
         parts, self._parts = self._parts, []
         delta = SequenceDelta(self.index, "".join(parts))
@@ -157,23 +154,19 @@ class Output:
             self._num_read = len(self.tokens)
         if self._delta_finish is not None:
             delta.finish_reason, delta.stop_reason = self._delta_finish
-        if self._hidden:  # a token may have been computed nevertheless
+        if self._hidden:  # the executor may have computed a token nevertheless
             delta.text, delta.token_ids, delta.logprobs = "", [], None
         return delta
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it has ended; None if it has not."""
+        """The reason for its end; None before."""
         return self._delta_finish[0] if self._delta_finish is not None else None
 
     def progress(self) -> StreamProgress:
-        """Return what the next scheduler has to know to continue this output.
-
-        Outputs of beam search have no tokens before they end, and so they start over.
-        """
-        if self._hidden:
-            return StreamProgress(b"", self.finished)
-        return StreamProgress(self.tokens.tobytes(), self.finished)
+        """Return the state from which the next scheduler continues this output. Beam search has none: it starts over,
+        because its outputs get no tokens before they end."""
+        return StreamProgress(b"" if self._hidden else self.tokens.tobytes(), self.finished)
 
     def _detokenizer(self) -> IncrementalDetokenizer:
         if self._text is None:
@@ -192,7 +185,7 @@ class Output:
     def _first(self, now: float) -> None:
         self._detokenizer()
         self.prompt.first_token(now)
-        if self._live.request.params.beam is None:  # their tokens all arrive at the end, without a latency between them
+        if self._live.request.params.beam is None:  # tokens of beams arrive all at once, which is no latency
             self._last_time = now
 
 
@@ -200,11 +193,11 @@ class LivePrompt:
     """State of one prompt of a live request.
 
     Fields:
+        number: index of the prompt in the request, which keeps its tokens. index: of its first output.
         logprobs: of the prompt's tokens; complete before the first delta of its outputs.
         cached_tokens: how many of its tokens were found in a prefix cache.
         queue_seconds: from its arrival to its first step; None before its first token.
-        first_token_time: seconds of the monotonic clock; None before.
-        number: of the prompt in the request, which keeps its tokens. index: of its first output.
+        first_token_time: seconds of the monotonic clock; None before its first token.
         unfinished: how many of its n outputs have not ended.
     """
 
@@ -235,7 +228,7 @@ class LivePrompt:
         self.first_token_time: float | None = None
 
     def start(self, started: Started) -> None:
-        """The first output token has been computed. A later scheduler that computes it again is ignored."""
+        """Note the first step's times. A later scheduler that computes the prompt again is ignored."""
         if self._started:
             return
         self._started = True
@@ -248,43 +241,43 @@ class LivePrompt:
         self._metrics.request_prefill_time_seconds.observe(started.prefill_us / 1e6)
 
     def first_token(self, now: float) -> None:
-        """An output has received its first token."""
+        """Note that an output has received its first token."""
         if self.first_token_time is None:
             self.first_token_time = now
             self._metrics.time_to_first_token_seconds.observe(now - self.live.arrival_time)
 
     def take_logprobs(self, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Add the log-probabilities of one prefill chunk. Those of a chunk that was computed again are dropped."""
+        """Add the log-probabilities of one prefill chunk. A chunk that was computed again is ignored."""
         for entry in entries:
             if entry.index > self._known:
                 self.logprobs.append(entry)
                 self._known = entry.index
 
     def end(self, now: float) -> None:
-        """All outputs of the prompt have ended."""
+        """Observe the latencies of the prompt, all of whose outputs have ended."""
         self._metrics.e2e_request_latency_seconds.observe(now - self.live.arrival_time)
         if self.first_token_time is not None:
             self._metrics.request_decode_time_seconds.observe(now - self.first_token_time)
 
 
 class LiveRequest:
-    """One request of a client, from its submission until its outputs have ended. It outlives schedulers.
+    """One request of a client, from its submission until its outputs have ended. It survives restarts of the scheduler.
 
     Fields:
-        request: as it was checked; each submission adds what is of the moment (``submission``).
+        request: as it was checked; ``submission`` adds the fields that each submission has of its own.
         arrival_time: seconds of the monotonic clock.
-        prompts: state of the request's prompts. num_outputs: n of each; output j of prompt i has the index i * n + j.
-        outputs: those of which something has arrived, by index.
+        prompts: state of the request's prompts. num_outputs: n for each; output j of prompt i has the index i * n + j.
+        outputs: by index, from their first token on.
         stop_strings: of the request, if it has any; its outputs share them.
         stream: its first stream number under the current epoch; None while it waits to be submitted.
         submissions: how often it was submitted. submission_time, waiting_since: seconds of the monotonic clock.
-        refusal: why it was not accepted when it was last submitted again.
-        num_taken: tokens that have arrived. num_cached_tokens: of the prompts, those that were found in a prefix cache.
+        refusal: the error of the last submission, if an earlier one had been accepted.
+        num_taken: output tokens so far. num_cached_tokens: prompt tokens that were found in a prefix cache.
         counted_as: the request without prompts whose place it takes when it is submitted, if there is one.
-        ended: whether nothing comes any more. ``on_end`` is called once then.
+        ended: whether nothing more comes. ``on_end`` is called once then.
 
     A frame from the scheduler brings tokens of many outputs, but its client should be woken once. So ``on_news`` is
-    called with the first change since the client read, and ``tell`` once the whole frame has been applied.
+    called with the first change since the client read, and ``deliver`` once the whole frame has been applied.
     """
 
     def __init__(
@@ -298,7 +291,7 @@ class LiveRequest:
         held: Held | None = None,
         on_prompt: Callable[["memoryview[int]", str | None], None] = lambda tokens, salt: None,
     ) -> None:
-        """``held``: the memory that is taken for the answer; without it, only ``MOST_UNREAD`` bounds what is unread.
+        """``held``: the memory that is reserved for the answer; without it, only ``MOST_UNREAD`` bounds unread tokens.
         ``on_prompt``: is called with each prompt whose first token has arrived, and with the request's cache salt."""
         self.request, self.options = request, options
         self.stop_strings = StopStrings(options.stop, options.include_stop_str_in_output) if options.stop else None
@@ -321,7 +314,7 @@ class LiveRequest:
         self._held = held
         self.token_bytes = token_bytes(request.params.sampling.logprobs)
         reserved = held.size - options.prompt_bytes if held is not None else 0
-        self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self.token_bytes  # tokens, before more memory is taken
+        self._may_wait = max(_UNCOUNTED_BYTES, reserved) // self.token_bytes  # tokens, before more memory is reserved
         self._bounded = request.params.beam is None and not options.whole
         self._admitted = False
         self._error: Exception | None = None
@@ -331,9 +324,8 @@ class LiveRequest:
     # ---- for the client ------------------------------------------------------------------------------
 
     async def next(self) -> list[SequenceDelta]:
-        """Wait for new deltas, at most one for each output.
-
-        Returns an empty list once all outputs have ended. A request without prompts gets one when it may run.
+        """Wait for new deltas, at most one for each output. Returns an empty list once all outputs have ended, and for
+        a request without prompts when the scheduler admits it.
 
         Raises:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
@@ -348,10 +340,10 @@ class LiveRequest:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._follower = None
-        return self.take_news()
+        return self.take_deltas()
 
     async def outcome(self) -> Iterator[SequenceDelta]:
-        """Wait until all outputs have ended. Returns one delta for each, in order, which is made when it is taken.
+        """Wait until all outputs have ended. Yields one delta for each output, in order.
 
         Raises:
             GenerationError: the request was not accepted, or failed.
@@ -362,27 +354,26 @@ class LiveRequest:
             await self._waiter
         if self._error is not None:
             raise self._error
-        return (self.output(index).news() for index in range(self.num_outputs))
+        return (self.output(index).take_delta() for index in range(self.num_outputs))
 
-    def take_news(self) -> list[SequenceDelta]:
-        """Return the deltas that there are now."""
+    def take_deltas(self) -> list[SequenceDelta]:
+        """Return the deltas of all outputs that have changed, without waiting."""
         changed, self._changed = self._changed, []
         self._unread = 0
-        return [output.news() for output in changed]
+        return [output.take_delta() for output in changed]
 
     def follow(self, follower: Callable[[], bool]) -> None:
         """Call ``follower`` when there are new deltas, until ``next`` returns some.
 
-        It takes them and returns true, or it returns false and leaves them to ``next``. The last ones always come from
+        It takes them and returns true, or returns false and leaves them to ``next``. The last deltas always come from
         ``next``.
         """
         self._follower = follower
 
     def abort(self) -> None:
-        """Stop all outputs that have not ended. The client reads nothing any more.
+        """Stop all outputs that have not ended, because the client reads no more.
 
-        This also breaks the references between the objects of a request, which otherwise would stay until the garbage
-        collector runs, which is rare.
+        This also breaks the reference cycles of the request, which the garbage collector would find only much later.
         """
         if not self.ended:
             self._end("abort")
@@ -391,26 +382,27 @@ class LiveRequest:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a scheduler that has this request still has work to do for it."""
+        """Whether a scheduler that has this request still works for it."""
         return self._unfinished_prompts > 0 or not self.request.prompts
 
     @property
     def resumed(self) -> bool:
-        """Whether a scheduler may have accepted it before it was last submitted. One without prompts was told so."""
+        """Whether an earlier scheduler may have accepted it. For a request without prompts this is certain, because it
+        was admitted."""
         return self.submissions > 1 and (self._admitted or bool(self.request.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far. Those of prompts with ``max_tokens`` 0 do not count: one may have been computed."""
+        """Output tokens so far; 0 if ``max_tokens`` is 0, although the executor may have computed one."""
         return self.num_taken if self.request.prompts and self.request.prompts[0].max_tokens else 0
 
     @property
     def few_unread(self) -> bool:
-        """Whether so few tokens and ends of outputs wait for the client that their events may be made at once."""
+        """Whether the unread tokens and ends of outputs are few enough to be encoded without a pause."""
         return len(self._changed) + self._unread <= _FEW
 
     def finish_reasons(self) -> list[FinishReason]:
-        """Return why each output of a request that has ended did so."""
+        """Return the finish reason of each output of a request that has ended."""
         cut: FinishReason = "abort" if self._error is None or isinstance(self._error, SlowReaderError) else "error"
         made = (self.outputs.get(index) for index in range(self.num_outputs))
         return [(output.finish_reason if output is not None else None) or cut for output in made]
@@ -424,7 +416,7 @@ class LiveRequest:
         """
         assert self.stream is not None
         again, prompts, counted, n = self.resumed, self.request.prompts, self.counted_as, self.request.params.n
-        if again:  # outputs without tokens have an entry too: it was accepted once
+        if again:  # outputs without tokens have an entry too, which says that they were accepted once
             prompts = tuple(
                 replace(one, progress=tuple(map(self._progress, range(number * n, number * n + n))))
                 for number, one in enumerate(prompts)
@@ -444,20 +436,20 @@ class LiveRequest:
         return _NO_PROGRESS if output is None else output.progress()
 
     def output(self, index: int) -> Output:
-        """Return an output. It is made when it is first asked for: there may be thousands, of which few run at a time,
-        and the request may not be admitted."""
+        """Return an output. It is made at the first call: of thousands, few run at a time, and the scheduler may refuse
+        the request."""
         if (output := self.outputs.get(index)) is None:
             prompt = self.prompts[index // self.request.params.n]
             output = self.outputs[index] = Output(prompt, index, self._tokenizer)
         return output
 
     def start(self) -> None:
-        """A request without prompts may run."""
+        """Note that the scheduler has admitted this request without prompts."""
         self._admitted = True
         self._wake()
 
     def prompt_computed(self, prompt: LivePrompt) -> None:
-        """The first output token of a prompt has been computed."""
+        """Note that the KV of a prompt has been computed."""
         self.num_cached_tokens += prompt.cached_tokens
         adapter, salt = self.request.params.adapter, self.request.params.cache_salt
         self._on_prompt(
@@ -466,15 +458,15 @@ class LiveRequest:
         )
 
     def changed(self, output: Output) -> None:
-        """An output has changed for the first time since the client read."""
+        """Note that an output has changed for the first time since the client read."""
         if not self._changed:
             self._on_news(self)
         self._changed.append(output)
 
-    def tell(self) -> None:
-        """Pass new deltas to the follower, or wake the task that waits for them."""
+    def deliver(self) -> None:
+        """Have the follower take the new deltas, or wake the task that waits for them."""
         if self.options.whole or self.ended or not self._changed:
-            return  # a whole request is passed on at its end, which wakes the waiting task
+            return  # the end of a whole request wakes the waiting task
         if self._follower is not None:
             try:
                 if self._follower():
@@ -488,11 +480,11 @@ class LiveRequest:
         """Count a token that has arrived before the client has read the one before it."""
         self._unread += 1
         if self._unread > self._may_wait and not self.ended:
-            self._take_memory()
+            self._reserve_memory()
 
     def output_finished(self, output: Output, reason: FinishReason, now: float) -> None:
-        """An output has ended."""
-        if self.ended:  # an earlier token of the same frame has stopped it
+        """Count an output that has ended, and end the request with its last output."""
+        if self.ended:  # an earlier token of the same frame has stopped the request
             return
         self._metrics.request_success(reason).inc()
         prompt = output.prompt
@@ -504,37 +496,36 @@ class LiveRequest:
                 self._close()
 
     def refuse(self, error: AdmissionError) -> None:
-        """The request is not accepted, and appears in no metric of requests."""
+        """End a request that the scheduler does not accept. It appears in no metric of requests."""
         if not self.ended:
             self._error = error
             self._close()
 
     def fail(self, error: Exception) -> None:
-        """The whole request has failed."""
+        """End the whole request with an error."""
         if not self.ended:
             self._error = error
             self._end("error")
 
     def cut_off(self, error: AdmissionError) -> None:
-        """End all outputs where they are, with the finish reason "abort", because this gateway stops.
+        """End all outputs with the finish reason "abort", because this gateway stops.
 
-        A request that has no tokens yet fails with ``error`` instead, and so does one whose client has not seen any
-        of them: it can be sent again elsewhere.
+        A request whose client has seen no tokens fails with ``error`` instead, so that it can be sent again elsewhere.
         """
         if self.ended:
             return
         if self.options.whole or not self.num_output_tokens:
             self.fail(error)
             return
-        self.ended = True  # before its outputs have: they are counted together
+        self.ended = True  # before its outputs end, so that they do not end it: ``_end`` counts them together
         now = monotonic()
         for index in range(self.num_outputs):
             if not (output := self.output(index)).finished:
                 output.finish("abort", -1, now)
         self._end("abort")
 
-    def _take_memory(self) -> None:
-        """Take memory for what waits for the client, and for a little more. The request ends if there is not enough."""
+    def _reserve_memory(self) -> None:
+        """Reserve memory for the unread tokens and a few more. The request ends if there is not enough."""
         size = self._unread * self.token_bytes
         try:
             if self._bounded and size > MOST_UNREAD:
@@ -549,15 +540,14 @@ class LiveRequest:
                 self._held.grow_to(self.options.prompt_bytes + min(size, tokens * self.token_bytes))
             self._may_wait = size // self.token_bytes
         except Exception as error:
-            request_id = self.request.request_id
-            extra = about(request_id, self.request.traceparent)
-            log.info("request %s is stopped: %s", request_id, error, extra=extra)
+            extra = about(self.request.request_id, self.request.traceparent)
+            log.info("request %s is stopped: %s", self.request.request_id, error, extra=extra)
             self._error = error
             self._end("abort")
             self._changed.clear()
 
     def _release_memory(self) -> None:
-        """Give the memory back that was taken for tokens which the client has read by now."""
+        # The client has read all tokens for which more memory than that of the repeated prompts was reserved.
         if self._held is not None and self._held.size > self.options.prompt_bytes:
             self._held.shrink_to(self.options.prompt_bytes)
             self._may_wait = _UNCOUNTED_BYTES // self.token_bytes

@@ -19,10 +19,10 @@ _FAILURES: dict[str, type[GenerationError]] = {"unavailable": NoExecutorError, "
 
 
 class Applied(NamedTuple):
-    """What remains to be done after a frame of outputs has been applied.
+    """The result of a frame of outputs.
 
-    ``stopped``: streams that a stop string has ended, which the scheduler does not know yet. ``refused``: requests that
-    the scheduler did not accept.
+    ``stopped``: streams that a stop string has ended, of which the scheduler does not know yet. ``refused``: requests
+    that the scheduler did not accept.
     """
 
     stopped: list[int]
@@ -40,11 +40,11 @@ class StreamTable:
         self._prompts: dict[int, LivePrompt] = {}
         self._first_streams: list[int] = []
         self._outputs: dict[int, Output] = {}
-        """Those that are made and have not ended."""
+        """The outputs that are made and have not ended."""
         self._with_news: list[LiveRequest] = []
 
     def has_news(self, live: LiveRequest) -> None:
-        """Have the request pass on what is new once the whole frame has been applied."""
+        """Have the request deliver its deltas once the whole frame has been applied."""
         self._with_news.append(live)
 
     def clear(self) -> None:
@@ -68,7 +68,7 @@ class StreamTable:
         return True
 
     def remove(self, live: LiveRequest) -> None:
-        """Forget a request's numbers. What still arrives for them is dropped."""
+        """Forget a request's numbers. Tokens that still arrive for them are dropped."""
         if (stream := live.stream) is None:
             return
         live.stream = None
@@ -79,17 +79,17 @@ class StreamTable:
             self._outputs.pop(stream + index, None)
 
     def apply(self, frame: Outputs) -> Applied:
-        """Apply a frame to the requests it is about. Unknown stream numbers belong to requests that were aborted.
+        """Apply a frame to its requests. Unknown stream numbers belong to requests that were aborted.
 
         Raises:
             ProtocolError: the frame contradicts the protocol; nothing has been applied.
         """
         streams, tokens = unpack_int32s(frame.streams), unpack_int32s(frame.tokens)
-        if (flaw := _flaw(frame, streams, tokens)) is not None:
-            raise ProtocolError(flaw)
+        _check(frame, streams, tokens)
         now = monotonic()
-        refused = [(live, why) for why in frame.refused if (live := self._requests.get(why.stream)) is not None]
+        refused = [(live, one) for one in frame.refused if (live := self._requests.get(one.stream)) is not None]
         self._start(frame)
+        # Before the tokens: the text of a stop token is left out, and the token does not show that it is one.
         for ending in frame.finished:
             if ending.stop_token >= 0 and (output := self._output(ending.stream)) is not None:
                 output.expect_stop(ending.stop_token)
@@ -99,11 +99,10 @@ class StreamTable:
             self._fail(failed)
         news, self._with_news = self._with_news, []
         for live in news:
-            live.tell()
+            live.deliver()
         return Applied(list(stopped), refused)
 
     def _start(self, frame: Outputs) -> None:
-        """Pass on which prompts have started, and the log-probabilities of prompts."""
         for started in frame.started:
             if (prompt := self._prompts.get(started.stream)) is not None:
                 prompt.start(started)
@@ -118,8 +117,8 @@ class StreamTable:
     ) -> tuple[dict[int, Output], set[int]]:
         """Append tokens to their outputs.
 
-        Returns the outputs that a stop string has ended, by stream number, and those of them for which the frame has
-        more tokens: what the scheduler says of their end is about tokens that nobody gets.
+        Returns the outputs that a stop string has ended, by stream number, and the streams among them with further
+        tokens in this frame: these tokens are dropped, and with them the finish reason that the scheduler gives.
         """
         outputs = self._outputs
         stopped: dict[int, Output] = {}
@@ -133,7 +132,7 @@ class StreamTable:
                 continue
             if output.take(token, now, gaps):
                 stopped[stream] = output
-                outputs.pop(stream, None)  # the request may have ended by this token, because nobody reads it
+                outputs.pop(stream, None)  # it is gone already if this token has ended a request that was not read
             if known and (entry := known.get(index)) is not None:
                 output.take_logprobs(entry)
         for last, count in gaps.items():
@@ -141,16 +140,13 @@ class StreamTable:
         return stopped, overtaken
 
     def _output(self, stream: int) -> Output | None:
-        """Return the output of a stream, which is made now if nothing has arrived for it before.
-
-        None: it has ended, or its request has.
-        """
+        """Return the output of a stream, which is made with its first token; None: it or its request has ended."""
         if (output := self._outputs.get(stream)) is not None:
             return output
-        place = bisect_right(self._first_streams, stream) - 1
-        if place < 0:
+        position = bisect_right(self._first_streams, stream) - 1
+        if position < 0:
             return None
-        live = self._requests[first := self._first_streams[place]]
+        live = self._requests[first := self._first_streams[position]]
         index = stream - first
         if live.ended or index >= live.num_outputs or index in live.outputs:
             return None
@@ -158,7 +154,7 @@ class StreamTable:
         return output
 
     def _end(self, frame: Outputs, stopped: dict[int, Output], overtaken: set[int], now: float) -> None:
-        """End outputs: those that the scheduler has ended, which leave ``stopped``, and those that a stop string has.
+        """End outputs. The ones that the scheduler has ended leave ``stopped``, because it knows of their end.
 
         ``stopped``, ``overtaken``: as ``_take_tokens`` returns them.
         """
@@ -180,28 +176,26 @@ class StreamTable:
             prompt.live.fail(kind(failed.message))
 
 
-def _flaw(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> str | None:
-    """Return what is wrong with a decoded frame, or None."""
+def _check(frame: Outputs, streams: "array[int]", tokens: "array[int]") -> None:
     if len(streams) != len(tokens):
-        return f"{len(tokens)} tokens for {len(streams)} streams"
+        raise ProtocolError(f"{len(tokens)} tokens for {len(streams)} streams")
     if min(tokens, default=0) < 0:
-        return "a token below 0"
-    return _logprobs_flaw(frame, len(tokens))
+        raise ProtocolError("a token below 0")
+    _check_logprobs(frame, len(tokens))
 
 
-def _logprobs_flaw(frame: Outputs, num_tokens: int) -> str | None:
-    """Return what is wrong with the log-probabilities of a frame with so many tokens, or None."""
+def _check_logprobs(frame: Outputs, num_tokens: int) -> None:
     last = -1
     for entry in frame.logprobs:
         if not last < entry.index < num_tokens:
-            return f"log-probabilities of token {entry.index} of {num_tokens}, after those of {last}"
+            raise ProtocolError(f"log-probabilities of token {entry.index} of {num_tokens}, after those of {last}")
         last = entry.index
     entries = [*frame.logprobs, *(entry for one in frame.prompt_logprobs for entry in one.entries)]
     for entry in entries:
         if len(entry.top_ids) != len(entry.top_logprobs):
-            return f"{len(entry.top_logprobs) / 4:g} log-probabilities of {len(entry.top_ids) / 4:g} tokens"
+            num_ids, num_logprobs = len(entry.top_ids) / 4, len(entry.top_logprobs) / 4
+            raise ProtocolError(f"{num_logprobs:g} log-probabilities of {num_ids:g} tokens")
         if not 0 <= entry.token_id <= MOST_STREAMS:
-            return f"log-probabilities of token {entry.token_id}"
+            raise ProtocolError(f"log-probabilities of token {entry.token_id}")
     if min(unpack_int32s(b"".join([entry.top_ids for entry in entries])), default=0) < 0:
-        return "log-probabilities of a token below 0"
-    return None
+        raise ProtocolError("log-probabilities of a token below 0")
