@@ -44,7 +44,7 @@ TRACED_REQUESTS = 4
 _PROMPT = {"prompt", "prompts", "prompt_token_ids", "tokens", "token_ids"}
 _TOKENS = re.compile(r"array\[int\]|bytes|\bint\]|Int32s|\w*Prompt\w*\b|LiveRequest")
 _OTHER_TOKENS = re.compile(
-    r"/(responses|drafts|logprobs|console|detokenizer|vocabulary|check_process|segment_report|prefetches)\b"
+    r"/(responses|drafts|logprobs|console|detokenizer|vocabulary|segment_report|prefetches)\b"
     r"|core/(memory|tiers|routing)"
     r"|services/cli"
 )

@@ -1,13 +1,7 @@
-"""The types that the HTTP surface and the link to the scheduler exchange about a generation.
+"""The types that HTTP handlers and the scheduler client exchange about a generation.
 
-``http`` makes a ``Submit`` of what a client asks for and hands it to the link, which returns a LiveRequest. The outputs
-arrive as SequenceDeltas. Errors::
-
-    GenerationError             the generation failed
-    ├── SlowReaderError         the client left too much unread
-    ├── InvalidGrammarError     the grammar cannot be used with the model
-    ├── NoExecutorError         the request was accepted, but no executor came that could run it
-    └── AdmissionError          the request was not accepted
+A handler makes a ``Submit`` of a client's request, for which the scheduler client returns a ``LiveRequest``. Outputs
+come as SequenceDeltas, errors as GenerationErrors.
 """
 
 from array import array
@@ -21,28 +15,28 @@ from pagewise_shared.protocol import FinishReason, TokenLogprobs
 RefusalKind = Literal["never_fits", "invalid", "overloaded", "unavailable"]
 
 TOKEN_BYTES = 24
-"""What a token of an answer takes, about: its id, its text, and both once more as JSON."""
+"""Approximate memory of a token of an answer: its id, its text, and both once more as JSON."""
 REPEATED_BYTES = 8
-"""What a token of a prompt takes in each choice that repeats it as text or as an id, about."""
+"""Approximate memory of a token of a prompt in each choice that repeats it as text or as an id."""
 LOGPROB_BYTES = 64
-"""What a log-probability in an answer takes, about: packed, and as JSON."""
+"""Approximate memory of a log-probability in an answer: packed, and as JSON."""
 
 
 def token_bytes(logprobs: int | None) -> int:
-    """Return what a token takes with its log-probability and ``logprobs`` alternatives; None: without any."""
+    """Return the memory of a token with its log-probability and ``logprobs`` alternatives; None: without any."""
     return TOKEN_BYTES if logprobs is None else TOKEN_BYTES + (1 + logprobs) * LOGPROB_BYTES
 
 
 @dataclass(slots=True, frozen=True)
 class AnswerOptions:
-    """What a client wants of the text of its outputs. The scheduler does not know it.
+    """The options of a request that the gateway implements, and of which the scheduler does not know.
 
     Fields:
         stop: strings that end a sequence. include_stop_str_in_output: whether they stay in its text.
         skip_special_tokens: whether special tokens are left out of the text, but for shown_tokens.
         wants_token_ids: whether deltas carry token ids.
         whole: whether all deltas arrive together, once all sequences have ended.
-        prompt_bytes: what the answer takes for what it repeats of the prompts.
+        prompt_bytes: memory of the parts of the prompts that the answer repeats.
     """
 
     stop: tuple[str, ...] = ()
@@ -55,19 +49,15 @@ class AnswerOptions:
 
 
 class Held(Protocol):
-    """The memory that is taken for the answer of one request. ``size``: bytes."""
+    """The memory that is reserved for the answer of one request. ``size``: bytes."""
 
     size: int
 
     def grow_to(self, size: int) -> None:
-        """Take what is missing.
-
-        Raises:
-            Exception: there is not so much; nothing was taken.
-        """
+        """Reserve more memory. Raises an exception if there is not so much; nothing is reserved then."""
 
     def shrink_to(self, size: int) -> None:
-        """Give back what is more."""
+        """Release memory beyond ``size``."""
 
 
 class PackedLogprobs:
@@ -76,14 +66,14 @@ class PackedLogprobs:
     __slots__ = ("_ends", "_ids", "_values")
 
     def __init__(self) -> None:
-        # Of each token: its own, then those of its alternatives; and where they end.
+        # Of each token: its id and value, then the ids and values of its alternatives; and the end of these.
         self._ids, self._values, self._ends = array("i"), array("f"), array("q")
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def append(self, entry: TokenLogprobs) -> None:
-        """Add those of the next token."""
+        """Add the log-probabilities of the next token."""
         ids, values = self._ids, self._values
         ids.append(entry.token_id)
         values.append(entry.logprob)
@@ -92,7 +82,7 @@ class PackedLogprobs:
         self._ends.append(len(ids))
 
     def rows(self, begin: int, end: int) -> "Iterator[tuple[array[int], array[float]]]":
-        """Yield ids and log-probabilities of each of these tokens: its own first, then its alternatives, best first."""
+        """Yield the ids and log-probabilities of each of these tokens: its own, then its alternatives, best first."""
         first = self._ends[begin - 1] if begin else 0
         for last in self._ends[begin:end]:
             yield self._ids[first:last], self._values[first:last]
@@ -100,15 +90,15 @@ class PackedLogprobs:
 
 
 class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
-    """What is new in one sequence: text that is final (it is never taken back), and the tokens behind it.
+    """The new text of one sequence, which is final (it is never taken back), and its tokens.
 
     Fields:
         index: of the sequence in its request: prompt by prompt, n sequences each.
         text: lags behind the tokens while a character or a possible stop string is incomplete.
         token_ids: empty unless the request wants them. A token whose text a stop string cut off is listed too.
         finish_reason: set in the last delta.
-        stop_reason: with the finish reason "stop", the stop string or the id of the stop token; None stands for the
-            model's own end of sequence.
+        stop_reason: with the finish reason "stop", the stop string or the id of the stop token; None: an end of
+            sequence of the model.
     """
 
     index: int
@@ -121,10 +111,10 @@ class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of wh
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """The limits that a request is checked against, which follow from the executors that are ready.
+    """The limits of the executors that are ready, against which requests are checked.
 
-    ``max_model_len``: how many tokens (prompt and output) one sequence may reach. This is the model's limit, or what
-    the largest KV pool holds. ``no_grammars``: why no output can be made to match a grammar; empty: it can.
+    ``max_model_len``: most tokens (prompt and output) of a sequence: the model's limit, or the size of the largest KV
+    pool. ``no_grammars``: the reason for which executors cannot follow grammars; empty: they can.
     """
 
     max_model_len: int
@@ -133,7 +123,7 @@ class Capacity:
 
 
 class GenerationError(Exception):
-    """A generation failed; the text says why. Unless its subclass says otherwise, its client is not to blame."""
+    """A generation failed; the text gives the reason. Only subclasses are errors of the client."""
 
 
 class SlowReaderError(GenerationError):
@@ -145,7 +135,7 @@ class NoExecutorError(GenerationError):
 
 
 class InvalidGrammarError(GenerationError):
-    """The grammar of the request makes no sense with the model's tokenizer, which executors have."""
+    """The grammar of the request is invalid with the model's tokenizer, as executors have found."""
 
 
 class AdmissionError(GenerationError):
@@ -153,8 +143,7 @@ class AdmissionError(GenerationError):
 
     Kinds: "never_fits" (it is longer than any executor could hold: 400), "invalid" (it can never run, for another
     reason: 400), "overloaded" (the queue is full, or a limit is reached: 429), "unavailable" (no scheduler, no
-    executor, or shutting down: 503). ``retry_after``: seconds after which there should be room, or None if that is not
-    known.
+    executor, or shutting down: 503). ``retry_after``: seconds after which the request may succeed; None: unknown.
     """
 
     def __init__(self, kind: RefusalKind, message: str, retry_after: int | None = None) -> None:

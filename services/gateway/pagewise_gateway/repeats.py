@@ -1,11 +1,11 @@
-"""Says of each prompt how much of it earlier prompts contain: as a prefix, and elsewhere.
+"""Finds the parts of a prompt that earlier prompts contain: as a prefix, and elsewhere.
 
-All windows of 16 tokens are hashed, and a sample of them is remembered that does not depend on where a text stands. The
+All windows of 16 tokens are hashed, and a sample of them is remembered that is the same for a text at any offset. The
 hash is Rabin and Karp's polynomial modulo 2^64. Four doublings compute it at every offset: a window of 2k tokens is two
-windows of k. The sample is that of winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of each ``WINDOW`` windows
-that follow one another, the one with the smallest hash. So windows in the sample are at most ``WINDOW`` tokens apart,
-which leaves no gaps between them, and two prompts that contain the same ``SURELY_FOUND`` tokens share one in any case.
-About 2 of ``WINDOW`` + 1 windows are in it.
+windows of k. The sample is that of winnowing (Schleimer, Wilkerson and Aiken, SIGMOD 2003): of each ``WINDOW``
+consecutive windows, the one with the smallest hash. So windows in the sample are at most ``WINDOW`` tokens apart, which
+leaves no gaps between them, and two prompts with the same ``SURELY_FOUND`` tokens always share one. About 2 of
+``WINDOW`` + 1 windows are in the sample.
 """
 
 import secrets
@@ -42,7 +42,7 @@ assert 1 << _DOUBLINGS == WINDOW
 
 
 def powers_of(base: int) -> tuple[np.uint64, ...]:
-    """Return what ``window_hashes`` multiplies by. ``base``: an odd number below 2^64."""
+    """Return the factors of ``window_hashes``. ``base``: an odd number below 2^64."""
     return tuple(np.uint64(pow(base, 1 << doubling, 1 << 64)) for doubling in range(_DOUBLINGS))
 
 
@@ -71,14 +71,14 @@ def sampled(keys: Hashes) -> Positions:
     if len(keys) < WINDOW:
         return _NONE
     order = (keys >> _HALF).astype(np.uint32)
-    # A window is in the sample if it is the smallest of one of the groups that it belongs to.
+    # A window is in the sample if it is the smallest of one of its groups.
     smallest = np.zeros(len(keys) + WINDOW - 1, np.uint32)
     smallest[WINDOW - 1 : len(keys)] = _of_groups(np.minimum, order)
     return np.flatnonzero(_of_groups(np.maximum, smallest) == order)
 
 
 def _of_groups(extreme: Callable[[Any, Any], Any], values: "NDArray[np.uint32]") -> "NDArray[np.uint32]":
-    """Return the extreme of each ``WINDOW`` values that follow one another."""
+    """Return the extreme of each ``WINDOW`` consecutive values."""
     for doubling in range(_DOUBLINGS):
         step = 1 << doubling
         values = extreme(values[:-step], values[step:])
@@ -88,11 +88,11 @@ def _of_groups(extreme: Callable[[Any, Any], Any], values: "NDArray[np.uint32]")
 class SeenKeys:
     """A set that forgets: a table of buckets of four keys each, as in a set-associative cache.
 
-    A key that comes into a full bucket takes the place of one of the four. So a table of n slots forgets a key after
-    about n others that are new.
+    A key that comes into a full bucket replaces one of the four. So a table of n slots forgets a key after about n
+    other new keys.
 
     Fields:
-        num_slots: keys that it has room for. num_bytes: what it takes, however many there are.
+        num_slots: its capacity in keys. num_bytes: its memory, however many keys there are.
         forgotten: keys that others have replaced.
     """
 
@@ -114,33 +114,33 @@ class SeenKeys:
         return np.where(equal.any(axis=1), bucket * _WAYS + equal.argmax(axis=1), -1)
 
     def add(self, keys: Hashes) -> Positions:
-        """Take in keys that are not known. Returns the slot of each."""
+        """Add keys that are not known. Returns the slot of each."""
         bucket = (keys & self._mask).astype(np.intp)
         empty = self._buckets[bucket] == 0
         free = empty.any(axis=1)
         way = empty.argmax(axis=1)
         if (replaced := len(keys) - int(np.count_nonzero(free))) > 0:
             self.forgotten += replaced
-            # The sample prefers small hashes, so the highest bits are spread first.
+            # The sample prefers small hashes, whose highest bits are 0: multiplying mixes other bits into them.
             way = np.where(free, way, ((keys * _SPREAD) >> _TWO_BITS).astype(np.intp))
         slots: Positions = bucket * _WAYS + way
         self._slots[slots] = keys
-        lost = np.flatnonzero(self._slots[slots] != keys)  # two of them have chosen the same slot
+        lost = np.flatnonzero(self._slots[slots] != keys)  # another one of these keys has taken the same slot
         if len(lost):
             slots[lost] = self.add(keys[lost])
         return slots
 
 
 class Repeats(NamedTuple):
-    """What earlier prompts contain of one prompt.
+    """The parts of one prompt that earlier prompts contain.
 
     Fields:
         num_tokens: of the prompt.
         prefix: tokens of the longest prefix, in whole blocks of ``WINDOW`` tokens, that an earlier prompt begins with.
-        repeated: tokens behind the prefix that lie in windows which an earlier prompt contains, at any place. It is a
-            lower bound: of a repeated text, up to ``WINDOW`` - 1 tokens at either end are not counted, and texts of
-            fewer than ``SURELY_FOUND`` tokens may be overlooked.
-        found, found_slots: positions of those windows, and their slots in ``RepeatFinder.seen``.
+        repeated: tokens after the prefix in windows that an earlier prompt contains, at any offset. It is a lower
+            bound: of a repeated text, up to ``WINDOW`` - 1 tokens at either end are not counted, and texts of fewer
+            than ``SURELY_FOUND`` tokens may be overlooked.
+        found, found_slots: positions of these windows, and their slots in ``RepeatFinder.seen``.
         added, added_slots: the same for windows that were new.
     """
 
@@ -154,7 +154,7 @@ class Repeats(NamedTuple):
 
     @property
     def new(self) -> int:
-        """Tokens that are neither."""
+        """All other tokens."""
         return self.num_tokens - self.prefix - self.repeated
 
 
@@ -162,7 +162,7 @@ class RepeatFinder:
     """Remembers windows and prefixes of prompts, in a fixed amount of memory, and finds them in later ones.
 
     Prompts with different cache salts have nothing in common here. Hashes are keyed with a secret of this object, so
-    they cannot be compared with those of another one, and nobody can make prompts whose hashes collide.
+    that a client cannot construct prompts whose hashes collide.
 
     Fields:
         seen: hashes of windows in the sample, and of prefixes of whole blocks: about 3 for 16 tokens that are new.
@@ -177,7 +177,7 @@ class RepeatFinder:
         self._block_powers: Hashes = np.cumprod(np.full(PIECE // WINDOW, self._block_base, np.uint64), dtype=np.uint64)
 
     def examine(self, tokens: "array[int]", salt: str | None) -> Repeats:
-        """Return what earlier prompts with this salt contain of a prompt, and remember the prompt."""
+        """Return the parts of a prompt that earlier prompts with this salt contain, and remember the prompt."""
         steps = self.examining(tokens, salt)
         while True:
             try:
@@ -187,7 +187,7 @@ class RepeatFinder:
                 return repeats
 
     def examining(self, tokens: "array[int] | memoryview[int]", salt: str | None) -> Generator[None, None, Repeats]:
-        """The same in steps of at most ``PIECE`` tokens. One prompt has to be finished before the next one is begun."""
+        """Do the same in steps of at most ``PIECE`` tokens. A prompt has to be finished before the next one begins."""
         salted, prefixes = self._salted(salt)
         pieces: list[_Piece] = []
         num_windows = len(tokens) - WINDOW + 1
@@ -196,8 +196,8 @@ class RepeatFinder:
                 yield
             pieces.append(self._piece(tokens, start, min(num_windows, start + PIECE), salted, prefixes))
         prefix = max((piece.prefix for piece in pieces), default=0)
-        # Only now is anything taken in: a prompt that repeats itself does not repeat an earlier one. Of equal windows
-        # the last one would get the slot, so they are taken in from the end.
+        # Keys are added only now, because a prompt that repeats itself repeats no earlier one. The last one of equal
+        # windows gets the slot, so windows are added from the end.
         added, added_slots = [], []
         for piece in reversed(pieces):
             if len(pieces) > 1:
@@ -221,8 +221,8 @@ class RepeatFinder:
         salted: np.uint64,
         prefixes: "_Prefixes",
     ) -> "_Piece":
-        """Look up the windows that begin at ``start`` to ``stop``, and the prefixes that end with a block of these."""
-        # Whether a window is in the sample depends on those around it, so a piece overlaps its neighbours.
+        """Look up the windows that begin at ``start`` to ``stop``, and the prefixes that end with their blocks."""
+        # Whether a window is in the sample depends on its neighbours, so pieces overlap.
         first, last = max(0, start - WINDOW + 1), min(len(tokens) - WINDOW + 1, stop + WINDOW - 1)
         hashes = window_hashes(np.frombuffer(tokens, np.int32)[first : last + WINDOW - 1], self._powers)
         windows = mixed(hashes, salted)
@@ -237,7 +237,7 @@ class RepeatFinder:
         return _Piece(at + first, keys, slots, prefix)
 
     def _salted(self, salt: str | None) -> "tuple[np.uint64, _Prefixes]":
-        """What tells the windows of a salt from those of others, and the same for its prefixes."""
+        # Windows of different salts have different keys, and so have prefixes.
         name = b"" if salt is None else b"=" + salt.encode()
         digest = blake2b(name, digest_size=16, key=self._secret).digest()
         windows, prefixes = np.frombuffer(digest, np.uint64)
@@ -254,14 +254,14 @@ class _Piece(NamedTuple):
 
 
 class _Prefixes:
-    """Hashes of all prefixes of whole blocks, made of the hashes of their blocks, in order."""
+    """Computes hashes of all prefixes of whole blocks from the hashes of the blocks, in order."""
 
     def __init__(self, base: int, domain: np.uint64) -> None:
         self._base, self._domain = base, domain
         self._sum, self._power = 0, 1
 
     def keys(self, blocks: Hashes, powers: Hashes) -> Hashes:
-        """Return a key for each of the next blocks, of all tokens up to its end. ``powers``: of the base, from 1."""
+        """Return the key of the prefix that ends with each of the next blocks. ``powers``: of the base, from 1."""
         terms = mixed(blocks, self._domain) * powers[: len(blocks)]
         terms *= np.uint64(self._power)
         sums = np.cumsum(terms)

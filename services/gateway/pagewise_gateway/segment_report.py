@@ -1,6 +1,6 @@
-"""``pagewise segments``: how much of the prompts of a trace is repeated where prefixes do not reach.
+"""``pagewise segments``: reads a trace of requests, and reports how many tokens declaring segments would save.
 
-It reads a file of requests and says how many tokens declaring segments would save, and of which texts.
+These are the tokens that prompts repeat outside of prefixes. The report lists the most frequent texts among them.
 """
 
 import argparse
@@ -24,25 +24,25 @@ from pagewise_gateway.http.parsing import parse_request
 from pagewise_gateway.http.prompts import check_chat, check_prompts, render_chat
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, TokenId
 from pagewise_gateway.repeats import WINDOW, RepeatFinder, Repeats
-from pagewise_gateway.text.errors import ChatTemplateError
+from pagewise_gateway.text.template import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _BEGINNING = 24
 """Tokens of a segment that are shown."""
 _RATIO = 2
 _FORMATS = (
-    'What is read are JSON lines of request bodies of OpenAI\'s API, alone or as "body" in a line of its batches, or '
-    "of lists of token ids"
+    'A trace has JSON lines: request bodies of OpenAI\'s API, alone or as "body" in a line of its batches, or lists of '
+    "token ids"
 )
 _token_ids = msgspec.json.Decoder(list[TokenId])
 
 
 class TraceError(Exception):
-    """A trace cannot be read, or cannot answer the question; the text says which line and why."""
+    """A trace cannot be read, or holds no prompts; the text names the line and the reason."""
 
 
 class TracePrompt(NamedTuple):
-    """A prompt. ``line``: from 1. ``number``: of it in its request. ``tokens``: int32. ``salt``: its cache salt."""
+    """A prompt. ``line``: from 1. ``number``: its index in the request. ``tokens``: int32. ``salt``: its cache salt."""
 
     line: int
     number: int
@@ -87,12 +87,6 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _prompts(where: str, number: int, line: bytes, tokenizer: Tokenizer | None) -> Iterator[TracePrompt]:
-    """Yield the prompts of one line.
-
-    Raises:
-        TraceError: the line is no request, or there is no tokenizer for its text.
-        InvalidRequestError, ChatTemplateError: a gateway would refuse the request.
-    """
     if line.lstrip().startswith(b"["):
         try:
             yield TracePrompt(number, 0, array("i", _token_ids.decode(line)), None)
@@ -118,11 +112,6 @@ def _prompts(where: str, number: int, line: bytes, tokenizer: Tokenizer | None) 
 
 
 def _body(where: str, line: bytes) -> dict[str, Any]:
-    """Return the request body in a line.
-
-    Raises:
-        TraceError: there is none.
-    """
     try:
         record = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -145,9 +134,9 @@ class Segment(NamedTuple):
     """A text that prompts repeat behind different prefixes.
 
     Fields:
-        prompt, offset: index of the prompt in which it was first, and its place there, in tokens.
+        prompt, offset: index of the first prompt that contains it, and its offset there, in tokens.
         num_tokens: its length; up to ``WINDOW`` - 1 tokens at either end are left out.
-        times: how many later prompts contain it where no prefix reaches it; the median of its windows.
+        times: how many later prompts contain it outside of prefixes; the median of its windows.
     """
 
     prompt: int
@@ -157,26 +146,26 @@ class Segment(NamedTuple):
 
 
 class SegmentCounts:
-    """Where each window that a ``RepeatFinder`` remembers was first, and how many prompts repeat it: 12 bytes each."""
+    """The first location of each window that a ``RepeatFinder`` remembers, and how many prompts repeat it: 12 bytes."""
 
     def __init__(self, num_slots: int) -> None:
         """``num_slots``: of the finder."""
         self._prompt, self._offset, self._times = (np.zeros(num_slots, np.int32) for _ in range(3))
 
     def count(self, prompt: int, repeats: Repeats) -> None:
-        """Add what was found in a prompt, which gets the index ``prompt``."""
+        """Add the result of the prompt with the index ``prompt``."""
         self._prompt[repeats.added_slots] = prompt
         self._offset[repeats.added_slots] = repeats.added
         self._times[repeats.added_slots] = 0
-        self._times[np.unique(repeats.found_slots)] += 1  # also if the prompt contains the text several times
+        self._times[np.unique(repeats.found_slots)] += 1  # once, even if the prompt contains the text several times
 
     def segments(self, most: int) -> list[Segment]:
         """Return the segments whose repetitions have the most tokens, at most ``most`` of them.
 
-        A segment is made of windows that follow one another without a gap in the prompt in which they were first. It
-        ends where the next window was found more than twice, or less than half, as often. A text that repeats some of
-        its own sentences is listed in parts: of equal windows only the first one has a place. Segments of fewer than
-        two windows are left out: at the ends of a longer one, they come from samples that differ by what is around it.
+        A segment consists of windows without a gap between them in the first prompt that contains them. It ends where
+        the next window was found more than twice, or less than half, as often. A text that repeats some of its own
+        sentences is listed in parts, because only the first one of equal windows has a location. Segments of fewer than
+        two windows are left out: they are ends of longer segments, whose samples differ with the texts around them.
         """
         slots = np.flatnonzero(self._times)
         if not len(slots):
@@ -241,7 +230,6 @@ def report_on(path: Path, tokenizer: Tokenizer | None, options: argparse.Namespa
 
 
 def _described(segment: Segment, first: TracePrompt, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the entry of a segment in the report. ``first``: the prompt in which it was first."""
     beginning = first.tokens[segment.offset : segment.offset + min(_BEGINNING, segment.num_tokens)]
     return {
         "tokens": segment.num_tokens,

@@ -1,4 +1,4 @@
-"""Assembles the gateway and runs it until it is told to stop."""
+"""Assembles the gateway and runs it until a signal stops it."""
 
 import asyncio
 import logging
@@ -7,10 +7,10 @@ import signal
 import socket
 
 from pagewise_shared.config import GatewayConfig
-from pagewise_shared.curve import Keys, load_keys
+from pagewise_shared.curve import load_keys
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
-from pagewise_shared.tracing import Tracing, open_tracing
+from pagewise_shared.tracing import open_tracing
 
 from pagewise_gateway.http import create_app, listening, load_certificate, most_connections, read_modules
 from pagewise_gateway.metrics import Metrics
@@ -23,28 +23,36 @@ _LAST_WORDS_SECONDS = 2.0
 """How long a client may take to read the end of its stream when the gateway stops."""
 
 
-def _tracing(config: GatewayConfig, gateway_id: str, metrics: Metrics) -> Tracing | None:
-    """Return what sends the traces of this gateway, if it is to send any.
+async def serve(config: GatewayConfig) -> None:
+    """Run the service until SIGTERM or SIGINT, and then until its streams have ended, or their time is up.
+
+    Meanwhile it answers new requests with 503. After SIGTERM, a gateway that shares its port closes its socket at once
+    instead, so that the other gateways on this port get its clients; after SIGINT these stop too. A second signal ends
+    the streams at once.
+
+    Prints ``listening http://HOST:PORT`` (or https) on standard output once it accepts connections, with or without a
+    scheduler.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed.
+        ModelError: the model's tokenizer, or an adapter, cannot be found or read.
+        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host; or
+            traces are to be sent, and OpenTelemetry is not installed.
+        OSError: an address cannot be bound.
+        RefusedError: the scheduler does not let this gateway join.
     """
-    endpoint = config.otlp_traces_endpoint
-    return open_tracing(
-        endpoint, "pagewise-gateway", gateway_id, lambda outcome, spans: metrics.trace_spans(outcome).inc(spans)
-    )
-
-
-def _scheduler_client(
-    config: GatewayConfig, gateway_id: str, tokenizer: Tokenizer, metrics: Metrics, keys: Keys | None
-) -> SchedulerClient:
-    """Return the link to the scheduler.
-
-    Raises:
-        AdapterError, ConfigError: as ``read_modules`` says.
-    """
+    keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
+    tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
+    gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     model_name = config.served_model_name or config.model
-    return SchedulerClient(
+    metrics = Metrics(model_name, gateway_id)
+    tracing = open_tracing(
+        config.otlp_traces_endpoint,
+        "pagewise-gateway",
+        gateway_id,
+        lambda outcome, spans: metrics.trace_spans(outcome).inc(spans),
+    )
+    certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
+    scheduler_client = SchedulerClient(
         config.scheduler,
         tokenizer,
         metrics,
@@ -54,32 +62,6 @@ def _scheduler_client(
         keys=keys,
         adapters=AdapterTable(read_modules(config)),
     )
-
-
-async def serve(config: GatewayConfig) -> None:
-    """Run the service until SIGTERM or SIGINT, and then until its streams have ended, or their time is up.
-
-    Meanwhile it answers new requests with 503. If it is stopped by SIGTERM and shares its port, it closes its socket at
-    once instead, so that the others on this port get its clients; SIGINT says that these stop too. A second signal
-    ends the streams at once.
-
-    Prints ``listening http://HOST:PORT`` (or https) on standard output once it accepts connections, whether there is a
-    scheduler or not.
-
-    Raises:
-        ModelError: the model's tokenizer, or an adapter, cannot be found or read.
-        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host; or there
-            is no OpenTelemetry to send traces with.
-        OSError: an address cannot be bound.
-        RefusedError: the scheduler does not let this gateway join.
-    """
-    keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
-    tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
-    gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
-    metrics = Metrics(config.served_model_name or config.model, gateway_id)
-    tracing = _tracing(config, gateway_id, metrics)
-    certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
-    scheduler_client = _scheduler_client(config, gateway_id, tokenizer, metrics, keys)
     surface = listening(
         create_app(scheduler_client, tokenizer, config, metrics, tracing),
         metrics,
@@ -93,7 +75,7 @@ async def serve(config: GatewayConfig) -> None:
     )
     stop = StopSignal()
     async with asyncio.TaskGroup() as tasks:
-        linked = tasks.create_task(scheduler_client.run(), name="scheduler client")
+        connected = tasks.create_task(scheduler_client.run(), name="scheduler client")
         try:
             async with surface as acceptor:
                 tune_garbage_collector()
@@ -106,6 +88,6 @@ async def serve(config: GatewayConfig) -> None:
                     await acceptor.close()
                 await scheduler_client.close(config.shutdown_timeout, stop.again)
         finally:
-            linked.cancel()
+            connected.cancel()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)

@@ -18,8 +18,7 @@ from pagewise_gateway.structured.grammars import (
     json_schema_grammar,
     structural_tag_grammar,
 )
-from pagewise_gateway.structured.patterns import without_lookahead
-from pagewise_gateway.structured.vocabulary import simplified
+from pagewise_gateway.structured.vocabulary import simplified, without_lookahead
 
 STRING: dict[str, Any] = {"type": "string"}
 ANY: dict[str, Any] = {}

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
-from pagewise_gateway.text.template import ChatTemplate, Dialect
+from pagewise_gateway.text.template import ChatTemplate, ChatTemplateError, Dialect, NoChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.errors import ModelError
 from transformers import AutoTokenizer

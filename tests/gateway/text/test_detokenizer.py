@@ -7,8 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
-from pagewise_gateway.text.stop_matcher import StopMatcher, StopStrings
+from pagewise_gateway.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopStrings
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 from tests.gateway.text import tokenizer_builders as builders

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.text.errors import ChatTemplateError
-from pagewise_gateway.text.template import ChatTemplate, renderer
+from pagewise_gateway.text.template import ChatTemplate, ChatTemplateError, renderer
 
 from tests.gateway.text.strict_templates import (
     GEMMA,

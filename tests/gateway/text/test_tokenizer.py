@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
+from pagewise_gateway.text.template import ChatTemplateError, NoChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.config import DEMO_MODEL
 from pagewise_shared.errors import ModelError

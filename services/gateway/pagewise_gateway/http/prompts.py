@@ -40,8 +40,7 @@ from pagewise_gateway.http.schema import (
     Segments,
     TokenizeRequest,
 )
-from pagewise_gateway.text.errors import ChatTemplateError
-from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
+from pagewise_gateway.text.template import RESERVED_NAMES, ChatTemplateError, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _NAME = re.compile("(\ue000[0-9a-f]{24}\ue001)")

@@ -21,8 +21,7 @@ from pagewise_gateway.generation import (
     token_bytes,
 )
 from pagewise_gateway.metrics import Metrics
-from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
-from pagewise_gateway.text.stop_matcher import StopStrings
+from pagewise_gateway.text.detokenizer import IncrementalDetokenizer, StopStrings
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

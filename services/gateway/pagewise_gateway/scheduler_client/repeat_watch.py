@@ -1,4 +1,4 @@
-"""Counts what prompts repeat of earlier ones where prefixes do not reach. Nothing else is made of it."""
+"""Counts the tokens of texts that prompts repeat outside of prefixes, for the metric ``repeated_tokens``."""
 
 import asyncio
 import logging
@@ -12,22 +12,22 @@ from pagewise_gateway.repeats import RepeatFinder, Repeats
 log = logging.getLogger(__name__)
 
 REMEMBERED_KEYS = 1 << 21
-"""Keys that a gateway remembers: 16 MiB, and about eleven million tokens of texts that differ."""
+"""Keys that a gateway remembers: 16 MiB, for about eleven million tokens of different texts."""
 SHORTEST_PROMPT = 256
-"""Shorter prompts are left out: there is little to save, and looking at them takes almost as long."""
+"""Shorter prompts are left out: they have little to save, and take almost as long."""
 WAIT_SECONDS = 0.25
-"""Prompts wait so long for others: one right after the other takes less than between other work."""
+"""Prompts wait so long for others, because several in a row take less time than one by one between other work."""
 TURN_SECONDS = 0.0005
 BATCH_SECONDS = 0.05
 PAUSE = 19
-"""After turns of ``BATCH_SECONDS`` together, or less if nothing waits any more, comes a pause of so many times their
-length: the search takes at most 5% of the event loop's time."""
+"""After turns of ``BATCH_SECONDS`` together, or less if no prompt waits any more, comes a pause of so many times their
+length, so that the search takes at most 5% of the event loop's time."""
 MOST_WAITING_TOKENS = 1 << 22
-"""Tokens of prompts that may wait to be looked at: 16 MiB. Prompts that come beyond that are left out and counted."""
+"""Tokens of prompts that may wait for the search: 16 MiB. Further prompts are left out and counted."""
 
 
 class RepeatWatch:
-    """Looks at prompts in turn, between other work of the event loop, for about ``TURN_SECONDS`` at a time."""
+    """Searches prompts one by one between other work of the event loop, for about ``TURN_SECONDS`` at a time."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -36,17 +36,17 @@ class RepeatWatch:
         self._waiting_tokens = 0
         self._busy = 0.0  # seconds of the turns since the last pause
         self._pause_ends = 0.0  # by the event loop's clock
-        self._told = False
+        self._logged = False
         self._current: Generator[None, None, Repeats] | None = None
 
     def prompt(self, tokens: "memoryview[int]", salt: str | None) -> None:
-        """Take note of a prompt (int32) whose KV has been computed. Only prompts with the same salt are compared."""
+        """Search a prompt (int32) whose KV has been computed. Only prompts with the same salt are compared."""
         if len(tokens) < SHORTEST_PROMPT:
             return
         if self._waiting_tokens + len(tokens) > MOST_WAITING_TOKENS:
             self._metrics.unsearched_tokens.inc(len(tokens))
-            if not self._told:
-                self._told = True
+            if not self._logged:
+                self._logged = True
                 log.info("some prompts come too fast to look for repeated text in all of them: see unsearched_tokens")
             return
         idle = not self._waiting

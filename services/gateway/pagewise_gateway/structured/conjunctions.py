@@ -1,9 +1,9 @@
-"""Bounds regular expressions that one text has to match together.
+"""Limits the regular expressions that one text has to match together.
 
-llguidance looks for a text that all of them match. For that it combines each character class that one expression
-allows next with each class of every other one, in one step that no limit of its own interrupts. The product of their
-numbers, and the lengths of the expressions, are the time that this takes: when a grammar is compiled, or in the middle
-of an output, where all rows of an executor wait for it.
+llguidance combines each character class that one of the expressions allows next with each class of every other one, in
+one step that none of its limits interrupts. The time for this grows with the product of their numbers, and with the
+lengths of the expressions. It passes when a grammar is compiled, or in the middle of an output, where all sequences of
+the executor wait for it.
 """
 
 import re
@@ -14,7 +14,7 @@ from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.walk import objects
 
 MAX_WORK = 200_000
-"""Combinations of character classes, times characters. The worst of a thousand random ones took 0.11 s for a mask."""
+"""Combinations of character classes, times characters. The worst of 1,000 random ones took 0.11 s for a bitmask."""
 _FORMAT_CLASSES, _FORMAT_CHARACTERS = 8, 256
 """Classes of a ``format`` that allow one byte (``email`` has seven with digits), and characters of a long one."""
 _MOST_NODES = 20_000
@@ -27,17 +27,17 @@ _LARK = re.compile(
 )
 
 _MOST_SIZE = (MAX_WORK, MAX_WORK, 17)
-"""Classes, characters and joints of a terminal, from which on they are too many: 2**18 is above the limit."""
+"""Classes, characters and conjunctions of a terminal that exceed the limit by themselves (2**18 is above it)."""
 
 _Term = dict[str, Any] | frozenset[int]
 """A schema, or numbers of nodes of which one has to match."""
-_Place = str | int | None
-"""Where in a value: a property, an item, or (None) any that the schema does not name."""
+_Member = str | int | None
+"""A property or an item of a value; None: any one that the schema does not name."""
 
 
 def num_classes(regex: str) -> int:
-    """Return how many classes of a regular expression may contain the same byte, at most: at least 2, one for literal
-    characters and one for the text before and behind a match."""
+    """Return an upper bound of the classes of a regular expression that contain the same byte: at least 2, one for
+    literal characters and one for the text around a match."""
     classes = set()
     nested = 0
     for found in _CLASS.findall(regex):
@@ -56,18 +56,13 @@ def check_conjunctions(schema: Any, resolve: Callable[[str], Any]) -> None:
     Raises:
         GrammarError: there are too many of them, or too many schemas are merged to find that out.
     """
-    if _num_expressions(schema) < 2:  # one is combined with nothing, and merging large unions takes long
+    num_expressions = sum(isinstance(one.get(name), str) for one in objects(schema) for name in ("pattern", "format"))
+    if num_expressions < 2:  # a single one is combined with nothing, and merging large unions takes long
         return
-    merged = _Merged(resolve)
     try:
-        merged.check(schema)
+        _Merged(resolve).check(schema)
     except RecursionError:
         raise GrammarError("too many alternatives refer to each other") from None
-
-
-def _num_expressions(schema: Any) -> int:
-    """Return how many patterns and formats there are anywhere in a schema."""
-    return sum(isinstance(one.get(name), str) for one in objects(schema) for name in ("pattern", "format"))
 
 
 class Together(NamedTuple):
@@ -78,7 +73,7 @@ class Together(NamedTuple):
     characters: int = 0
 
     def joined(self, other: "Together") -> "Together":
-        """These and others."""
+        """Return these expressions and others."""
         combinations = min(self.combinations * other.combinations, MAX_WORK + 1)
         return Together(self.number + other.number, combinations, self.characters + other.characters)
 
@@ -89,11 +84,9 @@ class Together(NamedTuple):
 
 
 class _Merged:
-    """The schemas that apply to each place of a document. A node is the number of a set of schemas which all have to
-    match.
+    """The schemas that apply to each value of a document. A node is the number of a set of schemas that hold together.
 
-    Nodes are numbered so that each set of schemas is looked at once. One that is asked for while it is being
-    looked at refers to itself, which adds nothing.
+    Each set is examined once. A node that is reached again while it is examined refers to itself, which adds nothing.
     """
 
     def __init__(self, resolve: Callable[[str], Any]) -> None:
@@ -102,12 +95,11 @@ class _Merged:
         self._terms: list[list[_Term]] = []
         self._flattened: dict[int, list[_Term]] = {}
         self._joined: dict[int, Together] = {}
-        self._places: dict[int, dict[_Place, None]] = {}
-        self._children: dict[tuple[int, type, _Place], int] = {}
+        self._members: dict[int, dict[_Member, None]] = {}
+        self._children: dict[tuple[int, type, _Member], int] = {}
         self._nothing = self._node([])
 
     def check(self, schema: Any) -> None:
-        """As ``check_conjunctions``."""
         waiting, seen = [self._node([schema])], set()
         while waiting:
             if (node := waiting.pop()) in seen:
@@ -118,7 +110,7 @@ class _Merged:
                     "the patterns and formats that a string has to match together are too many, or too long: "
                     f"combinations of their classes of characters, times characters, may be at most {MAX_WORK}"
                 )
-            waiting += [self._child(node, type(place), place) for place in self._named(node)]
+            waiting += [self._child(node, type(member), member) for member in self._named(node)]
             waiting += (self._child(node, str, None), self._child(node, int, None))
 
     def _node(self, terms: Iterable[Any]) -> int:
@@ -134,7 +126,7 @@ class _Merged:
         return self._numbers[key]
 
     def _flat(self, node: int) -> list[_Term]:
-        """All terms of a node, and the terms that they refer to."""
+        """Return all terms of a node, and the terms that they refer to."""
         if node in self._flattened:
             return self._flattened[node]
         waiting: list[Any] = list(self._terms[node])
@@ -160,7 +152,6 @@ class _Merged:
                 yield frozenset(self._node([part]) for part in parts)
 
     def _together(self, node: int) -> "Together":
-        """Return the expressions that a string has to match."""
         if node in self._joined:
             return self._joined[node]
         self._joined[node] = result = Together()
@@ -179,41 +170,41 @@ class _Merged:
         self._joined[node] = result
         return result
 
-    def _named(self, node: int) -> dict[_Place, None]:
-        """The properties and items for which a node has schemas of their own."""
-        if node in self._places:
-            return self._places[node]
-        self._places[node] = {}
-        places: dict[_Place, None] = {}
+    def _named(self, node: int) -> dict[_Member, None]:
+        """Return the properties and items for which a node has schemas of their own."""
+        if node in self._members:
+            return self._members[node]
+        self._members[node] = {}
+        members: dict[_Member, None] = {}
         for term in self._flat(node):
             if isinstance(term, frozenset):
                 for branch in term:
-                    places |= self._named(branch)
+                    members |= self._named(branch)
             else:
-                places |= dict.fromkeys(_properties(term))
-                places |= dict.fromkeys(range(len(_prefix(term))))
-        self._places[node] = places
-        return places
+                members |= dict.fromkeys(_properties(term))
+                members |= dict.fromkeys(range(len(_prefix(term))))
+        self._members[node] = members
+        return members
 
-    def _child(self, node: int, kind: type, place: _Place) -> int:
+    def _child(self, node: int, kind: type, member: _Member) -> int:
         """Return the node of a property (``kind``: str) or of an item (int)."""
-        key = node, kind, place
+        key = node, kind, member
         if key in self._children:
             return self._children[key]
         self._children[key] = self._nothing
         terms: list[Any] = []
         for term in self._flat(node):
             if isinstance(term, frozenset):
-                terms += self._either({self._child(branch, kind, place) for branch in term} - {self._nothing})
+                terms += self._either({self._child(branch, kind, member) for branch in term} - {self._nothing})
             elif kind is str:
-                terms.append(_properties(term).get(place, term.get("additionalProperties")))
+                terms.append(_properties(term).get(member, term.get("additionalProperties")))
             else:
-                terms.append(_item(term, place))
+                terms.append(_item(term, member))
         self._children[key] = self._node(terms)
         return self._children[key]
 
     def _either(self, branches: set[int]) -> list[_Term]:
-        """Return alternatives as terms. Alternatives in alternatives are alternatives: a recursive schema ends so."""
+        """Return alternatives as terms. Nested ones become one set, so that a recursive schema has finitely many."""
         flat: set[int] = set()
         for branch in branches:
             terms = self._terms[branch]
@@ -223,25 +214,25 @@ class _Merged:
         return [frozenset(flat)] if flat else []
 
 
-def _properties(term: dict[str, Any]) -> dict[_Place, Any]:
+def _properties(term: dict[str, Any]) -> dict[_Member, Any]:
     properties = term.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def _prefix(term: dict[str, Any]) -> list[Any]:
-    """The schemas of the first items, in the newer form and in the older one."""
+    # Drafts before 2020-12 have these schemas in ``items``.
     return next((found for name in ("prefixItems", "items") if isinstance(found := term.get(name), list)), [])
 
 
-def _item(term: dict[str, Any], place: _Place) -> Any:
+def _item(term: dict[str, Any], member: _Member) -> Any:
     prefix, items = _prefix(term), term.get("items")
-    if isinstance(place, int) and place < len(prefix):
-        return prefix[place]
+    if isinstance(member, int) and member < len(prefix):
+        return prefix[member]
     return term.get("additionalItems") if isinstance(items, list) else items
 
 
 def check_terminals(lark: str) -> None:
-    """Check the expressions that a terminal of a grammar in Lark's form joins with ``&``, in others it refers to too.
+    """Check the expressions that each terminal of a grammar in Lark's form, with its references, joins with ``&``.
 
     Raises:
         GrammarError: a terminal joins too many.
@@ -270,7 +261,7 @@ def check_terminals(lark: str) -> None:
 
 
 class _Size(NamedTuple):
-    """The expressions of a terminal: their classes (beside the two that each has) and characters, and their joints."""
+    """The expressions of a terminal: their classes (beside the two that each has), characters and conjunctions."""
 
     classes: int = 0
     characters: int = 0
@@ -278,9 +269,9 @@ class _Size(NamedTuple):
 
 
 def _size_of(name: str, terminals: dict[str, list[re.Match[str]]], totals: dict[str, _Size]) -> _Size:
-    """Return the size of a terminal with all that it refers to. ``totals``: gets the sizes by their names."""
+    """Return the size of a terminal with its references. ``totals``: gets the size of each terminal by its name."""
     if name not in totals:
-        totals[name] = _Size()  # a terminal that refers to itself is refused by the library
+        totals[name] = _Size()  # for a terminal that refers to itself, which the library refuses
         sizes = [_Size()]
         for part in terminals.get(name, ()):
             if part["name"]:

@@ -2,7 +2,7 @@
 
 
 class GrammarError(Exception):
-    """A grammar cannot be used; the text says why."""
+    """A grammar cannot be used; the text gives the reason."""
 
 
 class TooManyGrammarsError(Exception):

@@ -1,6 +1,6 @@
 """Makes grammars in llguidance's own form, and checks them without a tokenizer.
 
-They travel as texts in the sampling parameters; executors compile them for the model's tokenizer.
+They are texts in the sampling parameters; executors compile them for the model's tokenizer.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ T = TypeVar("T")
 
 _MAX_REASON = 400
 _MOST_SCHEMAS = 32
-"""Whose grammars are remembered, before they are checked."""
+"""Schemas whose grammars are cached before they are checked."""
 _MOST_CHECKED = 256
 _MOST_CHARACTERS = 4 * 1024 * 1024
-"""Grammars that have been checked and are remembered, and characters of them together."""
+"""Checked grammars that are cached, and their characters together."""
 MAX_GRAMMAR_CHARACTERS = 65_536
-"""Of a grammar in Lark's form or in GBNF, without the schemas in it. Each state of a lexeme takes as long to make as it
-is long: 5 ms for one of 30,000 characters."""
+"""Of a grammar in Lark's form or in GBNF, without the schemas in it. The time to make each state of a lexeme grows with
+its length: 5 ms for 30,000 characters."""
 MAX_GRAMMAR_SYMBOLS = 4096
-"""Symbols in the rules of a grammar. They may all be possible at once, and are then compared with each other."""
+"""Symbols in the rules of a grammar. All of them may be possible at once, and are then compared with each other."""
 MAX_REGEX_CHARACTERS = 32_768
 MAX_GBNF_RULES = 512
 _MOST_GBNF_WORK = 8 * 1024 * 1024
-"""Rules times characters: the converter looks at all rules once for each link of the longest chain."""
+"""Rules times characters: the converter reads all rules once for each link of the longest chain."""
 _EMBEDDED = re.compile(r"%json\s*")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _ANY_SYMBOLS = 500_000
@@ -51,13 +51,13 @@ MAX_WAITING_GRAMMARS = 4096
 """Of one API key."""
 
 Validate = Callable[[str, int], str]
-"""Returns the flaw of a grammar, whose rules may have so many symbols; an empty text: it has none."""
+"""Returns the error in a grammar whose rules may have so many symbols; an empty text: it is valid."""
 Make = Callable[[Validate], str]
-"""Makes a grammar, or raises ``GrammarError``. The other function does the part that takes long."""
+"""Makes a grammar, or raises ``GrammarError``. The validation, which may take long, is passed to it."""
 
 
 def validate_here(grammar: str, max_symbols: int = _ANY_SYMBOLS) -> str:
-    """Return the flaw of a grammar, found in this process: it may take any time and memory."""
+    """Validate a grammar in this process, which may take any time and memory. Returns as ``Validate``."""
     return LLMatcher.validate_grammar(
         grammar, limits=LLParserLimits(verbose_errors=False, max_grammar_size=max_symbols)
     )
@@ -72,9 +72,9 @@ def json_schema_grammar(
 ) -> str:
     """Return the grammar of the JSON texts that a schema allows.
 
-    ``schema``: decoded, or as text. ``whitespace``: whether there may be any between tokens of JSON, or what
-    ``whitespace_pattern`` matches, a regular expression. ``additional_properties``: whether objects that do not say
-    otherwise may have properties that are not named; if not, this is noted in the schema.
+    ``schema``: decoded, or as text. ``whitespace``: whether any is allowed between tokens of JSON.
+    ``whitespace_pattern``: a regular expression of the allowed whitespace. ``additional_properties``: the default of
+    additionalProperties.
 
     Raises:
         GrammarError: it is no schema, or has a keyword that is not honoured.
@@ -88,7 +88,7 @@ def json_schema_grammar(
 def _schema_grammar(
     encoded: bytes, whitespace: bool, whitespace_pattern: str | None, additional_properties: bool
 ) -> str:
-    """The same of a schema as JSON. Merging large unions takes up to a second, and clients send a schema again."""
+    # Cached because merging large unions takes up to a second, and clients send a schema with every request.
     schema = simplified(msgspec.json.decode(encoded))
     check_schema(schema)
     if schema is False:
@@ -127,7 +127,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of these texts.
 
     Raises:
-        GrammarError: one of them is too long, or no text that can be written in UTF-8.
+        GrammarError: one of them is too long, or cannot be encoded in UTF-8.
     """
     for choice in choices:
         if len(choice) > MAX_TEXT:
@@ -135,31 +135,29 @@ def choice_grammar(choices: Sequence[str]) -> str:
         if not _is_text(choice):
             raise GrammarError(f"{choice[:100]!r} is no valid Unicode text")
     texts = list(dict.fromkeys(choice for choice in choices if choice))
-    # One lexeme: there may be any number of them. A lexeme must not be empty.
-    lines = ["start: CHOICE" if texts else 'start: ""']
-    if len(texts) < len(set(choices)) and texts:
-        lines = ['start: CHOICE | ""']
-    if texts:
-        lines.append("CHOICE: " + " | ".join(map(json.dumps, texts)))
-    return LLMatcher.grammar_from_lark("\n".join(lines))
+    if not texts:
+        return LLMatcher.grammar_from_lark('start: ""')
+    # One lexeme has all texts, because the number of lexemes is limited. A lexeme must not be empty.
+    start = 'start: CHOICE | ""' if "" in choices else "start: CHOICE"
+    return LLMatcher.grammar_from_lark(f"{start}\nCHOICE: {' | '.join(map(json.dumps, texts))}")
 
 
 def context_free_grammar(text: str, validate: Validate = validate_here) -> str:
-    """Return a grammar that is written in Lark's form, or in GBNF, which is converted.
+    """Return the grammar of a text in Lark's form or in GBNF, which is converted.
 
     Raises:
         GrammarError: it is in neither form, has too many rules, or contains a schema that is not honoured.
     """
     if text.lstrip().startswith("{"):
         raise GrammarError("it is in neither Lark's nor GBNF's form")
-    # To tell the forms apart, the library searches with a regular expression that takes quadratic time for empty
-    # lines, and holds the interpreter's lock meanwhile.
+    # The library recognizes the form by a regular expression that takes quadratic time for empty lines, and holds the
+    # GIL meanwhile.
     text = "\n".join(line for line in text.split("\n") if line.strip())
     if not is_lark_syntax(text):
         _check_gbnf_size(text)
     try:
         lark = grammar_from("grammar", text)
-    except Exception as error:  # a converter in Python, which raises whatever it stumbles over
+    except Exception as error:  # the converter is written in Python, and raises any kind of error
         raise GrammarError(_reason(str(error))) from error
     lark, rest = _with_schemas(lark)
     if rest.count(":") > MAX_LEVELS:
@@ -167,8 +165,8 @@ def context_free_grammar(text: str, validate: Validate = validate_here) -> str:
     if len(rest) > MAX_GRAMMAR_CHARACTERS:
         raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_CHARACTERS} characters beside schemas")
     check_terminals(rest)
-    if flaw := validate(LLMatcher.grammar_from_lark(rest), MAX_GRAMMAR_SYMBOLS):
-        raise GrammarError(_reason(flaw))
+    if invalid := validate(LLMatcher.grammar_from_lark(rest), MAX_GRAMMAR_SYMBOLS):
+        raise GrammarError(_reason(invalid))
     return lark
 
 
@@ -188,7 +186,7 @@ def structural_tag_grammar(structures: Sequence[tuple[str, Any, str]], triggers:
         if not (_is_text(begin) and _is_text(end)):
             raise GrammarError(f"{begin[:100]!r} or {end[:100]!r} is no valid Unicode text")
         decoded, encoded = _sized(schema)
-        _check_size(taken := taken + len(encoded))  # before anything goes through all of it
+        _check_size(taken := taken + len(encoded))  # first, because the other checks read all of it
         decoded = simplified(decoded)
         check_schema(decoded)
         if decoded is False:
@@ -201,18 +199,18 @@ def check_grammar(grammar: str, validate: Validate = validate_here) -> None:
     """Check a grammar as far as that is possible without the model's tokenizer.
 
     Raises:
-        GrammarError: it is too large, or makes no sense.
+        GrammarError: it is too large, or invalid.
     """
     _check_size(len(grammar.encode()))
-    if flaw := validate(grammar, _ANY_SYMBOLS):
-        raise GrammarError(_reason(flaw))
+    if invalid := validate(grammar, _ANY_SYMBOLS):
+        raise GrammarError(_reason(invalid))
 
 
 class Grammars:
-    """Makes grammars on threads, with a stack that is deep enough, and checks them in processes that can be ended.
+    """Makes grammars on threads with a deep stack, and checks them in processes that can be ended.
 
-    A key has one process at a time. So one that asks for expensive grammars delays no other, and of several keys each
-    other one has to wait for one grammar of each.
+    An API key has one process at a time. So a key that sends expensive grammars delays no other key, and several such
+    keys delay another key by one grammar each.
     """
 
     def __init__(self) -> None:
@@ -226,7 +224,7 @@ class Grammars:
         self._characters = 0
 
     async def checked(self, make: Make, key: str) -> str:
-        """Return the grammar that ``make`` returns, checked. ``key``: name of the API key for which this is done.
+        """Return the grammar that ``make`` returns, checked. ``key``: name of the API key of the request.
 
         Raises:
             GrammarError: it cannot be used.
@@ -255,7 +253,8 @@ class Grammars:
         except BaseException:
             pass_on()
             raise
-        work.add_done_callback(pass_on)  # also if the client leaves, which ends no work
+        # The turn lasts as long as the work, which goes on when the client disconnects and this coroutine is cancelled.
+        work.add_done_callback(pass_on)
         return await asyncio.shield(work)
 
     def close(self) -> None:
@@ -282,42 +281,43 @@ class Grammars:
 
     def _make(self, make: Make) -> str:
         with self._lock:
-            checker = self._checkers.pop()  # the last that was used: a second one starts when two are needed
+            checker = self._checkers.pop()  # the last one that was used: the other one starts when two are needed
         try:
             grammar = make(checker.validate)
-            if (flaw := self._checked.get(grammar)) is None:
-                flaw = self._flaw(grammar, checker)
-            if flaw:
-                raise GrammarError(flaw)
+            if (invalid := self._checked.get(grammar)) is None:
+                invalid = self._check(grammar, checker)
+            if invalid:
+                raise GrammarError(invalid)
             return grammar
         finally:
             with self._lock:
                 self._checkers.append(checker)
 
-    def _flaw(self, grammar: str, checker: Checker) -> str:
-        """Check a grammar, and remember its flaw."""
+    def _check(self, grammar: str, checker: Checker) -> str:
+        """Check a grammar, and cache the result: its error, or an empty text."""
         try:
             check_grammar(grammar, checker.validate)
-            flaw = ""
+            invalid = ""
         except GrammarError as error:
-            flaw = str(error)
+            invalid = str(error)
         with self._lock:
             if grammar not in self._checked:
-                self._checked[grammar] = flaw
+                self._checked[grammar] = invalid
                 self._characters += len(grammar)
             while len(self._checked) > _MOST_CHECKED or self._characters > _MOST_CHARACTERS:
                 self._characters -= len(self._checked.popitem(last=False)[0])
-        return flaw
+        return invalid
 
 
 def _sized(schema: Any) -> tuple[Any, bytes]:
-    """A schema, decoded if it is a text, and its JSON.
-
-    Raises:
-        GrammarError: it is not JSON, or not Unicode.
-    """
+    """Return a schema, decoded if it is a text, and its JSON."""
     if isinstance(schema, str):
-        schema = _decoded(schema)
+        try:
+            schema = msgspec.json.decode(schema)
+        except msgspec.MsgspecError as error:
+            raise GrammarError(why_not_json(schema.encode(), error)) from error
+        except (UnicodeError, RecursionError) as error:
+            raise GrammarError(f"it is not valid JSON: {_reason(str(error))}") from error
     try:
         return schema, msgspec.json.encode(schema)
     except UnicodeEncodeError:
@@ -330,7 +330,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_gbnf_size(text: str) -> None:
-    """Check that converting a grammar from GBNF, which is done in Python, takes no more than a second or two."""
+    # Converting a grammar from GBNF, which is done in Python, is to take no more than a second or two.
     num_rules = text.count("::=")
     if num_rules > MAX_GBNF_RULES:
         raise GrammarError(f"a grammar in GBNF may have at most {MAX_GBNF_RULES} rules")
@@ -341,7 +341,7 @@ def _check_gbnf_size(text: str) -> None:
 
 
 def _with_schemas(lark: str) -> tuple[str, str]:
-    """Check the JSON schemas in a grammar; returns it with them, simplified, and with any text in the place of each."""
+    """Check the JSON schemas in a grammar. Returns it with simplified schemas, and with ``/./`` in place of each."""
     whole: list[str] = []
     rest: list[str] = []
     at = 0
@@ -352,7 +352,7 @@ def _with_schemas(lark: str) -> tuple[str, str]:
         whole.append(lark[at : found.end()])
         try:
             schema, at = decoder.raw_decode(lark, found.end())
-        except ValueError:  # in a comment or a string; else the library names the error
+        except ValueError:  # it is in a comment or a string; otherwise, the library refuses it
             rest[-1], at = found[0], found.end()
             continue
         except RecursionError:
@@ -365,15 +365,6 @@ def _with_schemas(lark: str) -> tuple[str, str]:
     return "".join([*whole, lark[at:]]), "".join([*rest, lark[at:]])
 
 
-def _decoded(text: str) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.MsgspecError as error:
-        raise GrammarError(why_not_json(text.encode(), error)) from error
-    except (UnicodeError, RecursionError) as error:
-        raise GrammarError(f"it is not valid JSON: {_reason(str(error))}") from error
-
-
 def _is_text(text: str) -> bool:
     try:
         text.encode()
@@ -383,7 +374,6 @@ def _is_text(text: str) -> bool:
 
 
 def _reason(text: str) -> str:
-    """Why the library refuses a grammar, on one line."""
     if keywords := _UNIMPLEMENTED.match(text):
         return f"keywords that are not supported: {keywords[1].replace(chr(34), '')}"
     if text.startswith("oneOf constraints"):

@@ -1,7 +1,7 @@
-"""JSON schemas: which of them can be honoured.
+"""Refuses JSON schemas that llguidance accepts but does not honour, or that take too long.
 
-llguidance refuses most keywords that it does not implement. It accepts a few that it does not honour; they are refused
-here, wherever they stand as keywords. Source of what it implements: ``docs/json_schema.md`` of llguidance.
+llguidance refuses most keywords that it does not implement, and ignores a few, which are refused here. Its
+``docs/json_schema.md`` lists the implemented ones.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from pagewise_gateway.structured.walk import nesting, subschemas, target_of
 MAX_LEVELS = 2048
 """Levels of a schema and of all schemas that it refers to: references are compiled recursively."""
 MAX_TEXT = 8192
-"""Characters of a text in ``enum`` or ``const``: each state of a lexeme takes as long to make as it is long."""
+"""Characters of a text in ``enum`` or ``const``: the time to make each state of a lexeme grows with its length."""
 MAX_OPTIONAL = 480
-"""Properties of an object that are not required, or alternatives of ``anyOf``: executors follow 2,000 possibilities at
-a time, and these are up to four each."""
+"""Properties of an object that are not required, or alternatives of ``anyOf``: each is up to four of the 2,000
+possibilities that executors follow at a time."""
 MAX_AT_LEAST_ONE = 100
 """Properties that are not required, of a schema with ``minProperties``: the compiled grammar grows with their
 cube."""
 MAX_MULTIPLE = 10_000
-"""A number that all numbers in ``multipleOf`` divide, apart from powers of ten. A number has so many states then."""
+"""The least common multiple of all numbers in ``multipleOf``, apart from powers of ten: a number has as many states."""
 
 _UNHONOURED = {
     "patternProperties": "properties can be named one by one in properties, or all be alike in additionalProperties",
@@ -34,8 +34,7 @@ _UNHONOURED = {
 
 
 def check_schema(schema: Any) -> int:
-    """Check that the library honours all keywords of a schema that it accepts. Returns how many levels it has
-    (``MAX_LEVELS``).
+    """Check that the library honours all keywords of a schema. Returns its levels, as ``MAX_LEVELS`` counts them.
 
     Raises:
         GrammarError: it is no schema, is nested too deeply, or has a keyword that is not honoured.
@@ -44,7 +43,7 @@ def check_schema(schema: Any) -> int:
         raise GrammarError("a JSON schema is an object, true or false")
     depths: dict[int, int] = {}
     nesting(schema, depths)
-    # References may lead to places where no schema is looked for.
+    # References may lead to values that are no schemas by their keywords.
     levels, references, walked = 0, ["#"], set[int]()
     everywhere: list[dict[str, Any]] = []
     found = {"#"}
@@ -67,7 +66,7 @@ def check_schema(schema: Any) -> int:
 
 
 def without_additional_properties(schema: Any) -> None:
-    """Forbid, in place, properties that are not named, in every object of a schema that says nothing about them."""
+    """Set additionalProperties to false, in place, in every object of a schema that has no such keyword."""
     for keywords in subschemas(schema):
         if "properties" in keywords:
             keywords.setdefault("additionalProperties", False)
@@ -78,7 +77,7 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
         raise GrammarError(f"the keyword {keyword} is not supported: {_UNHONOURED[keyword]}")
     least = keywords.get("minProperties")
     if isinstance(least, int | float) and least > 1:
-        # Properties that are not named may come twice, and then count once.
+        # An output may have a property that is not named twice, which then counts only once.
         required = keywords.get("required")
         if not isinstance(required, list) or len(set(map(str, required))) < least:
             raise GrammarError("minProperties above 1 is not supported, unless required names so many properties")
@@ -91,7 +90,6 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 
 
 def _check_values(keywords: dict[str, Any]) -> None:
-    """Check the values that ``enum`` and ``const`` list."""
     values = keywords.get("enum")
     values = [*values, keywords.get("const")] if isinstance(values, list) else [keywords.get("const")]
     if any(isinstance(value, str) and len(value) > MAX_TEXT for value in values):
@@ -101,7 +99,7 @@ def _check_values(keywords: dict[str, Any]) -> None:
 
 
 def _check_together(everywhere: Iterable[dict[str, Any]]) -> None:
-    """Check the limits of all schemas in a schema together, because they may be merged."""
+    # These limits hold for all schemas together, because the library may merge them.
     num_optional, at_least_one, multiple = 0, False, 1
     for keywords in everywhere:
         num_optional += _num_optional(keywords)

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, in Lark's form as llguidance reads it. They allow calls in the model's own format.
+"""Grammars of tool calls in the model's own format, in Lark's form as llguidance reads it.
 
 A delimiter that is a special token of the vocabulary is written as that token, any other one as text. Free text may
 contain no special token.
@@ -23,7 +23,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _SPACE = r"[\s\x1c-\x1f]*"  # as Python sees it
 _PYTHON_BLOCK = rf"/{_SPACE}```(tool_code|python)?{_SPACE}\[?{_SPACE}[A-Za-z_][A-Za-z0-9_.\-]*\((?s:.*)/"
-"""A block of code that begins with a call. The parser reads it as calls, so an answer must not begin with it."""
+"""A block of code that begins with a call. The parser would read it as calls, so no answer may begin with it."""
 _ANNOTATIONS = frozenset(
     {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "nullable", "readOnly"}
     | {"title", "writeOnly"}
@@ -33,27 +33,25 @@ _OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required"
 _OF_STRINGS = _ANNOTATIONS | _DEFINITIONS | {"type"}
 _LOOSE = frozenset({"minProperties"})
 _LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
-"""Keywords that the grammar leaves to the model, if the function is not strict."""
+"""Keywords that the grammar does not enforce if the function is not strict."""
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
 
 class UnsupportedSchemaError(ValueError):
-    """A schema says something that cannot be followed in the format of the model; the text names the function."""
+    """A schema cannot be followed in the format of the model; the text names the function and the reason."""
 
 
-class Parameter(NamedTuple):
-    """A parameter. ``schema``: of its value. ``needed``: it is required."""
-
+class _Parameter(NamedTuple):
     name: str
     schema: dict[str, Any]
-    needed: bool
+    required: bool
 
 
 class Function(NamedTuple):
     """A function that may be called. ``parameters``: the schema of its arguments; None: it has none.
 
-    ``strict``: whether the model may choose to call it, but then has to follow the schema. If it has to call something,
-    it has to follow the schemas of all functions.
+    ``strict``: whether calls have to follow the schema where the model may choose to call the function. Where it has to
+    make a call, calls follow the schemas of all functions.
     """
 
     name: str
@@ -63,12 +61,13 @@ class Function(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class _Shape:
-    """How calls are written: NAME and then the arguments stand between ``before`` and ``after``.
+    """The format of calls: ``before``, which contains NAME, then the arguments, and ``after``.
 
     Fields:
-        between: stands between two calls. opening, closing: around all of them.
-        trigger: what begins calls in free text; an empty text: calls are the whole text, which begins with ``begins``.
-        arguments: how they are written: JSON, keyword arguments of Python, or GLM's tags.
+        between: text between two calls. opening, closing: texts around all of them.
+        trigger: the text that begins calls in free text. If it is empty, the whole text is calls, and begins with
+            ``begins``.
+        arguments: their format: JSON, keyword arguments of Python, or GLM's tags.
     """
 
     before: str
@@ -80,8 +79,7 @@ class _Shape:
     begins: str = ""
     arguments: Literal["json", "python", "glm"] = "json"
 
-    def behind_trigger(self) -> "_Shape":
-        """The same without the trigger."""
+    def without_trigger(self) -> "_Shape":
         if self.opening:
             return replace(self, opening=self.opening.removeprefix(self.trigger))
         return replace(self, before=self.before.removeprefix(self.trigger))
@@ -124,9 +122,9 @@ def tool_call_grammar(
         parser: the name of the parser of tool calls, and ``output`` the format that it reads.
         functions: of which calls may be made. special_tokens: their ids by their texts.
         start: where the output begins.
-        required: whether there is a call; if not, there may be text and calls.
+        required: whether there has to be a call; otherwise, there may be text and calls.
         parallel: whether there may be several calls.
-        answer: the grammar of an output without calls; None: it may be any text, and there may be text around calls.
+        answer: the grammar of an output without calls; None: any text, also before and after calls.
 
     Raises:
         UnsupportedSchemaError: a schema cannot be followed.
@@ -150,20 +148,21 @@ def tool_call_grammar(
 
 
 def _shape(parser: str, special_tokens: Mapping[str, int], is_free: bool) -> _Shape:
-    """Return how calls are written. In free text, the grammar begins behind a trigger that is no special token."""
+    # In free text, the grammar of calls begins after the trigger, unless that is a special token.
     shape = _MISTRAL_LIST if parser == "mistral" and "[ARGS]" not in special_tokens else _SHAPES[parser]
-    return shape.behind_trigger() if is_free and shape.trigger not in special_tokens else shape
+    return shape.without_trigger() if is_free and shape.trigger not in special_tokens else shape
 
 
 def _callable_functions(shape: _Shape, functions: Sequence[Function], required: bool) -> Sequence[Function]:
-    """Leave out functions that the model cannot call, unless they have to be followed, which is refused then."""
+    # Functions that cannot be called in Python are left out, unless their schemas have to be followed: then they are an
+    # error.
     if shape.arguments != "python" or required:
         return functions
     return [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
 
 
 def after_reasoning(grammar: str, output: OutputFormat, special_tokens: Mapping[str, int], start: Start) -> str:
-    """Return the grammar of outputs that match ``grammar`` once the model has stopped thinking (llguidance's JSON)."""
+    """Return the grammar of outputs that match ``grammar`` after the model's reasoning, as llguidance's JSON."""
     before = _Grammar(special_tokens)
     if output.harmony:
         before.harmony(None, False, "@answer")
@@ -173,7 +172,7 @@ def after_reasoning(grammar: str, output: OutputFormat, special_tokens: Mapping[
 
 
 class _Grammar:
-    """A grammar in the making."""
+    """A grammar under construction. Methods return expressions, and add the rules that these refer to."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
@@ -186,14 +185,12 @@ class _Grammar:
         return "\n".join(f"{name}: {expression}" for name, expression in self._rules.items()) + "\n"
 
     def rule(self, name: str, expression: str, options: str = "") -> str:
-        """Add a rule; return its name, which is made unique unless it is ``start``."""
         if name != "start":
             name = f"{name}{len(self._rules)}"
         self._rules[name + options] = expression.strip() or '""'
         return name
 
     def text(self, text: str) -> str:
-        """Return the expression of a text, which may contain special tokens."""
         parts, at = [], 0
         for found in self._tokens.finditer(text):
             parts += [_quoted(text[at : found.start()])] if found.start() > at else []
@@ -203,25 +200,24 @@ class _Grammar:
         return " ".join(parts)
 
     def until(self, delimiter: str) -> str:
-        """Return the expression of any text that ends with this delimiter and does not contain it before."""
+        """Match any text up to the first delimiter, with it."""
         if delimiter in self._special:
             return f"{self.rule('ANY', '/(?s:.+)/')}? {self.text(delimiter)}"
         return self.rule("until", "/(?s:.*)/", f"[suffix={_quoted(delimiter)}]")
 
     def reasoning(self, output: OutputFormat, start: Start) -> str:
-        """Return the expression of the model's reasoning before its answer."""
         reasoning = output.reasoning
         if reasoning is None or start == "ended":
             return ""
         space = self.rule("SPACE", r"/\s{1,4}/")
-        opening = f"{self.text(reasoning.opening)}"
+        opening = self.text(reasoning.opening)
         thought = f"{self.until(reasoning.closing)} {space}?"
         if start == "reasoning":
             return thought
         return f"({opening})? {thought}" if start == "implied" else f"({space}? {opening} {thought})?"
 
     def free(self, shape: _Shape, call: str, output: OutputFormat, parallel: bool) -> str:
-        """Return the expression of text and calls; calls of a trigger that is no special token are without it."""
+        """Match text and calls; where the trigger is no special token, ``call`` is without it."""
         opening = output.tools.opening
         written = [opening] if opening and opening not in self._special else []
         more = f"({self.text(shape.between)} {call})*" if parallel and (shape.closing or not shape.trigger) else ""
@@ -238,7 +234,7 @@ class _Grammar:
         return f"({before} {group} {behind}? | {any_text}?)"
 
     def harmony(self, calls: str | None, required: bool, answer: str | None = None) -> None:
-        """Add the rules of gpt-oss: messages on other channels, and then calls or an answer."""
+        # gpt-oss writes messages on other channels, and then calls or an answer.
         ends = self.until("<|end|>")
         message = f'{self.text("<|channel|>")} ("analysis" | "commentary") {self.text("<|message|>")} {ends}'
         begun = self.rule("message", f"{message} {self.text('<|start|>assistant')}")
@@ -250,7 +246,6 @@ class _Grammar:
     # ---- calls -------------------------------------------------------------------------------------
 
     def call(self, shape: _Shape, function: Function, required: bool) -> str:
-        """Return the expression of a call of a function."""
         schema: Mapping[str, Any] = function.parameters if function.parameters is not None else _NO_PARAMETERS
         follows = required or function.strict
         if not follows:
@@ -267,13 +262,8 @@ class _Grammar:
         return f"{before} {arguments} {self.text(shape.after)}"
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        """Return the expression of the JSON that a schema accepts.
-
-        Raises:
-            UnsupportedSchemaError: all are too long together: parameters repeat the definitions that they share.
-        """
         text = json.dumps(schema)
-        self._num_characters += len(text)
+        self._num_characters += len(text)  # parameters repeat the definitions that they share
         if self._num_characters > MAX_GRAMMAR_BYTES:
             raise UnsupportedSchemaError(
                 f"the schemas of the functions take more than {MAX_GRAMMAR_BYTES} bytes as a grammar, the limit"
@@ -281,27 +271,26 @@ class _Grammar:
         return f"%json {text}"
 
     def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
-        """Arguments of a call in Python, whose values JSON and Python write alike."""
-        # From the last property to the first: the rest of the arguments, behind another argument or as the first one.
+        """Match the arguments of a call in Python, whose values are written as JSON."""
+        # From the last property to the first: the rest of the arguments after another argument, and as the first ones.
         some = none = '""'
-        for name, value, needed in reversed(python_parameters(function.name, schema, function.strict)):
-            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(self_contained(value, schema))}")
+        for name, value, required in reversed(_python_parameters(function.name, schema, function.strict)):
+            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(_self_contained(value, schema))}")
             after = self.rule("some", some)
-            some = f'", " {item} {after}' if needed else f'(", " {item})? {after}'
-            none = f"{item} {after}" if needed else f"{item} {after} | {self.rule('none', none)}"
+            some = f'", " {item} {after}' if required else f'(", " {item})? {after}'
+            none = f"{item} {after}" if required else f"{item} {after} | {self.rule('none', none)}"
         return self.rule("arguments", none)
 
     def _any_keywords(self) -> str:
-        """Any arguments of a call in Python."""
         name = self.rule("NAME", "/[A-Za-z_][A-Za-z0-9_]*=/")
         one = self.rule("argument", f"{name} %json {{}}")
         return f'({one} (", " {one})*)?'
 
     def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
-        """Arguments of GLM, of which strings are written as they are."""
+        """Match the arguments of GLM, in which strings are written without quotes."""
         parts = []
-        for parameter in listed_parameters(function.name, schema, function.strict):
-            name, value, needed = parameter
+        for parameter in _listed_parameters(function.name, schema, function.strict):
+            name, value, required = parameter
             if not name or name != name.strip() or "<" in name:
                 raise UnsupportedSchemaError(
                     f"the parameter {name!r} of {function.name!r} cannot be written: this model writes names in tags"
@@ -309,17 +298,16 @@ class _Grammar:
             key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
             closing = "</arg_value>"
             if "string" not in schema_types(value):
-                written = f"{self._json(self_contained(value, schema))} {self.text(closing)}"
-            elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
+                written = f"{self._json(_self_contained(value, schema))} {self.text(closing)}"
+            elif (choices := _string_choices(function.name, parameter, function.strict)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
             else:
                 written = self.until(closing)
             pair = self.rule("pair", f"{key} {written} {_quoted(chr(10))}")
-            parts.append(pair if needed else f"{pair}?")
+            parts.append(pair if required else f"{pair}?")
         return " ".join(parts)
 
     def _any_tags(self) -> str:
-        """Any arguments of GLM."""
         name = self.rule("NAME", r"/[^\s<]([^<\n]*[^\s<])?/")
         key = f"{self.text('<arg_key>')} {name} {self.text('</arg_key>' + chr(10) + '<arg_value>')}"
         pair = self.rule("pair", f"{key} {self.until('</arg_value>')} {_quoted(chr(10))}")
@@ -327,13 +315,13 @@ class _Grammar:
 
 
 def _with_answer(grammar: _Grammar, answer: str) -> str:
-    """Return a grammar that refers to another one as ``@answer``, with that one, as llguidance's JSON."""
+    """Return a grammar and the one to which it refers as ``@answer``, as llguidance's JSON."""
     parts = json.loads(answer)["grammars"] if answer.lstrip().startswith("{") else [{"lark_grammar": answer}]
     return json.dumps({"grammars": [{"lark_grammar": str(grammar)}, parts[0] | {"name": "answer"}, *parts[1:]]})
 
 
 def _without(texts: Sequence[str]) -> str:
-    """Return the end of a terminal's expression that excludes these texts."""
+    """Return the end of a terminal's expression that excludes texts with any of these in them."""
     return "".join(f" & ~/(?s:.*){_escaped(text)}(?s:.*)/" for text in texts)
 
 
@@ -348,15 +336,10 @@ def _quoted(text: str) -> str:
 # ---- parameters of formats in which arguments are not one JSON object ----------------------------------
 # The grammar of such a call is made parameter by parameter. So keywords about the object as a whole cannot be followed,
 # and are refused by name: only the listed keywords are honoured, or forbid nothing. A function that is not strict may
-# have some more, which are left to the model.
+# have a few more, which the grammar does not enforce.
 
 
-def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:
-    """Return the parameters of a function one by one. ``schema``: of its arguments. ``strict``: all of it is followed.
-
-    Raises:
-        UnsupportedSchemaError: the schema says more of the arguments than which there are and which are required.
-    """
+def _listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[_Parameter]:
     _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS if strict else _OF_PARAMETERS | _LOOSE)
     if "object" not in (schema_types(schema) or ["object"]):
         raise UnsupportedSchemaError(f"the parameters of {function!r} are no object")
@@ -368,17 +351,16 @@ def listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
                 "model, those that refer to $defs can"
             )
     return [
-        Parameter(name, dict(value) if isinstance(value, Mapping) else {}, name in required)
+        _Parameter(name, dict(value) if isinstance(value, Mapping) else {}, name in required)
         for name, value in properties.items()
-        if value is not False  # which says that it may not be there
+        if value is not False  # a parameter with this schema must not be given
     ]
 
 
 def _properties(function: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the schemas of the parameters by their names, and the names of the required ones."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} are not what they name")
+        raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} have the wrong type")
     for name in required:
         if not isinstance(name, str) or properties.get(name, False) is False:
             raise UnsupportedSchemaError(
@@ -390,8 +372,8 @@ def _properties(function: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, 
     return properties, required
 
 
-def self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value, with the definitions in ``schema`` that it refers to, also by way of others."""
+def _self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value with the definitions of ``schema`` that it refers to, directly or not."""
     found: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [value]
     while waiting:
@@ -405,15 +387,9 @@ def self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
     return {**value, **found}
 
 
-def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:
-    """The same for calls in Python, whose parameters have names as Python has them. Words such as ``from`` are some.
-
-    Raises:
-        UnsupportedSchemaError: as ``listed_parameters``, or a name is none in Python.
-    """
-    found = listed_parameters(function, schema, strict)
-    for each in found:
-        name = each.name
+def _python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[_Parameter]:
+    found = _listed_parameters(function, schema, strict)
+    for name, _, _ in found:  # keywords of Python such as ``from`` are allowed
         if not name.isidentifier() or not unicodedata.is_normalized("NFKC", name):
             raise UnsupportedSchemaError(
                 f"the parameter {name!r} of {function!r} cannot be written: this model calls functions in Python"
@@ -421,30 +397,24 @@ def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
     return found
 
 
-def string_choices(function: str, parameter: Parameter, strict: bool) -> Sequence[str] | None:
-    """Return the values of a parameter that is written as it is, without quotes: the values of its enum; None: any
-    string.
-
-    ``strict``: as for ``listed_parameters``.
-
-    Raises:
-        UnsupportedSchemaError: its schema says anything else of strings.
-    """
-    what, known = _of(function, parameter), _OF_STRINGS if strict else _OF_STRINGS | _LOOSE_OF_STRINGS
-    choices = _choices(what, parameter.schema, known)
+def _string_choices(function: str, parameter: _Parameter, strict: bool) -> Sequence[str] | None:
+    """Return the values of the enum of a parameter that is written without quotes; None: any string."""
+    known = _OF_STRINGS if strict else _OF_STRINGS | _LOOSE_OF_STRINGS
+    name = f"the parameter {parameter.name!r} of {function!r}"
+    choices = _choices(name, parameter.schema, known)
     if choices is None:
-        _check_string(what, parameter.schema, known)
+        _check_string(name, parameter.schema, known)
     elif any("</arg_value>" in each for each in choices):
         raise UnsupportedSchemaError(
-            f"{what} may be a text with '</arg_value>', which ends values in the format of this model"
+            f"{name} may be a text with '</arg_value>', which ends values in the format of this model"
         )
     return choices
 
 
-def _choices(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
-    """Return the values of an enum or a const, which may also be null; None: there is none."""
+def _choices(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
+    """Return the values of an enum or a const, in which null is a text; None: there is no enum."""
     if isinstance(schema.get("anyOf"), list):
-        return _choices_or_null(what, schema, known)
+        return _choices_or_null(name, schema, known)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(isinstance(each, str | None) for each in values):
         return None
@@ -452,41 +422,36 @@ def _choices(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> lis
     found = [each for each in values if each is not None] + ["null"] * null
     if not found:
         return None
-    _check_keywords(what, schema, known | {"enum", "const"})
+    _check_keywords(name, schema, known | {"enum", "const"})
     return found
 
 
-def _choices_or_null(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
-    """Return the same of an ``anyOf`` of one schema, with null or without it."""
+def _choices_or_null(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
+    """Do the same for an ``anyOf`` of one schema, with null or without it."""
     union = schema["anyOf"]
     others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
-    if len(others) != 1 or len(union) > 2 or (found := _choices(what, others[0], known)) is None:
+    if len(others) != 1 or len(union) > 2 or (found := _choices(name, others[0], known)) is None:
         return None
-    _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+    _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
     return found + ["null"] * (len(union) - 1)
 
 
-def _check_string(what: str, schema: Any, known: frozenset[str]) -> None:
-    """Check that all strings match a schema that some do."""
+def _check_string(name: str, schema: Any, known: frozenset[str]) -> None:
+    """Check that a schema that accepts some strings accepts all of them."""
     if not isinstance(schema, Mapping):
         return
-    unions = [name for name in ("anyOf", "oneOf") if name in schema]
-    if unions == ["anyOf"]:
-        _check_keywords(what, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+    if "anyOf" in schema and "oneOf" not in schema:
+        _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
         free = [each for each in schema["anyOf"] if "string" in schema_types(each)]
         if len(free) == 1:
-            _check_string(what, free[0], known)
+            _check_string(name, free[0], known)
             return
-    _check_keywords(what, schema, known)
+    _check_keywords(name, schema, known)
 
 
-def _check_keywords(what: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-    names = map(str, schema.keys() - known)
-    if unknown := sorted(name for name in names if not name.startswith("x-")):
+def _check_keywords(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
+    keywords = map(str, schema.keys() - known)
+    if unknown := sorted(each for each in keywords if not each.startswith("x-")):
         raise UnsupportedSchemaError(
-            f"{', '.join(unknown)[:200]} in {what} cannot be followed in the format of this model"
+            f"{', '.join(unknown)[:200]} in {name} cannot be followed in the format of this model"
         )
-
-
-def _of(function: str, parameter: Parameter) -> str:
-    return f"the parameter {parameter.name!r} of {function!r}"

@@ -1,11 +1,12 @@
-"""Keywords of JSON schemas that forbid nothing, of drafts 4 to 2020-12: generators write them, llguidance refuses them.
+"""Removes keywords of JSON schemas (drafts 4 to 2020-12) that forbid nothing, which generators of schemas write.
 
-A keyword forbids nothing by its value (``uniqueItems: false``), by the keywords beside it (``minContains`` without
-``contains``), or because it is about values that ``type`` rules out. A few that forbid something are written with
-keywords that llguidance implements.
+llguidance refuses many of them. A keyword forbids nothing by its value (``uniqueItems: false``), by the keywords beside
+it (``minContains`` without ``contains``), or because ``type`` excludes the values that it is about. A few keywords that
+forbid something are replaced by others that llguidance implements.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -15,7 +16,6 @@ import msgspec
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 from pagewise_gateway.structured.errors import GrammarError
-from pagewise_gateway.structured.patterns import without_lookahead
 from pagewise_gateway.structured.walk import nesting, objects, references, subschemas, target_of
 
 ASSERTIONS = frozenset(
@@ -28,7 +28,7 @@ ASSERTIONS = frozenset(
         *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
     }
 )
-"""Keywords that may forbid something. All others forbid nothing, whatever their value, so they are left out."""
+"""Keywords that may forbid something. All others forbid nothing, whatever their value, so they are removed."""
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _OF_ONE_TYPE = {
     "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
@@ -38,7 +38,7 @@ _OF_ONE_TYPE = {
     ),
     "string": ("format",),
 }
-"""Keywords that say nothing of values of other types."""
+"""Keywords that do not apply to values of other types."""
 _NO_TYPES: frozenset[str] = frozenset()
 _UNIONS = frozenset({"allOf", "anyOf", "oneOf"})
 
@@ -47,7 +47,7 @@ Reach = tuple[frozenset[str], frozenset[str]]
 _STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _APPLICATORS = ("if", "then", "else", "not", "contains")
-"""Keywords that say something of the value only together with others."""
+"""Keywords that apply to the value only together with others."""
 _EVALUATING = frozenset({"anyOf", "contains", "if", "patternProperties"})
 """Keywords that decide which items and properties are evaluated, even where they forbid nothing."""
 _ANY_TEXT = ("", ".*", "^", "^.*", r"[\s\S]*", r"^[\s\S]*$")
@@ -57,33 +57,33 @@ _ANY_LINE = (*_ANY_TEXT, "^.*$", "^(.*)$", ".+", "^.+$", "^(.+)$")
 _FORMATS = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 )
-"""Which llguidance has. JSON Schema lets an unknown one forbid nothing: it is left out where ``pattern`` says more."""
+"""The formats of llguidance. By JSON Schema an unknown one forbids nothing: it is removed where a ``pattern`` is."""
 _HINTS = (
     *("binary", "commonmark", "directory-path", "enum", "file-path", "html", "markdown", "multi-line", "multiline"),
     *("password", "path", "string", "text", "textarea"),
 )
-"""Formats that say nothing of the text."""
+"""Formats that do not limit the text."""
 _EVALUATED_BESIDE = frozenset(
     {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependencies", "dependentSchemas", "if"}
     | {"not", "oneOf"}
 )
 """Keywords that may evaluate items or properties beside the keywords of the same schema."""
 _LARGEST = 9.22e18
-"""A number that just fits 64 bits. llguidance takes no lower bound that does not, and no such upper one where numbers
-need not be integers. Each stands for the numbers beyond it, so a few integers at the end of 64 bits are not allowed."""
+"""A number that just fits 64 bits. llguidance takes no lower bound beyond it, and no upper bound beyond it for numbers
+that need not be integers. They become this one, which excludes a few integers at the end of 64 bits."""
 _BOUNDS = {"minimum": -_LARGEST, "exclusiveMinimum": -_LARGEST, "maximum": _LARGEST, "exclusiveMaximum": _LARGEST}
 _URI = "!#$%&'()*+,-./:;=?@_~"
-"""Characters that a reference may have as they are."""
+"""Characters of a reference that are not escaped."""
 _DIALECTS = ("http://json-schema.org/draft-0", "https://json-schema.org/draft/20")
 _MOST_REFERENCES = 64
-"""That are followed, one to the next, to see whether a schema forbids anything."""
+"""References that are followed, one to the next, to find out whether a schema forbids anything."""
 _MOST_NAMES = 4096
-"""In ``propertyNames``, of all objects together."""
+"""Names in ``propertyNames``, of all objects together."""
 
 
 def simplified(schema: Any) -> Any:
-    """Return a schema that accepts the same values, but for numbers beyond 64 bits, without keywords that forbid
-    nothing. The given one is left as it is. A keyword stays if a reference leads through it.
+    """Return a schema without keywords that forbid nothing, which accepts the same values but for numbers beyond 64
+    bits. The given one is not changed. A keyword stays if a reference leads through it.
 
     Raises:
         GrammarError: it is nested too deeply, too large, or not Unicode.
@@ -99,7 +99,7 @@ def simplified(schema: Any) -> Any:
     if isinstance(schema, dict):
         work = _Simplification(schema)
         work.run()
-        return False if accepts_none(schema) else schema
+        return False if _accepts_none(schema) else schema
     return schema
 
 
@@ -128,17 +128,17 @@ class _Simplification:
                 continue
 
     def run(self) -> None:
-        """Simplify schemas, each after those that are in it. Targets of references come first, because
-        simplifying the others needs the types that they accept."""
+        # Each schema comes after its subschemas. Targets of references come first of all, because the types that they
+        # accept are needed to simplify the others.
         for schema in [*self._targets.values(), self.root]:
             for one in reversed(list(subschemas(schema, self._done))):
                 self._drop(one)
 
     def _drop(self, schema: dict[str, Any]) -> None:
         self._rewrite(schema)
-        types = types_of(schema)
+        types = _types_of(schema)
         for keyword in list(schema):
-            if self._says_nothing(schema, keyword, types):
+            if self._forbids_nothing(schema, keyword, types):
                 del schema[keyword]
         # ``if`` and ``contains`` need these to decide, so they go after them.
         for keyword, needed in _USELESS_ALONE.items():
@@ -150,16 +150,15 @@ class _Simplification:
             schema["allOf"] = [False]
 
     def _excludes_all(self, schema: dict[str, Any]) -> bool:
-        """Whether ``not`` or ``$ref`` leaves no value."""
-        if "$ref" in schema and accepts_none(self.resolved(schema)):
+        if "$ref" in schema and _accepts_none(self.resolved(schema)):
             return True
         return "not" in schema and not self._keeps(schema["not"]) and bool(self.decides(schema, schema["not"]))
 
-    def _says_nothing(self, schema: dict[str, Any], keyword: str, types: frozenset[str]) -> bool:
-        """Whether a keyword can be left out of a schema that leaves values of these types."""
+    def _forbids_nothing(self, schema: dict[str, Any], keyword: str, types: frozenset[str]) -> bool:
+        """Whether a keyword can be removed from a schema that allows values of these types."""
         if self._keeps(schema[keyword]):
             return False
-        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or of_other_types(keyword, types):
+        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or _of_other_types(keyword, types):
             return True
         test = _FORBIDS_NOTHING.get(keyword)
         evaluates = self._finds_unevaluated and keyword in _EVALUATING
@@ -189,19 +188,19 @@ class _Simplification:
             _add(schema, [{"pattern": one} for one in others])
 
     def _rewrite_bounds(self, schema: dict[str, Any]) -> None:
-        of_numbers = "number" in types_of(schema)
+        of_numbers = "number" in _types_of(schema)
         for name, most in _BOUNDS.items():
-            bound = number(schema, name, 0)
+            bound = _number(schema, name, 0)
             if bound < most < 0 or (of_numbers and bound > most > 0):
                 schema[name] = most
 
     def _rewrite_unevaluated(self, schema: dict[str, Any]) -> None:
-        """Where no other keyword can evaluate items or properties, the unevaluated ones are all others."""
+        # Where no other keyword evaluates items or properties, the unevaluated ones are simply the others.
         if _EVALUATED_BESIDE & schema.keys():
             return
         items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
         for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
-            free = instead not in schema and not of_other_types(name, types_of(schema))
+            free = instead not in schema and not _of_other_types(name, _types_of(schema))
             if name in schema and free and not self._keeps(schema[name]) and not self.accepts_all(schema[name]):
                 schema[instead] = schema.pop(name)
 
@@ -217,7 +216,7 @@ class _Simplification:
         refused = schema.get("not")
         if not isinstance(refused, dict):
             return
-        asserted, values, texts = ASSERTIONS & refused.keys(), listed_texts(schema), listed_texts(refused)
+        asserted, values, texts = ASSERTIONS & refused.keys(), _listed_texts(schema), _listed_texts(refused)
         if asserted == {"not"}:
             self._add_if_needed(schema, schema.pop("not")["not"])
         elif values is not None and texts is not None and len(asserted) == 1:
@@ -228,12 +227,12 @@ class _Simplification:
     def _rewrite_contains(self, schema: dict[str, Any]) -> None:
         if "contains" not in schema or not self.counts_contained or not self.accepts_all(schema["contains"]):
             return
-        least, most = number(schema, "minContains", 1), number(schema, "maxContains", math.inf)
+        least, most = _number(schema, "minContains", 1), _number(schema, "maxContains", math.inf)
         for name in ("contains", "minContains", "maxContains"):
             schema.pop(name, None)
-        schema["minItems"] = max(number(schema, "minItems", 0), least)
+        schema["minItems"] = max(_number(schema, "minItems", 0), least)
         if most < math.inf:
-            schema["maxItems"] = min(number(schema, "maxItems", most), most)
+            schema["maxItems"] = min(_number(schema, "maxItems", most), most)
 
     def _rewrite_patterns_of_names(self, schema: dict[str, Any]) -> None:
         others, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
@@ -250,7 +249,7 @@ class _Simplification:
         names = schema.get("propertyNames")
         free = "patternProperties" not in schema and not self._finds_unevaluated
         if isinstance(names, dict | bool) and free and not self._keeps(names):
-            listed = self.known(listed_names, self.resolved(names))
+            listed = self.known(_listed_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
                 self._name_properties(schema, listed)
@@ -260,18 +259,17 @@ class _Simplification:
             _add(schema, [other])
 
     def _keeps(self, *values: Any) -> bool:
-        """Whether a reference leads through one of these values, so that it has to stay where it is."""
+        """Whether a reference leads through one of these values, which must not move then."""
         return not self._kept.isdisjoint(map(id, values))
 
     def _name_properties(self, schema: dict[str, Any], names: Collection[str]) -> None:
-        """Write ``propertyNames`` that lists names as ``properties``."""
         properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         definitions = self.root.get("$defs", {})
         if not isinstance(properties, dict) or not isinstance(definitions, dict):
             return
         if self._keeps(properties, others):
             return
-        if isinstance(others, dict) and others:  # many names have it
+        if isinstance(others, dict) and others:  # many names share it
             reference = f"values-of-names-{len(definitions)}"
             while reference in definitions:
                 reference += "_"
@@ -284,10 +282,8 @@ class _Simplification:
             schema["properties"] |= {name: others for name in names if name not in properties}
         schema["additionalProperties"] = False
 
-    # ---- keywords that forbid --------------------------------------------------------------------------
-
     def resolved(self, schema: Any) -> Any:
-        """Return the schema that a schema refers to, if it does nothing else."""
+        """Follow the references of a schema that has no other keyword."""
         for _ in range(_MOST_REFERENCES):
             if not isinstance(schema, dict) or ASSERTIONS & schema.keys() != {"$ref"}:
                 return schema
@@ -295,22 +291,20 @@ class _Simplification:
         return None
 
     def accepts_all(self, schema: Any) -> bool:
-        """Return whether a schema certainly accepts every value."""
-        return bool(self.known(reach, self.resolved(schema))[1] == TYPES)
+        return bool(self.known(_reach, self.resolved(schema))[1] == TYPES)
 
     def decides(self, schema: Mapping[str, Any], other: Any) -> bool | None:
-        """Return whether a schema accepts each of the values that another one leaves by their types, or none of them;
+        """Return whether ``other`` accepts all values of the types of ``schema`` (True), none of them (False), or some;
         None: it is not certain."""
-        types, (some, every) = types_of(schema), self.known(reach, self.resolved(other))
+        types, (some, every) = _types_of(schema), self.known(_reach, self.resolved(other))
         return True if types <= every else None if types & some else False
 
     def evaluates_nothing_new(self, schema: Any) -> bool:
-        """Return whether a schema for unevaluated items or properties can be left out: it accepts all of them, and no
-        other keyword asks which of them are evaluated."""
+        # No keyword needs to know which items or properties are evaluated.
         return self.accepts_all(schema) and not self._finds_unevaluated
 
     def known(self, test: Callable[[Any], Any], schema: Any) -> Any:
-        """Return the result of a test of a schema, which is run once. Simplifying a schema does not change that."""
+        """Return the cached result of a test of a schema, which simplifying the schema does not change."""
         if (key := (test, id(schema))) not in self._known:
             self._known[key] = schema, test(schema)
         return self._known[key][1]
@@ -320,14 +314,14 @@ _Test = Callable[[_Simplification, dict[str, Any], Any], bool]
 
 
 def _conditional(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
-    """Whether ``if`` decides nothing: each branch that may be taken accepts every value."""
+    # ``if`` forbids nothing if each branch that may be taken accepts every value.
     then, otherwise = work.accepts_all(schema.get("then", True)), work.accepts_all(schema.get("else", True))
-    return (then or accepts_none(value)) and (otherwise or work.accepts_all(value))
+    return (then or _accepts_none(value)) and (otherwise or work.accepts_all(value))
 
 
 def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
-    """Whether the schemas or names that a property requires are free, or required anyway."""
-    required, closed, named = required_of(schema), is_closed(schema), properties_of(schema)
+    # The schemas that a property requires accept everything, and the names are required anyway.
+    required, closed, named = _required_of(schema), _is_closed(schema), _properties_of(schema)
     return isinstance(value, dict) and all(
         (closed and of not in named)
         or (
@@ -349,11 +343,11 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "anyOf": lambda work, schema, value: isinstance(value, list) and any(work.decides(schema, one) for one in value),
     "contains": lambda work, schema, value: (
         work.counts_contained
-        and is_zero(schema.get("minContains"))
+        and _is_zero(schema.get("minContains"))
         and (
-            accepts_none(value)
+            _accepts_none(value)
             or "maxContains" not in schema
-            or number(schema, "maxItems", math.inf) <= number(schema, "maxContains", 0)
+            or _number(schema, "maxItems", math.inf) <= _number(schema, "maxContains", 0)
         )
     ),
     "dependencies": _depends_on_nothing,
@@ -362,20 +356,20 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
     "format": lambda work, schema, value: (
-        isinstance(value, str) and (value in _HINTS or (value not in _FORMATS and says_more(schema)))
+        isinstance(value, str) and (value in _HINTS or (value not in _FORMATS and _says_more(schema)))
     ),
     "if": _conditional,
     "maxProperties": lambda work, schema, value: (
-        is_closed(schema) and is_number(value) and len(properties_of(schema)) <= value
+        _is_closed(schema) and _is_number(value) and len(_properties_of(schema)) <= value
     ),
-    "minItems": lambda work, schema, value: is_zero(value),
-    "minLength": lambda work, schema, value: is_zero(value),
-    "minProperties": lambda work, schema, value: is_number(value) and value <= len(required_of(schema)),
+    "minItems": lambda work, schema, value: _is_zero(value),
+    "minLength": lambda work, schema, value: _is_zero(value),
+    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(_required_of(schema)),
     "not": lambda work, schema, value: work.decides(schema, value) is False,
     "oneOf": lambda work, schema, value: (
         isinstance(value, list)
         and sum(map(work.accepts_all, value)) == 1
-        and all(work.accepts_all(one) or accepts_none(one) for one in value)
+        and all(work.accepts_all(one) or _accepts_none(one) for one in value)
     ),
     "pattern": lambda work, schema, value: isinstance(value, str) and value in _ANY_TEXT,
     "patternProperties": lambda work, schema, value: (
@@ -388,7 +382,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
             )
         )
     ),
-    "propertyNames": lambda work, schema, value: "string" in work.known(reach, work.resolved(value))[1],
+    "propertyNames": lambda work, schema, value: "string" in work.known(_reach, work.resolved(value))[1],
     "unevaluatedItems": lambda work, schema, value: (
         work.evaluates_nothing_new(value) or isinstance(schema.get("items"), dict | bool)
     ),
@@ -396,23 +390,23 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
         work.evaluates_nothing_new(value) or "additionalProperties" in schema
     ),
     "uniqueItems": lambda work, schema, value: (
-        value is False or (is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
+        value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
     ),
 }
 
 
 def _add(schema: dict[str, Any], others: Sequence[Any]) -> None:
-    """Let other schemas match as well."""
     if others and isinstance(found := schema.get("allOf", []), list):
         schema["allOf"] = [*found, *others]
 
 
 # ---- the values that a schema accepts, as far as that is certain ---------------------------------------
-# References are not followed, because references within unions may multiply. A schema that has one may accept anything.
+# References are not followed, because their number in nested unions may grow exponentially: a schema that has one may
+# accept anything.
 
 
-def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema leaves to values by ``type``, ``enum`` and ``const``."""
+def _types_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema allows by ``type``, ``enum`` and ``const``."""
     found, declared = TYPES, schema.get("type")
     if isinstance(declared, str | list):
         named = [declared] if isinstance(declared, str) else declared
@@ -425,8 +419,8 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
     return found
 
 
-def of_other_types(keyword: str, types: frozenset[str]) -> bool:
-    """Whether a keyword says nothing of values of these types."""
+def _of_other_types(keyword: str, types: frozenset[str]) -> bool:
+    """Return whether a keyword does not apply to values of these types."""
     return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
 
 
@@ -438,24 +432,24 @@ def _type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def accepts_none(schema: Any) -> bool:
+def _accepts_none(schema: Any) -> bool:
     """Whether a schema certainly accepts no value."""
     return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
 
 
-def reach(schema: Any) -> Reach:
+def _reach(schema: Any) -> Reach:
     """Return the types of values that a schema accepts."""
     if isinstance(schema, bool):
         return (TYPES, TYPES) if schema else (_NO_TYPES, _NO_TYPES)
     if not isinstance(schema, dict):
         return TYPES, _NO_TYPES
-    if accepts_none(schema):
+    if _accepts_none(schema):
         return _NO_TYPES, _NO_TYPES
-    some = every = types_of(schema)
+    some = every = _types_of(schema)
     for union in _UNIONS & schema.keys():
         if not isinstance(parts := schema[union], list):
             return TYPES, _NO_TYPES
-        some_of_parts, every_of_parts = _reach_of_union(union, list(map(reach, parts)))
+        some_of_parts, every_of_parts = _reach_of_union(union, list(map(_reach, parts)))
         some, every = some & some_of_parts, every & every_of_parts
     return some, every if ASSERTIONS & schema.keys() <= {"type", *_UNIONS} else _NO_TYPES
 
@@ -468,9 +462,9 @@ def _reach_of_union(union: str, parts: list[Reach]) -> Reach:
     return _NO_TYPES.union(*some), _NO_TYPES.union(*every) if union == "anyOf" else _NO_TYPES
 
 
-def listed_names(schema: Any) -> Collection[str] | None:
+def _listed_names(schema: Any) -> Collection[str] | None:
     """Return the strings that a schema accepts, if it lists them; None otherwise."""
-    if accepts_none(schema):
+    if _accepts_none(schema):
         return ()
     if not isinstance(schema, dict):
         return None
@@ -478,17 +472,17 @@ def listed_names(schema: Any) -> Collection[str] | None:
     if len(asserted) == 1 and asserted <= _UNIONS:
         (union,) = asserted
         return _names_of_union(union, schema[union])
-    if "string" not in types_of({"type": schema["type"]} if "type" in schema else {}):
+    if "string" not in _types_of({"type": schema["type"]} if "type" in schema else {}):
         return ()
     if asserted - {"type"} == {"const"}:
-        return tuple(filter(is_text, [schema["const"]]))
+        return tuple(filter(_is_text, [schema["const"]]))
     if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
-        return dict.fromkeys(filter(is_text, schema["enum"]))
+        return dict.fromkeys(filter(_is_text, schema["enum"]))
     return None
 
 
 def _names_of_union(union: str, parts: Any) -> Collection[str] | None:
-    found = [listed_names(part) for part in parts] if isinstance(parts, list) else [None]
+    found = [_listed_names(part) for part in parts] if isinstance(parts, list) else [None]
     times: Counter[str] = Counter()
     for names in found:
         if names is None:
@@ -498,7 +492,7 @@ def _names_of_union(union: str, parts: Any) -> Collection[str] | None:
     return [name for name, number in times.items() if right in (None, number)]
 
 
-def listed_texts(schema: Any) -> list[str | None] | None:
+def _listed_texts(schema: Any) -> list[str | None] | None:
     """Return the values that a schema lists, if all of them are texts or null; None otherwise."""
     if not isinstance(schema, dict) or not isinstance(values := schema.get("enum", [schema.get("const", 0)]), list):
         return None
@@ -507,46 +501,81 @@ def listed_texts(schema: Any) -> list[str | None] | None:
     return values if all(isinstance(value, str | None) for value in values) else None
 
 
-def is_text(value: Any) -> bool:
-    """Whether a value is a text."""
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def properties_of(schema: Mapping[str, Any]) -> Collection[str]:
-    """The names of the properties that a schema lists."""
+def _properties_of(schema: Mapping[str, Any]) -> Collection[str]:
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else ()
 
 
-def is_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether an object has no other properties than the named ones."""
+def _is_closed(schema: Mapping[str, Any]) -> bool:
     return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
-def required_of(schema: Mapping[str, Any]) -> set[str]:
-    """The names of the properties that a schema requires."""
+def _required_of(schema: Mapping[str, Any]) -> set[str]:
     required = schema.get("required")
-    return set(filter(is_text, required)) if isinstance(required, list) else set()
+    return set(filter(_is_text, required)) if isinstance(required, list) else set()
 
 
-def says_more(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema says more of texts than a format."""
+def _says_more(schema: Mapping[str, Any]) -> bool:
+    # Whether another keyword than ``format`` limits texts.
     parts = schema.get("allOf")
     return not {"pattern", "enum", "const"}.isdisjoint(schema) or (
         isinstance(parts, list) and any(isinstance(part, dict) and "pattern" in part for part in parts)
     )
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number of JSON."""
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    """The number of a keyword. Other values are refused where the schema is compiled."""
-    return value if is_number(value := schema.get(keyword)) else default
+def _number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
+    # Other values are refused when the schema is compiled.
+    return value if _is_number(value := schema.get(keyword)) else default
 
 
-def is_zero(value: Any) -> bool:
-    """Whether a value is the number 0."""
-    return is_number(value) and value == 0
+def _is_zero(value: Any) -> bool:
+    return _is_number(value) and value == 0
+
+
+# ---- regular expressions with look-ahead, which llguidance does not have -------------------------------
+
+_TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_KNOWN = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T{_TIME})?|T{_TIME})$"
+    ),
+}
+"""Zod 4's expressions of e-mail addresses and durations, and equivalent ones without look-ahead."""
+_AHEAD = "^(?="
+_UNIT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""An escaped character, a class of characters, or any other character."""
+
+
+def without_lookahead(pattern: str) -> list[str]:
+    """Split an expression into several that all have to match. A look-ahead at its beginning becomes one of them; other
+    look-around stays, and is refused when it is compiled."""
+    pattern = _KNOWN.get(pattern, pattern)
+    found = []
+    while pattern.startswith(_AHEAD) and (end := _group_end(pattern, len(_AHEAD))) > 0:
+        found.append(f"^(?:{pattern[len(_AHEAD) : end]})")
+        pattern = f"^{pattern[end + 1 :]}"
+    return [pattern, *found]
+
+
+def _group_end(pattern: str, at: int) -> int:
+    """Return the end of the group that is open at ``at``; -1: none, or it is repeated, or an alternative follows."""
+    depth, end = 1, -1
+    for found in _UNIT.finditer(pattern, at):
+        unit = found[0]
+        depth += (unit == "(") - (unit == ")")
+        if depth == 0 and end < 0:
+            end = found.start()
+        elif depth == 0 and (unit == "|" or (unit in "*+?{" and found.start() == end + 1)):
+            return -1
+    return end

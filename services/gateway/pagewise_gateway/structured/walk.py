@@ -1,4 +1,4 @@
-"""Ways through a JSON schema."""
+"""Iterates over the schemas, objects and references in a JSON schema."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a schema, wherever they stand."""
+    """Yield all JSON objects in a schema, as values of any keyword."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -55,12 +55,12 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def references(value: Any) -> Iterator[str]:
-    """All references in a schema, wherever they stand."""
+    """Yield all references in a schema, in values of any keyword."""
     return (one["$ref"] for one in objects(value) if isinstance(one.get("$ref"), str))
 
 
 def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
-    """Return the target of a reference inside the schema. ``way``: gets the ids of the values that lead there.
+    """Return the target of a reference inside the schema. ``way``: gets the ids of the values on the path to it.
 
     Raises:
         GrammarError: it refers to nothing in the schema.
@@ -85,10 +85,10 @@ def target_of(schema: Any, reference: str, way: set[int] | None = None) -> Any:
 
 
 def nesting(value: Any, depths: dict[int, int], level: int = 0) -> int:
-    """Return the levels of arrays and objects in a value. ``depths``: gets them for all in it, by their ids.
+    """Return the levels of arrays and objects in a value. ``depths``: gets the levels of each value in it, by id.
 
     Raises:
-        GrammarError: there are too many.
+        GrammarError: there are too many levels.
     """
     if not isinstance(value, dict | list):
         return 0

@@ -1,21 +1,120 @@
-"""Incremental detokenizing: the text of one sequence while its tokens arrive."""
+"""Incremental detokenization: the text of one sequence while its tokens arrive, up to a stop string."""
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
-from pagewise_gateway.text.stop_matcher import StopMatcher, StopStrings
 from pagewise_gateway.text.tokenizer import TokenBytes, Tokenizer
 
 _CONTEXT_TOKENS = 6
-"""How many of the prompt's last tokens are taken into account when output tokens are decoded."""
+"""The last tokens of the prompt that are decoded with the output tokens."""
 
 _MAX_UNDECIDED_TOKENS = 16
-"""After so many tokens without complete text, the text is emitted as it is, so that work per token is bounded."""
+"""After so many tokens without complete text, incomplete text is returned, so that work per token is bounded."""
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest character, and so at most as many tokens."""
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class StopStrings:
+    """The stop strings of a request, and the tables of the search, which all outputs of the request share.
+
+    The tables are built when a text first contains the first character of a stop string: never for a request that is
+    refused. ``include``: whether the stop string stays in the text.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
+        self.stops = stops
+        self.include = include
+        self.by_first_character: dict[str, list[int]] = {}
+        for number, stop in enumerate(stops):
+            self.by_first_character.setdefault(stop[0], []).append(number)
+
+    @cached_property
+    def failures(self) -> list[list[int]]:
+        """The failure function of each stop string (Knuth, Morris and Pratt, 1977)."""
+        return [_failure_function(stop) for stop in self.stops]
+
+
+class StopMatcher:
+    """Finds stop strings in text that arrives in pieces, and returns the text before.
+
+    The match that ends first wins, and the longest one among matches with the same end. So the result does not depend
+    on the pieces. Text that may be the beginning of a stop string is held back. Work per character is constant on
+    average, for stop strings of any length.
+
+    ``matched``: the stop string that was found; no text is returned after it.
+    """
+
+    __slots__ = ("_held", "_states", "_strings", "matched")
+
+    def __init__(self, strings: StopStrings) -> None:
+        self.matched: str | None = None
+        self._strings = strings
+        # By the number of a stop string: how many of its characters the text ends with, if any.
+        self._states: dict[int, int] = {}
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take text; return the text that is final. With ``include``, the returned text ends with the stop string."""
+        if self.matched is not None:
+            return ""
+        if not self._held and self._strings.by_first_character.keys().isdisjoint(text):
+            return text
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            stop = self._advance(buffer[position])
+            if stop is not None:
+                self.matched = stop
+                self._held = ""
+                self._states.clear()
+                end = position + 1
+                return buffer[: end if self._strings.include else end - len(stop)]
+        held = max(self._states.values(), default=0)
+        final, self._held = buffer[: len(buffer) - held], buffer[len(buffer) - held :]
+        return final
+
+    def finish(self) -> str:
+        """Return the text that was held back. No more text comes."""
+        held, self._held = self._held, ""
+        self._states.clear()
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        begun, begins = self._states, self._strings.by_first_character.get(character, ())
+        if not (begun or begins):
+            return None
+        complete = ""
+        stops, failures = self._strings.stops, self._strings.failures
+        self._states = states = {}
+        for i in {*begun, *begins}:
+            stop, failure = stops[i], failures[i]
+            state = begun.get(i, 0)
+            while state and stop[state] != character:
+                state = failure[state - 1]
+            if stop[state] == character:
+                state += 1
+            if state == len(stop):
+                complete = max(complete, stop, key=len)
+                state = failure[state - 1]
+            if state:
+                states[i] = state
+        return complete or None
+
+
+def _failure_function(stop: str) -> list[int]:
+    """Return, for each prefix of ``stop``, the length of its longest proper prefix that is also its suffix."""
+    failure = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = failure[length - 1]
+        if stop[i] == stop[length]:
+            length += 1
+        failure[i] = length
+    return failure
 
 
 class IncrementalDetokenizer:
@@ -25,9 +124,8 @@ class IncrementalDetokenizer:
     Characters whose bytes are incomplete are held back, and so is text that may become a stop string. A character
     that the prompt's last token leaves incomplete belongs to the output.
 
-    ``stop``: the stop strings, if there are any. ``stopped_by``: the one that was found; no text is returned after it.
-    ``min_tokens``: the text of that many first tokens is not searched for stop strings. ``shown``: special tokens that
-    are not skipped.
+    ``stop``: the stop strings, if there are any. ``min_tokens``: the text of so many first tokens is not searched for
+    stop strings. ``shown``: special tokens that are not skipped.
     """
 
     __slots__ = ("_decoder", "_stopping", "push_one")
@@ -51,14 +149,14 @@ class IncrementalDetokenizer:
             decoder = _WindowDecoder(tokenizer, prompt_token_ids, skipped)
         self._stopping = _StoppingDecoder(decoder, StopMatcher(stop), min_tokens) if stop else None
         self._decoder = self._stopping or decoder
-        # Called for every token that is served, so there is no layer between. It must not be a method of this object
-        # either, which would then hold itself and stay until the next garbage collection.
+        # This is called for every token, so there is no layer between. A method of this object would make a reference
+        # cycle, which keeps the object until the next garbage collection.
         self.push_one: Callable[[int], str] = self._decoder.push_one
         """Take the next token; return the text that is final now."""
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, if one did."""
+        """The stop string that was found; no text is returned after it."""
         return None if self._stopping is None else self._stopping.matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -71,7 +169,7 @@ class IncrementalDetokenizer:
 
 
 class _StoppingDecoder:
-    """Decodes as another decoder does, up to a stop string. The first ``unchecked`` tokens are not searched for one."""
+    """Wraps a decoder, whose text ends with a stop string. The first ``unchecked`` tokens are not searched for one."""
 
     __slots__ = ("_decoder", "_unchecked", "matcher")
 
@@ -99,7 +197,7 @@ class _StoppingDecoder:
 
 
 class _ByteDecoder:
-    """Decodes vocabularies in which every token has fixed bytes. The result is exact; each token is decoded once."""
+    """Decodes vocabularies in which every token has fixed bytes, exactly, and each token once."""
 
     __slots__ = ("_open", "_skipped", "_strip_space", "_texts", "_token_bytes", "_utf8")
 
@@ -133,7 +231,7 @@ class _ByteDecoder:
         return self._utf8.decode(b"", True)
 
     def _is_open(self) -> bool:
-        """Whether the text of the next token depends on the tokens before it."""
+        # Whether the text of the next token depends on the tokens before it.
         return self._strip_space or bool(self._utf8.getstate()[0])
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -149,8 +247,7 @@ class _WindowDecoder:
 
     The window is ``_ids``; the text of its first ``_read`` tokens, ``_prefix_text``, has been returned already. As in
     Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete. If
-    there has been only such text for long, because every push ended within a character, the text before the tokens of
-    that character is returned.
+    every push ends within a character for long, the text before the tokens of that character is returned.
     """
 
     __slots__ = ("_ids", "_prefix_text", "_read", "_skipped", "_tokenizer")
@@ -184,7 +281,7 @@ class _WindowDecoder:
         return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""
 
     def _take(self, window: str, end: int | None = None) -> str:
-        """Return the new part of ``window``, the text of the first ``end`` tokens (None: of all)."""
+        """Return the new part of ``window``, which is the text of the first ``end`` tokens (None: of all)."""
         open_tokens = 0 if end is None else len(self._ids) - end
         fresh = window[len(self._prefix_text) :]
         if fresh:  # tokens without text (special ones) stay in the window, as long as it is short

@@ -1,9 +1,9 @@
-"""Conversations as strict chat templates take them.
+"""Adapts conversations to strict chat templates.
 
-The APIs allow several turns of one role in a row, a system message anywhere, a user's text behind the result of a tool,
-and ids of any length. Each function here changes a conversation so that a template takes it that refuses one of these.
-The message that a function makes of another one depends on that message and those before it only, and a message is only
-ever extended by later ones. So the prompt of a turn stays a prefix of the next turn's, as far as the template allows.
+The APIs allow several messages of one role in a row, a system message anywhere, a user's text after the result of a
+tool, and ids of any length. Each function here adapts a conversation to templates that refuse one of these. A resulting
+message depends on earlier messages only, and later ones only extend it. So the prompt of a turn stays a prefix of the
+next turn's prompt, as far as the template allows, and the prefix cache has it.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,20 @@ from typing import Any
 Message = dict[str, Any]
 
 ID_LENGTH = 9
-"""The length of ids of calls that Mistral's templates check. Ids that are made here have letters and digits only."""
+"""The length of ids of calls that Mistral's templates require. Shortened ids have letters and digits only."""
 _ALPHABET = digits + ascii_letters
 _REASONING = ("reasoning", "reasoning_content", "thinking")
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages at the beginning. Later ones become the user's, and join the user's beside them, because
-    there are templates in which the user and the assistant have to alternate. Behind the result of a tool they join
-    that, because in such templates it is the assistant's turn there."""
-    begun = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    """Join the system messages at the beginning. Later ones become the user's.
+
+    They join the user's messages next to them, because there are templates in which the user and the assistant have to
+    alternate. After the result of a tool they join the result, because such templates expect the assistant there.
+    """
+    begun = _num_system(messages)
     made = _merged(messages[:begun], lambda last, role: True)
-    last, joins = "system", False  # whether the last message was the system's, and became the user's
+    last, joins = "system", False  # whether the last message is a system message that became the user's
     for message in messages[begun:]:
         is_system = message["role"] == "system"
         role = "user" if is_system else message["role"]
@@ -39,7 +41,7 @@ def with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:
-    """Make the system message at the beginning the user's, and join it with the user's behind it."""
+    """Make the system message at the beginning the user's, and join it with the user's message after it."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     first, *others = messages
@@ -49,20 +51,20 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_text_in_results(messages: Sequence[Message]) -> list[Message]:
-    """Join the user's text behind the result of a tool with that result."""
+    """Join the user's text after the result of a tool with the result."""
     return _merged(messages, lambda last, role: (last, role) == ("tool", "user"))
 
 
 def with_alternating_roles(messages: Sequence[Message]) -> list[Message]:
-    """Join messages of the user that follow each other, and of the assistant. An assistant that speaks first answers an
-    empty message of the user."""
+    """Join consecutive messages of the user, and of the assistant. An empty message of the user comes before an
+    assistant that speaks first."""
     first = next((one["role"] for one in messages if one["role"] != "system"), "")
     messages = with_user(messages) if first == "assistant" else messages
     return _merged(messages, lambda last, role: last == role and role in ("user", "assistant"))
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Give calls, and the results that name them, ids of nine characters; equal ids stay equal."""
+    """Shorten the ids of calls, also in their results, to nine characters; equal ids stay equal."""
     made: list[Message] = []
     for message in messages:
         message = dict(message)
@@ -75,7 +77,7 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Give each of several calls in a message one of its own, with its result behind it."""
+    """Give each of several calls in a message a message of its own, with the result of the call after it."""
     made: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -91,20 +93,20 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _behind_call(messages: Sequence[Message], call_id: str | None) -> int:
-    """Where the result of a call belongs: behind the first one of that id that has none, in the last calls."""
+    """Return the index for the result of a call: after the first call of this id without a result, among the last."""
     begun = len(messages)
     while begun and (messages[begun - 1].get("tool_calls") or messages[begun - 1]["role"] == "tool"):
         begun -= 1
-    for place in range(begun, len(messages)):
-        answered = place + 1 < len(messages) and messages[place + 1]["role"] == "tool"
-        if not answered and any(call["id"] == call_id for call in messages[place].get("tool_calls") or ()):
-            return place + 1
+    for index in range(begun, len(messages)):
+        answered = index + 1 < len(messages) and messages[index + 1]["role"] == "tool"
+        if not answered and any(call["id"] == call_id for call in messages[index].get("tool_calls") or ()):
+            return index + 1
     return len(messages)
 
 
 def with_user(messages: Sequence[Message]) -> list[Message]:
-    """Let the user say nothing behind the system's messages at the beginning if it does not speak there."""
-    begun = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    """Insert an empty message of the user after the system messages at the beginning, unless there is one."""
+    begun = _num_system(messages)
     if begun < len(messages) and messages[begun]["role"] == "user":
         return list(messages)
     return [*messages[:begun], {"role": "user", "content": ""}, *messages[begun:]]
@@ -121,15 +123,20 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
+def _num_system(messages: Sequence[Message]) -> int:
+    """Return how many system messages there are at the beginning."""
+    return next((index for index, one in enumerate(messages) if one["role"] != "system"), len(messages))
+
+
 def _short(call_id: str) -> str:
     if len(call_id) == ID_LENGTH:
         return call_id
     number = int.from_bytes(sha256(call_id.encode()).digest()[:16])
-    return "".join(_ALPHABET[number // 62**place % 62] for place in range(ID_LENGTH))
+    return "".join(_ALPHABET[number // 62**digit % 62] for digit in range(ID_LENGTH))
 
 
 def _merged(messages: Sequence[Message], joins: Callable[[str, str], bool]) -> list[Message]:
-    """Join messages with those before them. ``joins``: whether to, by the role of the one before and its own."""
+    """Join each message with the one before it if ``joins`` of their two roles."""
     made: list[Message] = []
     for message in messages:
         if made and joins(made[-1]["role"], message["role"]):
@@ -140,7 +147,6 @@ def _merged(messages: Sequence[Message], joins: Callable[[str, str], bool]) -> l
 
 
 def _joined(first: Message, second: Message) -> Message:
-    """One message with the contents of two, and with the calls of both."""
     joined = {**second, **first}
     for name, between in (("content", "\n\n"), *((name, "\n") for name in _REASONING)):
         if first.get(name) and second.get(name):

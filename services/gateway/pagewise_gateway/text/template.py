@@ -1,4 +1,4 @@
-"""The chat template of a model, and its dialect, which is found out by rendering small conversations."""
+"""The chat template of a model. Rendering small conversations shows its dialect, and which messages it refuses."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
+from pagewise_shared.errors import PagewiseError
 
 from pagewise_gateway.text import strict_turns
-from pagewise_gateway.text.errors import ChatTemplateError, NoChatTemplateError
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,21 @@ RESERVED_NAMES = {
 """Variables that requests may not set."""
 
 
+class ChatTemplateError(PagewiseError):
+    """The model's chat template cannot render a conversation; the text gives the reason."""
+
+
+class NoChatTemplateError(ChatTemplateError):
+    """The model has no chat template."""
+
+
 class Dialect(NamedTuple):
     """The form in which a template expects messages that call tools.
 
     Fields:
-        arguments_as_text: arguments are a text, and not an object. Templates that do not say how they encode an object
-            would write it as Python does.
-        empty_content: a message without content has an empty one, and not null.
-        broken_as_text: where arguments are an object, the template takes a text, too, for those that are no JSON.
+        arguments_as_text: arguments are a text, and not an object, which some templates would write as Python does.
+        empty_content: a message without content has an empty text, and not null.
+        broken_as_text: where arguments are an object, the template takes a text for arguments that are no JSON.
     """
 
     arguments_as_text: bool = False
@@ -51,7 +58,7 @@ class Dialect(NamedTuple):
 
 
 _Shape = Callable[[Sequence[Message]], list[Message]]
-_SAID: dict[_Shape, str] = {
+_LOGGED: dict[_Shape, str] = {
     strict_turns.with_one_system: "one system message: more are joined with it, or become the user's",
     strict_turns.without_system: "no system message: it becomes the user's",
     strict_turns.with_text_in_results: "no text of the user behind a tool's result: the text joins the result",
@@ -61,12 +68,12 @@ _SAID: dict[_Shape, str] = {
     strict_turns.with_names: "no result of a tool without its name: it gets that of the call",
     strict_turns.with_short_ids: "ids of calls of nine characters only: others are shortened",
 }
-"""The text that is logged for a template that needs one of these."""
+"""The log line for a template that needs one of these functions."""
 _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True, True))
 
 
 class Template:
-    """A template. ``special_tokens``: their texts, by the names that templates have for them."""
+    """A template. ``special_tokens``: their texts by their names in templates."""
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
         self._text, self._special_tokens = text, special_tokens
@@ -79,7 +86,7 @@ class Template:
         variables: dict[str, Any] | None = None,
         **options: bool,
     ) -> str:
-        """Render a conversation. If the template is strict, in the form that it takes.
+        """Render a conversation, which is adapted first if the template is strict.
 
         ``messages``: their contents are texts, or null. ``options``: of transformers' function.
 
@@ -92,7 +99,7 @@ class Template:
         shaped = self._shaped(given)
         try:
             return self._rendered(shaped, **rest)
-        except Exception as error:  # whatever a template written by others may raise
+        except Exception as error:  # a template may raise any error
             if shaped != given:
                 try:
                     return self._rendered(given, **rest)
@@ -106,7 +113,7 @@ class Template:
 
     @cached_property
     def dialect(self) -> Dialect:
-        """How the template wants messages that call tools. It is tried with a conversation that has one."""
+        """The form of messages that call tools, found by rendering such a conversation."""
         for dialect in _DIALECTS:
             if self._renders_calls(dialect):
                 takes_text = "probe_broken" in (self._tried(_called(dialect, "probe_broken")) or "")
@@ -122,7 +129,7 @@ class Template:
 
     @cached_property
     def _shapes(self) -> list[_Shape]:
-        """The changes of a conversation without which the template might refuse it."""
+        """The adaptations that the template needs: it refuses a conversation without one, and takes a similar one."""
         late = self._tried([_SYSTEM, _USER, {**_SYSTEM, "content": "probe_late"}, _USER], tools=False) or ""
         call, turns = _called(self.dialect, {}), [_USER, _ASSISTANT, _USER]
         doubled = [_USER, _USER], [_USER, _ASSISTANT, _ASSISTANT, _USER]
@@ -142,11 +149,11 @@ class Template:
         }
         shapes = [shape for shape, is_needed in needed.items() if is_needed]
         for shape in shapes:
-            log.info("the chat template takes %s", _SAID[shape])
+            log.info("the chat template takes %s", _LOGGED[shape])
         return shapes
 
     def _shaped(self, messages: list[Message]) -> list[Message]:
-        if len(messages) > 1 or any(message["role"] != "user" for message in messages):  # a template takes that one
+        if len(messages) > 1 or any(message["role"] != "user" for message in messages):  # every template takes one user
             for shape in self._shapes:
                 messages = shape(messages)
         return messages
@@ -159,14 +166,14 @@ class Template:
         return "probe_name" in text and "probe_key" in text and not (as_python or as_string or null)
 
     def _refuses(self, messages: Sequence[Message], *, but: Sequence[Message], tools: bool = False) -> bool:
-        """Whether the template refuses a conversation, and takes another one."""
+        """Whether the template refuses a conversation, but takes another one."""
         return self._tried(but, tools=tools) is not None and self._tried(messages, tools=tools) is None
 
     def _tried(self, messages: Sequence[Message], *, tools: bool = True) -> str | None:
-        """Return a conversation as it is; None: the template refuses it."""
+        """Render a conversation without changes; None: the template refuses it."""
         try:
             return self._rendered(messages, tools=_TOOLS if tools else None, **self._special_tokens)
-        except Exception:  # whatever a template written by others may raise
+        except Exception:  # a template may raise any error
             return None
 
     def _rendered(self, messages: Sequence[Message], **variables: Any) -> str:
@@ -176,14 +183,13 @@ class Template:
 
 
 def renderer() -> Callable[..., Any]:
-    """Return the function of transformers that renders. Importing it takes long."""
+    """Return the function of transformers that renders. The first call imports it, which takes long."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template
 
 
 def _called(dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "abcdefghi") -> list[Message]:
-    """A conversation in which a tool was called."""
     if arguments == {} and dialect.arguments_as_text:
         arguments = "{}"
     call = {"id": call_id, "type": "function", "function": {"name": "probe_name", "arguments": arguments}}
@@ -196,11 +202,10 @@ def _called(dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "a
 
 
 def _named(message: Message, template: str) -> Message:
-    """A message with the names that a template has for its role and its fields."""
     named = dict(message)
     if named.get("role") == "developer" and "developer" not in template:
-        named["role"] = "system"  # OpenAI's newer name for it, which most templates do not know
-    if "reasoning_content" in named and ".thinking" in template:  # the name that gpt-oss has for it
+        named["role"] = "system"  # "developer" is OpenAI's newer name for it, which most templates do not know
+    if "reasoning_content" in named and ".thinking" in template:  # gpt-oss calls it so
         named["thinking"] = named["reasoning_content"]
     return named
 
@@ -214,7 +219,7 @@ class ChatTemplate:
 
     @property
     def writes_tools(self) -> bool:
-        """Whether a conversation with tools renders with them, which is tried; true if there is no template."""
+        """Whether a conversation with tools renders with them; true if there is no template."""
         return self._of_tools is None or self._of_tools.writes_tools
 
     def choose(self, tools: Sequence[Any] | None) -> Template:
@@ -240,8 +245,8 @@ class ChatTemplate:
         """Render a conversation.
 
         ``messages``: role and content, and other fields that the template knows; a content that is a list of text parts
-        is joined by line breaks. A strict template gets the conversation in the form that it takes (``strict_turns``).
-        ``tools``: in OpenAI's shape, as the template gets them.
+        is joined by line breaks. The conversation is adapted to a strict template (``strict_turns``). ``tools``: in
+        OpenAI's shape, as the template gets them.
 
         Raises:
             NoChatTemplateError: the model has no chat template.

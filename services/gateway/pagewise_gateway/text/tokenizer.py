@@ -1,7 +1,7 @@
 """A model's tokenizer and chat template, read without loading torch.
 
-The ``tokenizers`` library tokenizes. transformers reads the files, because several of them may name tokens, their flags
-and templates, and it renders chat templates, because every template is written for it. ``PreTrainedTokenizerFast`` does
+The ``tokenizers`` library tokenizes. transformers reads the files, because tokens, their flags and templates are in
+several of them, and renders chat templates, because every template is written for it. ``PreTrainedTokenizerFast`` does
 so without torch (from transformers 5.18 on), which ``AutoTokenizer`` loads.
 """
 
@@ -51,16 +51,16 @@ _TOOL_CALL_TOKENS = (
 )
 _THREADS = 2
 _LARGE_CHARACTERS = 262_144
-"""Longer texts, which take more than about 0.1 s, are tokenized one at a time: a thread is left for shorter ones."""
+"""Longer texts, which take more than about 0.1 s, are tokenized one at a time, so that a thread serves shorter ones."""
 _TRIMMED_CHARACTERS = 65_536
-"""After a longer text free memory is given back: the library takes 300 bytes for a token, which the allocator keeps."""
+"""After a longer text the allocator returns free memory: the library takes 300 bytes for a token."""
 _LONG_DECODE = 4096
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Gives free memory back to the system, where the allocator is glibc's; it releases the GIL."""
+"""Returns free memory to the system, where the allocator is glibc's; it releases the GIL."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes (Radford et al., 2019, ``bytes_to_unicode``)."""
+    # GPT-2's printable characters for the 256 bytes (Radford et al., 2019, ``bytes_to_unicode``).
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     alphabet |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(printable)))}
@@ -71,10 +71,10 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
-    """Maps token ids to bytes, lazily.
+    """Maps token ids to bytes, and caches the results.
 
-    ``strips_first_space``: whether the decoder drops one space at the very beginning of a text. ``texts``: the texts of
-    those tokens, among the ones looked up so far, that consist of whole characters.
+    ``strips_first_space``: whether the decoder drops one space at the very beginning of a text. ``texts``: the cached
+    tokens that consist of whole characters, as text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, strips_first_space: bool) -> None:
@@ -123,11 +123,11 @@ class Tokenizer:
 
     Fields:
         eos_token_ids: tokens that end the model's output.
-        tool_call_ids: tokens with which the model calls a tool, if its vocabulary has tokens of their own for that.
-        special_tokens: their ids by their texts.
+        tool_call_ids: special tokens with which the model calls a tool.
+        special_tokens: the ids of special tokens by their texts.
         special_token_ids: tokens that ``skip_special_tokens`` leaves out.
         vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
-        token_bytes: the bytes behind each token, or None if the vocabulary has no fixed ones.
+        token_bytes: the bytes of each token; None if they depend on other tokens.
         longest_token: characters in the longest token: a text of more than n times as many has more than n tokens.
         chat_template: renders conversations.
     """
@@ -187,7 +187,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
-        if len(token_ids) > _LONG_DECODE:  # ``decode`` holds the GIL, 0.2 s for a million tokens
+        if len(token_ids) > _LONG_DECODE:  # ``decode`` would hold the GIL: 0.2 s for a million tokens
             return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
@@ -209,10 +209,10 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     async def off_loop(self, function: Callable[[], T], key: str = "", size: int = 0) -> T:
-        """Run ``function``, which tokenizes, on one of a few threads, so that the event loop is not blocked.
+        """Run ``function``, which tokenizes, on one of a few threads, so that it does not block the event loop.
 
-        The threads are shared fairly between the API keys (``key``: the name of one). ``size``: characters of the text;
-        long texts leave a thread to shorter ones.
+        API keys (``key``: the name of one) share the threads fairly. ``size``: characters of the text; long texts leave
+        a thread to shorter ones.
         """
         queues = [self._turns] if size <= _LARGE_CHARACTERS else [self._large_turns, self._turns]
         taken: list[Turns] = []
@@ -228,7 +228,7 @@ class Tokenizer:
             for queue in taken:
                 queue.pass_on()
             raise
-        for queue in taken:  # if the client goes away, the thread goes on: its turn lasts until it is done
+        for queue in taken:  # the thread cannot be cancelled, so its turn lasts until it is done
             work.add_done_callback(lambda _, queue=queue: queue.pass_on())  # type: ignore[misc]
         return await asyncio.shield(work)
 
@@ -255,11 +255,6 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
-    """Have transformers read the tokenizer's files of a model directory.
-
-    Raises:
-        ModelError: tokenizer.json is missing, or one of the files cannot be read.
-    """
     from transformers import PreTrainedTokenizerFast
 
     file = path / "tokenizer.json"
@@ -272,18 +267,15 @@ def _read_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
         read: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(  # nosec B615 # a directory
             path, local_files_only=True, **untyped
         )
-    except Exception as error:  # both libraries raise plain exceptions of many kinds
+    except Exception as error:  # both libraries raise exceptions of many kinds
         raise ModelError(f"{file}, or a file of the tokenizer beside it, cannot be read: {error}") from error
     return read
 
 
 def _chat_templates(path: Path, given: str | dict[str, str] | None) -> tuple[str | None, str | None]:
-    """Return the template of a model, and the one for conversations with tools if there are two.
+    """Return the default template of a model, and a template for conversations with tools if there is one.
 
-    ``given``: the templates of the tokenizer. ``chat_template.json`` has those of older processors.
-
-    Raises:
-        ModelError: a file cannot be read, or a template is no text.
+    ``given``: the templates of the tokenizer; ``chat_template.json`` of older processors is read otherwise.
     """
     found: Any = given or read_json(path / "chat_template.json").get("chat_template")
     if isinstance(found, list):

@@ -1,11 +1,11 @@
-"""Turns at something that few may use at a time, given fairly to the holders of API keys."""
+"""A semaphore that is fair to API keys."""
 
 import asyncio
 from collections import deque
 
 
 class Turns:
-    """So many turns at a time. Who waits gets one round robin over keys, and in order of arrival within a key.
+    """A semaphore of ``most`` turns. Waiting tasks get turns round robin over API keys, and in order within a key.
 
     So a client that asks for a thousand turns delays another client by one of them.
     """
