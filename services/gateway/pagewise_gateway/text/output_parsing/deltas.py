@@ -1,9 +1,10 @@
 """The deltas that a parser makes of the text of an output, and the message that they add up to."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from pagewise_gateway.text.output_parsing.scanning import JsonValue
 
 DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -68,62 +69,6 @@ class Tools:
         return self._types.get(name, {}).get(parameter, frozenset())
 
 
-def first_of(text: str, delimiters: Sequence[str]) -> tuple[int, int] | None:
-    """Return where the first of these delimiters begins and ends in a text, if one is in it."""
-    found = [(text.find(each), each) for each in delimiters]
-    start, delimiter = min(((at, each) for at, each in found if at >= 0), default=(-1, ""))
-    return (start, start + len(delimiter)) if start >= 0 else None
-
-
-def begun(text: str, delimiters: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may begin one of these delimiters."""
-    most = 0
-    for delimiter in delimiters:
-        tail = text[-(len(delimiter) - 1) :] if len(delimiter) > 1 else ""
-        at = tail.find(delimiter[0])
-        while at >= 0 and not delimiter.startswith(tail[at:]):
-            at = tail.find(delimiter[0], at + 1)
-        most = max(most, len(tail) - at if at >= 0 else 0)
-    return most
-
-
-def begins(text: str, delimiters: Sequence[str]) -> bool:
-    """Return whether a text is the beginning of one of these delimiters."""
-    return any(each.startswith(text) for each in delimiters)
-
-
-def as_json(value: object) -> str:
-    """Return a value as JSON. Half of a surrogate pair, which no encoding has, stays an escape."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if _encodable(text) else json.dumps(value)
-
-
-def is_json(text: str) -> bool:
-    """Return whether a text is JSON, with numbers of any size."""
-    try:
-        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def as_text(value: object) -> str:
-    """Return a value if it is a text that can be encoded, else an empty one."""
-    return value if isinstance(value, str) and _encodable(value) else ""
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
@@ -144,3 +89,91 @@ def schema_types(schema: Any) -> list[str]:
         for choice in choices if isinstance(choices, list) else ():
             found += schema_types(choice)
     return found
+
+
+class MessageBuilder:
+    """Adds up a message.
+
+    Content and reasoning are passed on as they come, but for white space at their borders, which is left out; their
+    parts are joined by line breaks. ``parallel``: whether calls after the first one count.
+    """
+
+    __slots__ = ("_arguments", "_deltas", "_parallel", "content", "num_calls", "reasoning", "whole")
+
+    def __init__(self, parallel: bool) -> None:
+        self._deltas: list[Delta] = []
+        self.content, self.reasoning = _Trimmed("content", self._deltas), _Trimmed("reasoning", self._deltas)
+        self.reasoning.border()
+        self.num_calls = 0
+        """How many tool calls have begun."""
+        self.whole = True
+        """Whether the arguments of the last call that counts are there to their end."""
+        self._arguments: JsonValue | None = None
+        self._parallel = parallel
+
+    def take(self) -> list[Delta]:
+        """Return the new deltas."""
+        new = self._deltas.copy()
+        self._deltas.clear()
+        return new
+
+    def border(self) -> None:
+        """Note that content and reasoning end here, and may go on later."""
+        self.content.border()
+        self.reasoning.border()
+
+    def add(self, found: list[Delta]) -> None:
+        """Add the deltas of a reader of calls."""
+        for delta in found:
+            if delta.kind == "content":
+                self.content.push(delta.text)
+                continue
+            if delta.kind == "call":
+                self.num_calls += 1
+                self.content.border()
+            if delta.text and (self._parallel or self.num_calls == 1):
+                self._follow(delta)
+                self._deltas.append(delta)
+
+    def _follow(self, delta: Delta) -> None:
+        """Notice whether the last call is whole."""
+        if delta.kind == "call":
+            self._arguments, self.whole = None, False
+        elif not self.whole:
+            if self._arguments is None:
+                self._arguments = JsonValue()
+                self.whole = delta.text[0] not in '{["'  # text that a reader has not understood comes as a whole
+            self.whole = self.whole or self._arguments.end(delta.text, 0) >= 0
+
+
+class _Trimmed:
+    """Passes text on without white space at its borders. ``begun``: whether there was any other text."""
+
+    __slots__ = ("_bordered", "_deltas", "_fresh", "_held", "_kind", "begun")
+
+    def __init__(self, kind: DeltaKind, deltas: list[Delta]) -> None:
+        self._kind, self._deltas = kind, deltas
+        self._bordered = self._fresh = self.begun = False
+        self._held: list[str] = []
+
+    def push(self, text: str) -> None:
+        """Pass on text; white space at its end waits for more text."""
+        stripped = text.rstrip()
+        if not stripped:
+            self._held.append(text)
+            return
+        before = ("\n" if self.begun else "") if self._fresh else "".join(self._held)
+        self._deltas.append(Delta(self._kind, before + (stripped.lstrip() if self._fresh else stripped)))
+        self._held = [text[len(stripped) :]]
+        self.begun, self._fresh = True, False
+
+    def border(self) -> None:
+        """A region begins or ends here."""
+        self._bordered = self._fresh = True
+        self._held = []
+
+    def finish(self) -> None:
+        """Pass on white space at the end, if there was no border at all."""
+        held = "".join(self._held)
+        if held and not self._bordered:
+            self._deltas.append(Delta(self._kind, held))

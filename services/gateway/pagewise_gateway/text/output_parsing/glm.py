@@ -4,9 +4,10 @@ import json
 import re
 from collections.abc import Callable, Generator
 
-from pagewise_gateway.text.output_parsing.deltas import Tools, as_json, begun, is_json
+from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.json_calls import NAME
-from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError, JsonValue
+from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
+from pagewise_gateway.text.output_parsing.scanning import JsonValue, as_json, begun, is_json
 
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"

@@ -1,23 +1,23 @@
 """Reads the outputs of gpt-oss: messages, each with a header that announces reasoning, content or a call.
 
-A header stands at the beginning and behind the end of a message, and the end of a message stands before a header or at
-the end. Elsewhere, text that looks like one of them is text of the message.
+A header is at the beginning or after the end of a message, and the end of a message is before a header or at the end of
+the output. Elsewhere, text that looks like one of them is text of the message.
 """
 
 import re
+from collections.abc import Callable, Generator
 from itertools import product
+from typing import Any
 
-from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind, begins, begun, first_of
+from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind, MessageBuilder
 from pagewise_gateway.text.output_parsing.json_calls import parts
-from pagewise_gateway.text.output_parsing.message import MessageBuilder, Scanner
-from pagewise_gateway.text.output_parsing.reader import JsonValue
+from pagewise_gateway.text.output_parsing.scanning import JsonValue, PendingText, begins, begun, first_of
 
 _BEGINS = ("<|start|>", "<|channel|>")
 _MESSAGE = "<|message|>"
 _CALL = "<|call|>"
 _ENDS = ("<|end|>", _CALL, "<|return|>")
 DELIMITERS = (*_BEGINS, _MESSAGE, *_ENDS)
-"""Of all messages."""
 _MOST_HEADER = 512
 _MOST_SPACE = 256
 _WORD = r"[^\s<>{}()\"'`]+"
@@ -41,23 +41,33 @@ _HEADER = re.compile(
 _FUNCTIONS = "functions."
 
 
-class HarmonyScanner(Scanner):
-    """Scans one output. ``continues``: it begins in a message."""
+class HarmonyScanner:
+    """Scans one output in states, each of which returns the next one, or None where it needs more text."""
 
-    def __init__(self, message: MessageBuilder, *, continues: bool) -> None:
-        super().__init__(message, HarmonyScanner._body if continues else HarmonyScanner._header)
-        self._num_before = 0  # characters of ``_pending`` before a header, with which the message before it has ended
+    def __init__(self, source: PendingText, message: MessageBuilder) -> None:
+        self._source, self._message = source, message
+        self._num_before = 0  # characters of a possible end of a message, before a header or the end of the output
         self._kind: DeltaKind = "content"  # of the text of a message; a call: "arguments"
         self._arguments = JsonValue()
         self._some = False  # whether there are any arguments
 
-    def _header(self) -> bool:
-        """In a possible header, which begins behind ``_num_before`` characters."""
-        text = self._pending[self._num_before :]
-        start, end = first_of(text, (_MESSAGE, _CALL)) or (-1, -1)
-        if start < 0 and not self._final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
-            return False
-        header = _parsed(text[:start], text[start:end]) if start >= 0 else None
+    def scan(self, continues: bool) -> Generator[None]:
+        """Scan the output, and yield where more text is needed. ``continues``: it begins in a message."""
+        state = self._body if continues else self._header
+        while True:
+            following = state() if self._source.text else None
+            if following is None:
+                yield
+            else:
+                state = following
+
+    def _header(self) -> "_State | None":
+        """In a possible header, which begins after ``_num_before`` characters."""
+        text = self._source.text[self._num_before :]
+        start, delimiter = first_of(text, (_MESSAGE, _CALL))
+        if start < 0 and not self._source.final and _may_begin(text[: len(text) - begun(text, (_CALL,))]):
+            return None
+        header = _parsed(text[:start], delimiter) if delimiter else None
         if header is None:
             return self._no_header()
         self._end_message(True)
@@ -65,52 +75,48 @@ class HarmonyScanner(Scanner):
         if function:
             self._arguments, self._some = JsonValue(), False
             self._message.add([Delta("call", function)])
-        self._pending, self._state, self._num_before = text[end:], HarmonyScanner._body, 0
-        if text[start:end] == _CALL:
-            self._end_message(True)
-            self._state = HarmonyScanner._behind
-        return True
+        self._source.text, self._num_before = text[start + len(delimiter) :], 0
+        if delimiter != _CALL:
+            return self._body
+        self._end_message(True)
+        return self._behind
 
-    def _no_header(self) -> bool:
-        """A delimiter begins no header, so it is text."""
-        found = first_of(self._pending, _ENDS if self._num_before else _BEGINS)
-        end = found[1] if found is not None and found[0] == 0 else 0
-        self._text(self._pending[:end])
-        self._pending, self._num_before, self._state = self._pending[end:], 0, HarmonyScanner._body
-        return True
+    def _no_header(self) -> "_State":
+        """Make a delimiter that begins no header text of the message."""
+        delimiters = _ENDS if self._num_before else _BEGINS
+        self._text(self._source.take(next((len(each) for each in delimiters if self._source.text.startswith(each)), 0)))
+        self._num_before = 0
+        return self._body
 
-    def _body(self) -> bool:
+    def _body(self) -> "_State | None":
         """In a message, up to its end."""
-        text, found = self._pending, first_of(self._pending, _ENDS)
-        start, end = found or (len(text) - (0 if self._final else begun(text, _ENDS)),) * 2
-        self._text(text[:start])
-        self._pending = text[start:]
-        if found is None:
-            return False
+        text, delimiter = self._source.take_until(_ENDS)
+        self._text(text)
+        if not delimiter:
+            return None
         if self._kind == "arguments" and self._arguments.quoting:
-            self._text(text[start:end])
-            self._pending = text[end:]
-        else:
-            self._num_before, self._state = end - start, HarmonyScanner._behind
-        return True
+            self._text(self._source.take(len(delimiter)))
+            return self._body
+        self._num_before = len(delimiter)
+        return self._behind
 
-    def _behind(self) -> bool:
-        """Behind a possible end of a message."""
-        behind = self._pending[self._num_before :]
+    def _behind(self) -> "_State | None":
+        """After a possible end of a message."""
+        source = self._source
+        behind = source.text[self._num_before :]
         begin = behind.lstrip()
-        if not begin and self._final:
+        if not begin and source.final:
             self._end_message(True)
-            self._pending = ""
-        elif begin.startswith(_BEGINS):
-            self._num_before, self._state = len(self._pending) - len(begin), HarmonyScanner._header
-        elif begins(begin, _BEGINS) and not self._final and len(behind) < _MOST_SPACE:
-            return False
-        else:
-            return self._no_header()
-        return True
+            source.text = ""
+            return None
+        if begin.startswith(_BEGINS):
+            self._num_before = len(source.text) - len(begin)
+            return self._header
+        if begins(begin, _BEGINS) and not source.final and len(behind) < _MOST_SPACE:
+            return None
+        return self._no_header()
 
     def _text(self, text: str) -> None:
-        """Add text of the message."""
         if self._kind == "content":
             self._message.content.push(text)
         elif self._kind == "reasoning":
@@ -122,7 +128,7 @@ class HarmonyScanner(Scanner):
             self._some = True
             end = self._arguments.end(text, 0)
             self._message.add([Delta("arguments", text if end < 0 else text[:end])])
-            if end >= 0:  # the text behind arguments is no part of them
+            if end >= 0:  # the text after arguments is no part of them
                 self._end_message(False)
                 self._message.content.push(text[end:])
 
@@ -133,18 +139,21 @@ class HarmonyScanner(Scanner):
         self._kind = "content"
 
 
+_State = Callable[[], Any]
+
+
 def _may_begin(header: str) -> bool:
     return len(header) <= _MOST_HEADER and _PART.fullmatch(header) is not None
 
 
 def _parsed(header: str, delimiter: str) -> tuple[DeltaKind, str] | None:
-    """Return the kind of the text behind a header, and the function that it calls; None: it is no header."""
+    """Return the kind of the text after a header, and the function that it calls; None: it is no header."""
     found = _HEADER.fullmatch(header) if _may_begin(header) else None
     if found is None:
         return None
     recipient = found["first"] or found["second"] or ""
     if function := recipient.removeprefix(_FUNCTIONS) if recipient.startswith(_FUNCTIONS) else "":
         return "arguments", function
-    if delimiter == _CALL:  # only a call can do without a message
+    if delimiter == _CALL:  # only a call may have no message
         return None
     return "reasoning" if recipient or found["channel"] == "analysis" else "content", ""

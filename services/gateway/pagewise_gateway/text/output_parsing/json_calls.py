@@ -5,8 +5,9 @@ import re
 from collections.abc import Generator
 from typing import NamedTuple
 
-from pagewise_gateway.text.output_parsing.deltas import Tools, as_text
+from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
+from pagewise_gateway.text.output_parsing.scanning import as_text
 
 _MOST_KEY = 256
 """Characters of the longest name of a member. An object with a longer one is no call."""

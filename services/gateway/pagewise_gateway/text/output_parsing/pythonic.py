@@ -13,8 +13,9 @@ import unicodedata
 import warnings
 from collections.abc import Generator
 
-from pagewise_gateway.text.output_parsing.deltas import Tools, as_json, is_json
+from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
+from pagewise_gateway.text.output_parsing.scanning import as_json, is_json
 
 _MOST_BEGIN = 512
 """Characters in which a call has to begin. A longer text is no call."""
