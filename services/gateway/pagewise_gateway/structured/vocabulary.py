@@ -294,8 +294,8 @@ class _Simplification:
         return bool(self.known(_reach, self.resolved(schema))[1] == TYPES)
 
     def decides(self, schema: Mapping[str, Any], other: Any) -> bool | None:
-        """Return whether ``other`` accepts all values of the types of ``schema`` (True), none of them (False), or some;
-        None: it is not certain."""
+        """Return whether ``other`` accepts all values of the types of ``schema`` (True), or none of them (False); None:
+        neither is certain."""
         types, (some, every) = _types_of(schema), self.known(_reach, self.resolved(other))
         return True if types <= every else None if types & some else False
 

@@ -83,19 +83,26 @@ class Template:
         messages: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-        variables: dict[str, Any] | None = None,
-        **options: bool,
+        template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """Render a conversation, which is adapted first if the template is strict.
+        """Render a conversation, which is adapted first if the template is strict (``strict_turns``).
 
-        ``messages``: their contents are texts, or null. ``options``: of transformers' function.
+        ``messages``: role and content, and other fields that the template knows; a content that is a list of text parts
+        is joined by line breaks. ``tools``: in OpenAI's shape, as the template gets them.
 
         Raises:
             ChatTemplateError: the template refuses the conversation.
         """
         given = [_named(message, self._text) for message in messages]
-        options = {"add_generation_prompt": False, **options}
-        rest = {"tools": list(tools) if tools else None, **options, **self._special_tokens, **(variables or {})}
+        rest = {
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **self._special_tokens,
+            **(template_kwargs or {}),
+        }
         shaped = self._shaped(given)
         try:
             return self._rendered(shaped, **rest)
@@ -203,6 +210,8 @@ def _called(dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "a
 
 def _named(message: Message, template: str) -> Message:
     named = dict(message)
+    if isinstance(content := message.get("content"), list):
+        named["content"] = "\n".join(part["text"] for part in content)
     if named.get("role") == "developer" and "developer" not in template:
         named["role"] = "system"  # "developer" is OpenAI's newer name for it, which most templates do not know
     if "reasoning_content" in named and ".thinking" in template:  # gpt-oss calls it so
@@ -234,34 +243,11 @@ class ChatTemplate:
         return template
 
     def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[dict[str, Any]] | None = None,
-        template_kwargs: dict[str, Any] | None = None,
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] | None = None, **options: Any
     ) -> str:
-        """Render a conversation.
-
-        ``messages``: role and content, and other fields that the template knows; a content that is a list of text parts
-        is joined by line breaks. The conversation is adapted to a strict template (``strict_turns``). ``tools``: in
-        OpenAI's shape, as the template gets them.
+        """Render a conversation with the template for these tools. ``options``, errors: as of ``Template.render``.
 
         Raises:
             NoChatTemplateError: the model has no chat template.
-            ChatTemplateError: the template refuses the conversation.
         """
-        return self.choose(tools).render(
-            [_flat(message) for message in messages],
-            tools=tools,
-            variables=template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-
-
-def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(content := message.get("content"), list):
-        return {**message, "content": "\n".join(part["text"] for part in content)}
-    return message
+        return self.choose(tools).render(messages, tools=tools, **options)

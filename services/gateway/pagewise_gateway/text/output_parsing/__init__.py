@@ -1,8 +1,8 @@
-"""Cuts the text of an output into reasoning, content and tool calls, while it arrives.
+"""Splits the text of an output into reasoning, content and tool calls, while it arrives.
 
-``parser`` finds where reasoning, content and calls begin and end, and ``harmony`` does in the outputs of gpt-oss;
-``message`` makes deltas of them. ``formats`` has the formats of models, by the names of vLLM's parsers. ``json_calls``,
-``glm`` and ``pythonic`` read calls, and ``reader`` runs them.
+``parser`` finds reasoning, content and calls in a text, and ``harmony`` in the outputs of gpt-oss; ``deltas`` has the
+resulting message. ``formats`` lists the formats of models by the names of vLLM's parsers. ``json_calls``, ``glm`` and
+``pythonic`` are the readers of calls, which ``reader`` runs.
 """
 
 from pagewise_gateway.text.output_parsing.deltas import Delta, Tools, joined

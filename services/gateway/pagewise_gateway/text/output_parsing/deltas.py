@@ -1,4 +1,4 @@
-"""The deltas that a parser makes of the text of an output, and the message that they add up to."""
+"""The deltas of a message, and the message that they add up to."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,8 @@ DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class Delta(NamedTuple):
-    """A piece of a message.
-
-    A ``call`` begins a tool call; its text is the name of the function. ``arguments`` belong to the call that began
-    last.
-    """
+    """A piece of a message. The text of a ``call``, which begins a tool call, is the name of its function.
+    ``arguments`` belong to the last call."""
 
     kind: DeltaKind
     text: str
@@ -22,7 +19,7 @@ class Delta(NamedTuple):
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A tool call. ``arguments``: the text as the model wrote it, which is JSON unless it is cut off or wrong."""
+    """A tool call. ``arguments``: the model's text, which is JSON unless it is cut off or invalid."""
 
     name: str
     arguments: str = ""
@@ -55,7 +52,7 @@ def joined(deltas: Iterable[Delta]) -> ParsedMessage:
 
 
 class Tools:
-    """The names of the tools of a request, and the types of their parameters, which a parser has to know."""
+    """The names of the tools of a request, and the types of their parameters."""
 
     def __init__(self, parameters: Mapping[str, Mapping[str, Any] | None]) -> None:
         """``parameters``: the JSON schema of the parameters of each tool, by its name."""
@@ -65,7 +62,7 @@ class Tools:
         return name in self._types
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that a parameter of a tool may have; none: they are not declared."""
+        """Return the JSON types that a parameter of a tool may have; empty: they are not declared."""
         return self._types.get(name, {}).get(parameter, frozenset())
 
 
@@ -77,7 +74,7 @@ def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
 
 
 def schema_types(schema: Any) -> list[str]:
-    """Return the JSON types that a schema declares, or that the parts of its union declare."""
+    """Return the JSON types that a schema declares, itself or in the parts of its union."""
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")
@@ -92,10 +89,14 @@ def schema_types(schema: Any) -> list[str]:
 
 
 class MessageBuilder:
-    """Adds up a message.
+    """Makes the deltas of a message.
 
-    Content and reasoning are passed on as they come, but for white space at their borders, which is left out; their
-    parts are joined by line breaks. ``parallel``: whether calls after the first one count.
+    Content and reasoning become deltas as they come, except for white space at their borders, which is left out; their
+    parts are joined by line breaks.
+
+    Fields:
+        num_calls: how many tool calls have begun.
+        whole: whether the arguments of the last call that counts are complete.
     """
 
     __slots__ = ("_arguments", "_deltas", "_parallel", "content", "num_calls", "reasoning", "whole")
@@ -105,11 +106,9 @@ class MessageBuilder:
         self.content, self.reasoning = _Trimmed("content", self._deltas), _Trimmed("reasoning", self._deltas)
         self.reasoning.border()
         self.num_calls = 0
-        """How many tool calls have begun."""
         self.whole = True
-        """Whether the arguments of the last call that counts are there to their end."""
         self._arguments: JsonValue | None = None
-        self._parallel = parallel
+        self._parallel = parallel  # whether calls after the first one count
 
     def take(self) -> list[Delta]:
         """Return the new deltas."""
@@ -118,7 +117,7 @@ class MessageBuilder:
         return new
 
     def border(self) -> None:
-        """Note that content and reasoning end here, and may go on later."""
+        """Note that content and reasoning end here, and may continue later."""
         self.content.border()
         self.reasoning.border()
 
@@ -136,18 +135,17 @@ class MessageBuilder:
                 self._deltas.append(delta)
 
     def _follow(self, delta: Delta) -> None:
-        """Notice whether the last call is whole."""
         if delta.kind == "call":
             self._arguments, self.whole = None, False
         elif not self.whole:
             if self._arguments is None:
                 self._arguments = JsonValue()
-                self.whole = delta.text[0] not in '{["'  # text that a reader has not understood comes as a whole
+                self.whole = delta.text[0] not in '{["'  # a reader passes invalid arguments on at once
             self.whole = self.whole or self._arguments.end(delta.text, 0) >= 0
 
 
 class _Trimmed:
-    """Passes text on without white space at its borders. ``begun``: whether there was any other text."""
+    """Makes deltas of text without white space at its borders. ``begun``: whether there was any other text."""
 
     __slots__ = ("_bordered", "_deltas", "_fresh", "_held", "_kind", "begun")
 
@@ -157,23 +155,21 @@ class _Trimmed:
         self._held: list[str] = []
 
     def push(self, text: str) -> None:
-        """Pass on text; white space at its end waits for more text."""
         stripped = text.rstrip()
         if not stripped:
             self._held.append(text)
             return
         before = ("\n" if self.begun else "") if self._fresh else "".join(self._held)
         self._deltas.append(Delta(self._kind, before + (stripped.lstrip() if self._fresh else stripped)))
-        self._held = [text[len(stripped) :]]
+        self._held = [text[len(stripped) :]]  # white space waits for more text
         self.begun, self._fresh = True, False
 
     def border(self) -> None:
-        """A region begins or ends here."""
         self._bordered = self._fresh = True
         self._held = []
 
     def finish(self) -> None:
-        """Pass on white space at the end, if there was no border at all."""
+        # A text without any border is not changed, so its white space at the end stays.
         held = "".join(self._held)
         if held and not self._bordered:
             self._deltas.append(Delta(self._kind, held))

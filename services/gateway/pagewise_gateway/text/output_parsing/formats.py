@@ -11,19 +11,19 @@ from pagewise_gateway.text.output_parsing.pythonic import pythonic_calls
 from pagewise_gateway.text.output_parsing.reader import Read
 
 Start = Literal["main", "ended", "reasoning", "implied"]
-"""Where an output begins: before an answer that may open reasoning, behind reasoning that the prompt has ended, in
-reasoning that it has begun, or in reasoning that may be opened nevertheless."""
+"""The state in which an output begins. "main": it may open reasoning; "ended": the prompt has ended the reasoning;
+"reasoning": the prompt has begun it; "implied": it begins with reasoning, and may open it nevertheless."""
 
 
 @dataclass(slots=True, frozen=True)
 class ToolFormat:
-    """How a model writes tool calls.
+    """The format of a model's tool calls.
 
     Fields:
-        read: reads the calls behind a marker.
-        opening, closing: the marker before a call, and the marker behind it; closing empty: the next marker does.
-        group: what stands around several calls, each with its opening and closing. inner: delimiters within calls.
-        bare: characters with which a text begins that is read as calls though nothing opens them.
+        read: reads the calls after a marker.
+        opening, closing: the markers before and after a call; closing empty: the next marker ends it.
+        group: the markers around several calls, each with its opening and closing. inner: delimiters within calls.
+        bare: if a text begins with one of these characters, it is read as calls without a marker.
         id_length: characters of the ids of calls; 0: any number.
     """
 
@@ -43,7 +43,7 @@ class ToolFormat:
 
 @dataclass(slots=True, frozen=True)
 class ReasoningFormat:
-    """How a model writes its reasoning. ``implied``: the text begins with it even if nothing opens it."""
+    """The delimiters of a model's reasoning. ``implied``: the text begins with reasoning even without the opening."""
 
     opening: str
     closing: str
@@ -60,7 +60,7 @@ _DEEPSEEK = ToolFormat(
 )
 
 NO_TOOLS = ToolFormat(lambda source, _: json_calls(source))
-"""Calls are not looked for."""
+"""The output has no calls."""
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -72,7 +72,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(lambda source, _: json_calls(source), "<tool_call>", "</tool_call>"),
     "llama3_json": ToolFormat(json_calls, "<|python_tag|>", bare="{"),
     "mistral": ToolFormat(mistral_calls, "[TOOL_CALLS]", inner=("[ARGS]", "[CALL_ID]"), id_length=9),
-    HARMONY_TOOLS: NO_TOOLS,  # its scanner reads the calls
+    HARMONY_TOOLS: NO_TOOLS,  # the scanner of harmony finds its calls
     "pythonic": ToolFormat(pythonic_calls, bare="[`"),
 }
 """By the names of vLLM's ``--tool-call-parser``."""
@@ -93,8 +93,8 @@ class OutputFormat:
     """The format of an output, as far as it is parsed.
 
     Fields:
-        tools, reasoning: how they are written; NO_TOOLS or None: they are not looked for.
-        harmony: whether headers announce the kind of the text behind them.
+        tools, reasoning: the formats of these parts; NO_TOOLS or None: they are content.
+        harmony: whether headers announce the kind of the text after them.
     """
 
     tools: ToolFormat = NO_TOOLS
@@ -103,7 +103,7 @@ class OutputFormat:
 
     @property
     def delimiters(self) -> tuple[str, ...]:
-        """Texts that the parser has to see, special tokens or not."""
+        """Texts that the parser needs, also if they are special tokens."""
         found = list(harmony.DELIMITERS) if self.harmony else []
         if self.reasoning is not None:
             found += self.reasoning.opening, self.reasoning.closing
@@ -111,10 +111,10 @@ class OutputFormat:
         return tuple(dict.fromkeys(filter(None, found)))
 
     def start(self, prompt: str, continued: str | None) -> Start:
-        """Return where an output begins. Chat templates may begin the reasoning, or begin and end it.
+        """Return the start of an output. Chat templates may begin the reasoning, or begin and end it.
 
-        ``prompt``: its end. ``continued``: what ``last_border`` says of the message that the output goes on with; None:
-        it begins one.
+        ``prompt``: its end. ``continued``: the ``last_border`` of the message that the output continues; None: it
+        begins a message.
         """
         prompt, reasoning = prompt.rstrip(), self.reasoning
         if reasoning is None:
@@ -128,8 +128,7 @@ class OutputFormat:
         return "implied" if reasoning.implied else "main"
 
     def last_border(self, message: str) -> str:
-        """Return the delimiter of reasoning that was last in the beginning of a message; an empty text: there was
-        none."""
+        """Return the last delimiter of reasoning in the beginning of a message; an empty text: there is none."""
         if self.reasoning is None:
             return ""
         if self.reasoning.closing in message:
@@ -139,7 +138,7 @@ class OutputFormat:
 
 @cache
 def make_format(tool_parser: str | None, reasoning_parser: str | None) -> OutputFormat | None:
-    """Return the format that these parsers read; None if neither is given.
+    """Return the format of these parsers; None if neither is given.
 
     Raises:
         KeyError: there is no parser of that name.

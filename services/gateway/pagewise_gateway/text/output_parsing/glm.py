@@ -19,13 +19,13 @@ _MOST_NAME = 512
 def glm_call(source: CallText, tools: Tools) -> Generator[None]:
     """Read one call. The values of parameters that are strings are passed on as they come, others at their end.
 
-    A value is a string if its parameter is declared as one; else it is JSON, and if it is not, a string.
+    A value is a string if its parameter is declared as one, or if it is no JSON.
     """
     try:
         name = yield from _name(source)
     except EndOfTextError as end:
         name = source.text.strip()
-        if end.closed and name in tools:  # no other sign distinguishes it from a word
+        if end.closed and name in tools:  # only the name distinguishes such a call from other text
             source.call(name)
             source.add("{}")
         return
@@ -36,7 +36,6 @@ def glm_call(source: CallText, tools: Tools) -> Generator[None]:
 
 
 def _arguments(source: CallText, tools: Tools, name: str) -> Generator[None]:
-    """Read the arguments of a call, each of which is a key and a value in tags."""
     before, in_argument = "{", False
     try:
         while (yield from _tag(source, _KEY)):
@@ -57,7 +56,7 @@ def _arguments(source: CallText, tools: Tools, name: str) -> Generator[None]:
 
 
 def _name(source: CallText) -> Generator[None, None, str]:
-    """Read the name in front of the first tag; an empty text: there is none."""
+    """Read the name before the first tag; an empty text: there is none."""
     while (at := source.text.find(_KEY)) < 0:
         before = source.text[: len(source.text) - begun(source.text, (_KEY,))]
         if len(before) > _MOST_NAME or _NAME_PART.fullmatch(before) is None:
@@ -68,7 +67,6 @@ def _name(source: CallText) -> Generator[None, None, str]:
 
 
 def _until(source: CallText, delimiter: str, push: Callable[[str], object]) -> Generator[None]:
-    """Read up to a delimiter, and push the pieces of the text before it."""
     ended = False
     while not ended:
         text, ended = source.take_before(delimiter)
@@ -79,7 +77,7 @@ def _until(source: CallText, delimiter: str, push: Callable[[str], object]) -> G
 
 
 def _tag(source: CallText, tag: str) -> Generator[None, None, bool]:
-    """Read a tag, and return whether there is only white space before it; if not, the text is not read."""
+    """Read a tag, and return whether it comes next, after white space; if not, nothing is read."""
     while True:
         text, found = source.take_before(tag)
         if text.strip():
@@ -91,9 +89,8 @@ def _tag(source: CallText, tag: str) -> Generator[None, None, bool]:
 
 
 def _value(source: CallText, types: frozenset[str]) -> Generator[None]:
-    """Read a value of these types, and the tag behind it."""
     pieces: list[str] = []
-    source.quoting = not types or "string" in types  # it may be text, which has no quotes
+    source.quoting = not types or "string" in types  # it may be text, which is written without quotes
     if types == {"string"}:
         source.add('"')
         yield from _until(source, _VALUE_END, lambda text: source.add(as_json(text)[1:-1]))
@@ -106,7 +103,7 @@ def _value(source: CallText, types: frozenset[str]) -> Generator[None]:
 
 
 def _json_value(source: CallText, pieces: list[str]) -> Generator[None]:
-    """Read JSON, and the tag behind it. In a string, a tag is text."""
+    """Read JSON, and the tag after it. In a string, a tag is text."""
     value, may_be_text = JsonValue(), source.quoting
     while True:
         text, ended = source.take_before(_VALUE_END)
@@ -123,12 +120,11 @@ def _json_value(source: CallText, pieces: list[str]) -> Generator[None]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON."""
     is_text = "string" in types
     try:
         value = json.loads(text)
         written = as_json(value)
-    except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that Python does not have
+    except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that is too long for Python
         return as_json(text) if is_text or not is_json(text) else text.strip()
     if is_text and not isinstance(value, str) and not (value is None and "null" in types):
         return as_json(text)

@@ -1,4 +1,4 @@
-"""Reads tool calls whose arguments are JSON: objects with a name and arguments, and headers before arguments."""
+"""Reads tool calls with JSON arguments: objects with a name and arguments, and headers before arguments."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _OPEN_KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*\\?')
 _MOST_HEADER = 512
 """Characters before the arguments of a call. A longer text is no call."""
 NAME = r"""[^\s\[\]{}<>()"'`]+"""
-"""A name that a header may have."""
+"""Matches the name of a function."""
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _BEHIND = re.compile(r"[\s`\]}]*")
 _LEGAL_BEHIND = re.compile(r"\s*(?:```)?\s*")
@@ -33,9 +33,9 @@ _LEGAL_BEHIND = re.compile(r"\s*(?:```)?\s*")
 def json_calls(source: CallText, known: Tools | None = None) -> Generator[None]:
     """Read objects such as ``{"name": "f", "arguments": {...}}``: one or several, or a list of them.
 
-    Arguments are passed on as they are written. Brackets too many before the delimiter are a part of the calls.
-    ``known``: only objects that name one of these tools, and have nothing but members of a call, are calls. Where no
-    marker opens them, nothing else distinguishes them from an answer in JSON.
+    Arguments are passed on as they are written. Excess brackets before the delimiter are a part of the calls.
+    ``known``: only objects that name one of these tools, and have only members of a call, are calls. Without a marker,
+    nothing else distinguishes them from an answer in JSON.
     """
     in_list = False
     while True:
@@ -50,7 +50,7 @@ def json_calls(source: CallText, known: Tools | None = None) -> Generator[None]:
 
 
 def _separator(source: CallText, in_list: bool) -> Generator[None, None, tuple[str, bool]]:
-    """Read the text before the next object, and return it, and whether an object may follow it."""
+    """Read the text before the next object. Returns it, and whether an object may follow it."""
     separator, legal = "", _BEFORE_NEXT if source.called else _BEFORE_FIRST
     try:
         while True:
@@ -66,12 +66,10 @@ def _separator(source: CallText, in_list: bool) -> Generator[None, None, tuple[s
 
 
 def _behind_last(separator: str, in_list: bool) -> str:
-    """The text behind the last call, without the bracket that closes the list."""
     return _LIST_END.sub("", separator, count=1) if in_list else separator
 
 
 def _end(pattern: re.Pattern[str], text: str) -> int:
-    """The end of the match at the beginning of a text."""
     found = pattern.match(text)
     return found.end() if found is not None else 0
 
@@ -81,7 +79,7 @@ class _NoCallError(Exception):
 
 
 class _ObjectCall:
-    """Reads an object that is a call. ``before``: the text before it, which is a part of it if it is no call."""
+    """Reads an object that may be a call. ``before``: the text before it, which is read again if it is none."""
 
     def __init__(self, source: CallText, known: Tools | None, before: str) -> None:
         self._source, self._known = source, known
@@ -92,7 +90,7 @@ class _ObjectCall:
         self._whole = False  # whether the arguments have ended
 
     def read(self) -> Generator[None, None, bool]:
-        """Read the object, and return whether it is a call; if not, the rest of it can be read otherwise."""
+        """Read the object, and return whether it is a call; if not, all of it becomes unread text again."""
         source = self._source
         try:
             self._take(len("{"))
@@ -111,7 +109,7 @@ class _ObjectCall:
         return True
 
     def _key(self) -> Generator[None, None, str | None]:
-        """Read the name of the next member, and the colon; None: the object has ended."""
+        """Read the name of the next member, and the colon. Returns None at the end of the object."""
         source = self._source
         while True:
             self._take(_end(_SPACE, source.text))
@@ -131,7 +129,6 @@ class _ObjectCall:
         return found[1]
 
     def _member(self, key: str) -> Generator[None]:
-        """Read the value of a member."""
         if key in _ARGUMENTS and not self._whole:
             yield from self._arguments()
         elif key == "name" and not self._name:
@@ -187,7 +184,6 @@ class _ObjectCall:
             self._early.append(arguments)
 
     def _call(self) -> None:
-        """Begin the call, unless that has been done."""
         if self._called:
             return
         if not self._name:
@@ -208,29 +204,22 @@ def _decoded(value: str) -> object:
 # ---- a name before the arguments -----------------------------------------------------------------------
 
 
-class Header(NamedTuple):
-    """The text that may stand before arguments.
+class _Header(NamedTuple):
+    """The text that may come before arguments.
 
     Fields:
-        whole: matches it. Its groups: ``name`` is the name, ``only`` a name that needs no more to be called, and
-            ``sure`` is there if the name may be that of an unknown tool.
+        whole: matches it. The group ``name`` is the name, which has to be that of a known tool unless there is a group
+            ``sure``; ``only`` is the name of any tool.
         part: matches beginnings of it.
     """
 
     whole: re.Pattern[str]
     part: re.Pattern[str]
 
-    def name(self, header: str, tools: Tools) -> str:
-        """Return the name that is in a header; an empty text: there is none."""
-        found = self.whole.fullmatch(header)
-        if found is None:
-            return ""
-        name = found["name"] or found["only"]
-        return name if found["sure"] or found["only"] or name in tools else ""
-
 
 def parts(*expressions: str) -> str:
-    """Return the expression of beginnings of a text, of which these match the parts; a literal is cut anywhere."""
+    """Return an expression that matches beginnings of a text whose parts match these expressions. A literal, which has
+    the prefix ``=``, may be cut at any character."""
     found = ""
     for expression in reversed(expressions):
         literal = expression.startswith("=")
@@ -240,7 +229,7 @@ def parts(*expressions: str) -> str:
 
 
 _BEFORE_ID, _BEFORE_ARGUMENTS = (r"\s*", NAME, r"\s*"), ("=[ARGS]", r"\s*")
-_MISTRAL = Header(
+_MISTRAL = _Header(
     re.compile(rf"\s*(?P<name>{NAME})\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?P<sure>\[ARGS\]\s*)?(?P<only>(?!))?"),
     re.compile(
         parts(*_BEFORE_ID, "=[CALL_ID]", r"\s*", r"[\w-]+", r"\s*", *_BEFORE_ARGUMENTS)
@@ -249,7 +238,7 @@ _MISTRAL = Header(
     ),
 )
 """Since version 11."""
-_DEEPSEEK = Header(
+_DEEPSEEK = _Header(
     re.compile(
         rf"\s*(?:(?:(?P<sure>function)|[^\s<]+){_SEPARATOR}\s*(?P<name>{NAME})|(?P<only>{NAME}){_SEPARATOR})"
         r"\s*(?:```(?:json)?\s*)?"
@@ -259,26 +248,33 @@ _DEEPSEEK = Header(
 """Of V3 and R1 (type, separator, name, fence) or of V3.1 (name, separator)."""
 
 
-def _header_call(header: Header, source: CallText, tools: Tools) -> Generator[None]:
-    """Read a call: a header, and then its arguments, which begin with the first brace."""
+def _name(header: _Header, text: str, tools: Tools) -> str:
+    """Return the name in a header; an empty text: it is no header of a call."""
+    if (found := header.whole.fullmatch(text)) is None:
+        return ""
+    name = found["name"] or found["only"]
+    return name if found["sure"] or found["only"] or name in tools else ""
+
+
+def _header_call(header: _Header, source: CallText, tools: Tools) -> Generator[None]:
     try:
         while (brace := source.text.find("{")) < 0:
             if len(source.text) > _MOST_HEADER or header.part.fullmatch(source.text) is None:
                 return
             yield
     except EndOfTextError as end:
-        if end.closed and (name := header.name(source.text, tools)):
+        if end.closed and (name := _name(header, source.text, tools)):
             source.call(name)
             source.add("{}")
         return
-    if brace <= _MOST_HEADER and (name := header.name(source.text[:brace], tools)):
+    if brace <= _MOST_HEADER and (name := _name(header, source.text[:brace], tools)):
         source.call(name)
         source.take(brace)
         yield from source.json_value(source.add)
 
 
 def deepseek_call(source: CallText, tools: Tools) -> Generator[None]:
-    """Read a call of DeepSeek. A fence, and brackets too many, before the delimiter are a part of the call."""
+    """Read a call of DeepSeek. A fence and excess brackets before the delimiter are a part of the call."""
     yield from _header_call(_DEEPSEEK, source, tools)
     if not source.called:
         return

@@ -1,10 +1,10 @@
 """Reads tool calls that are a list of calls in Python, such as ``[f(a=1), g(b="x")]``.
 
-Gemma 3 has no format of its own; the templates that are used with it write calls like this, sometimes in a block that
-is fenced as ``tool_code``.
+Gemma 3 has no format of its own; templates for it write calls like this, sometimes in a block that is fenced as
+``tool_code``.
 
-While the arguments of a call arrive, only their ends are looked for. A value that is JSON stays as it is written, which
-takes no time and allows numbers of any size; any other one is read by Python's own parser.
+While the arguments of a call arrive, only their ends are searched. A value that is JSON is not changed, which is fast
+and allows numbers of any size; Python's own parser reads all other values.
 """
 
 import ast
@@ -24,23 +24,23 @@ _MAY_BEGIN = re.compile(r"(?:`{1,3}[a-z_]*\s*)?\[?\s*(?:[A-Za-z_][\w.-]*)?")
 _NEXT = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\(")
 _MAY_BE_NEXT = re.compile(r"[\s,;]*(?:[A-Za-z_][\w.-]*)?")
 _MOST_DEPTH = 200
-"""Brackets inside of each other; Python has the same limit."""
+"""Nested brackets; Python has the same limit."""
 _MOST_TOKENS = 65_536
-"""Tokens of arguments that Python parses, which takes the event loop 0.1 s. More have to be JSON."""
+"""Tokens of arguments that Python parses, which takes 0.1 s of the event loop. More tokens have to be JSON."""
 _TOKEN = re.compile(r"""[()\[\]{},]|"(?:"")?|'(?:'')?|\#[^\n]*|[^()\[\]{},"'#]+""")
 _OPEN_QUOTES = ("'", "''", '"', '""')
-"""Ends of a text that may be, or begin, the quotes of a string."""
+"""Ends of a text that may be quotes of a string, or begin them."""
 _BODY = {
     quote: re.compile(rf"(?:[^\\{sign}]++|\\.|{again})*+", re.DOTALL)
     for sign in "\"'"
     for quote, again in ((sign, "(?!)"), (3 * sign, f"{sign}{{1,2}}(?=[^{sign}])"))
 }
-"""Match the contents of a string with these quotes, as far as it is there."""
+"""Match the contents of a string with these quotes, as far as it has come."""
 _NAMES = {"true": True, "false": False, "null": None}
 
 
 def pythonic_calls(source: CallText, tools: Tools) -> Generator[None]:
-    """Read calls of ``tools``. A call is passed on when it is whole, and its name alone if it is cut off."""
+    """Read calls of ``tools``. A call is passed on when it is complete; only its name if it is cut off."""
     found = yield from _match(source, _BEGIN, _MAY_BEGIN)
     if found is None or found.end() > _MOST_BEGIN or found[1] not in tools:
         return
@@ -60,7 +60,7 @@ def pythonic_calls(source: CallText, tools: Tools) -> Generator[None]:
 def _match(
     source: CallText, pattern: re.Pattern[str], beginning: re.Pattern[str]
 ) -> Generator[None, None, re.Match[str] | None]:
-    """Match the text as soon as it is there. ``beginning``: matches beginnings of such texts."""
+    """Wait until the pattern matches, or ``beginning`` does not, which matches beginnings of such texts."""
     while (found := pattern.match(source.text, 0, _MOST_BEGIN + 1)) is None:
         if len(source.text) >= _MOST_BEGIN or beginning.fullmatch(source.text) is None:
             return None
@@ -69,7 +69,6 @@ def _match(
 
 
 def _arguments(source: CallText, name: str) -> Generator[None]:
-    """Read the arguments of a call."""
     arguments = PythonArguments()
     try:
         while (end := arguments.push(source.text)) < 0:
@@ -84,7 +83,7 @@ def _arguments(source: CallText, name: str) -> Generator[None]:
 
 
 def _closing(source: CallText, mark: str) -> Generator[None, None, bool]:
-    """Read a mark that closes the list or the block, which is a part of the calls; False: it is not there."""
+    """Read a mark that closes the list or the block. Returns whether there is one."""
     while not (behind := source.text.lstrip()).startswith(mark):
         if not mark.startswith(behind) or len(source.text) >= _MOST_BEGIN:
             return False
@@ -94,7 +93,7 @@ def _closing(source: CallText, mark: str) -> Generator[None, None, bool]:
 
 
 class PythonArguments:
-    """Reads arguments from behind the opening bracket of a call."""
+    """Reads the arguments of a call after its opening bracket."""
 
     __slots__ = ("_arguments", "_depth", "_held", "_quote", "_too_much", "_written")
 
@@ -107,7 +106,7 @@ class PythonArguments:
         self._too_much = False  # whether the arguments stay as they are written
 
     def push(self, text: str) -> int:
-        """Take text; return the index behind the bracket that ends the call, or -1 if it does not end in this text."""
+        """Take text; return the index after the bracket that ends the call, or -1 if it does not end in this text."""
         self._written.append(text)
         at, num_held = 0, len(self._held)
         text, self._held = self._held + text, ""
@@ -119,13 +118,13 @@ class PythonArguments:
         return at - num_held
 
     def finish(self) -> str:
-        """Return the arguments of a call that has ended as JSON, or as they were written if that is not possible."""
+        """Return the arguments of a call that has ended as JSON, or the model's text if that is not possible."""
         written = "".join(self._written)
         if self._too_much:
             return written
         num_tokens = sum(map(len, self._arguments))
         texts = ["".join(tokens) for tokens in self._arguments]
-        if not texts[-1].strip():  # behind the last comma, or there are no arguments
+        if not texts[-1].strip():  # after the last comma, or there are no arguments
             texts.pop()
         try:  # the last argument of a name counts
             values = dict(_argument(text, only_json=num_tokens > _MOST_TOKENS) for text in texts)
@@ -134,7 +133,7 @@ class PythonArguments:
         return "{" + ", ".join(f"{as_json(name)}: {value}" for name, value in values.items()) + "}"
 
     def _token(self, text: str, at: int) -> int:
-        """Read the token at an index, and return the index behind it. One that may go on is held."""
+        """Read the token at an index, and return the index after it. A token that may continue is held."""
         if text[at : at + 3] in _OPEN_QUOTES:
             self._held = text[at:]
             return len(text)
@@ -155,12 +154,12 @@ class PythonArguments:
         return end
 
     def _in_string(self, text: str, at: int) -> int:
-        """Read the string that goes on at an index, and return the index behind it."""
+        """Read the string that continues at an index, and return the index after it."""
         found = _BODY[self._quote].match(text, at)
         assert found is not None
         end = found.end()
         self._arguments[-1].append(text[at:end])
-        if not text.startswith(self._quote, end):  # it goes on
+        if not text.startswith(self._quote, end):  # the string has not ended
             self._held = text[end:]
             return len(text)
         self._arguments[-1].append(self._quote)
@@ -170,10 +169,10 @@ class PythonArguments:
 
 
 def _argument(text: str, *, only_json: bool) -> tuple[str, str]:
-    """Return the name of an argument, and its value as JSON. ``only_json``: it has to be written so.
+    """Return the name of an argument, and its value as JSON. ``only_json``: the value has to be JSON.
 
     Raises:
-        ValueError, SyntaxError, RecursionError, MemoryError: it has no name, or JSON has no such value.
+        ValueError, SyntaxError, RecursionError, MemoryError: there is no name, or JSON has no such value.
     """
     name, _, written = text.partition("=")
     name, written = unicodedata.normalize("NFKC", name.strip()), written.strip()
@@ -192,7 +191,7 @@ def _value(node: ast.expr) -> object:
     """Return the value of an expression without names and calls.
 
     Raises:
-        ValueError: it has some, or is nothing that JSON has.
+        ValueError: it has names or calls, or its value cannot be JSON.
     """
     match node:
         case ast.Name(id) if id in _NAMES:
