@@ -158,12 +158,12 @@ LIMITS = (
     (
         "hashes of earlier prompts, 8 bytes each ([why](docs/operations.md#repeated-text))",
         "each gateway",
-        "pagewise_gateway.scheduler_client.repeat_watch:REMEMBERED_KEYS",
+        "pagewise_gateway.repeats:REMEMBERED_KEYS",
     ),
     (
         "tokens of prompts that wait to be searched for repeated text",
         "each gateway",
-        "pagewise_gateway.scheduler_client.repeat_watch:MOST_WAITING_TOKENS",
+        "pagewise_gateway.repeats:MOST_WAITING_TOKENS",
     ),
     ("tokens of a sequence", "", "max_model_len"),
     ("waiting sequences", _QUEUE, "max_waiting"),

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pagewise_gateway.repeats import RepeatFinder
-from pagewise_gateway.scheduler_client.repeat_watch import BATCH_SECONDS, PAUSE, REMEMBERED_KEYS, WAIT_SECONDS
+from pagewise_gateway.repeats import BATCH_SECONDS, PAUSE, REMEMBERED_KEYS, WAIT_SECONDS, RepeatFinder
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.model_files import resolve_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from time import thread_time
 
 from pagewise_gateway.main import main
-from pagewise_gateway.scheduler_client.repeat_watch import RepeatWatch
+from pagewise_gateway.repeats import RepeatWatch
 
 VARIABLE = "SEARCH_TIME"
 

@@ -7,7 +7,7 @@ import signal
 import socket
 
 from pagewise_shared.config import GatewayConfig
-from pagewise_shared.curve import load_keys
+from pagewise_shared.curve import Keys, load_keys
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 from pagewise_shared.tracing import open_tracing
@@ -21,6 +21,21 @@ log = logging.getLogger(__name__)
 
 _LAST_WORDS_SECONDS = 2.0
 """How long a client may take to read the end of its stream when the gateway stops."""
+
+
+def _scheduler_client(
+    config: GatewayConfig, gateway_id: str, tokenizer: Tokenizer, metrics: Metrics, keys: Keys | None
+) -> SchedulerClient:
+    return SchedulerClient(
+        config.scheduler,
+        tokenizer,
+        metrics,
+        gateway_id=gateway_id,
+        model_name=config.served_model_name or config.model,
+        timeout=config.scheduler_timeout,
+        keys=keys,
+        adapters=AdapterTable(read_modules(config)),
+    )
 
 
 async def serve(config: GatewayConfig) -> None:
@@ -43,8 +58,7 @@ async def serve(config: GatewayConfig) -> None:
     keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
     tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
-    model_name = config.served_model_name or config.model
-    metrics = Metrics(model_name, gateway_id)
+    metrics = Metrics(config.served_model_name or config.model, gateway_id)
     tracing = open_tracing(
         config.otlp_traces_endpoint,
         "pagewise-gateway",
@@ -52,16 +66,7 @@ async def serve(config: GatewayConfig) -> None:
         lambda outcome, spans: metrics.trace_spans(outcome).inc(spans),
     )
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
-    scheduler_client = SchedulerClient(
-        config.scheduler,
-        tokenizer,
-        metrics,
-        gateway_id=gateway_id,
-        model_name=model_name,
-        timeout=config.scheduler_timeout,
-        keys=keys,
-        adapters=AdapterTable(read_modules(config)),
-    )
+    scheduler_client = _scheduler_client(config, gateway_id, tokenizer, metrics, keys)
     surface = listening(
         create_app(scheduler_client, tokenizer, config, metrics, tracing),
         metrics,

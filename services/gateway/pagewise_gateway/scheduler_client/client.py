@@ -39,10 +39,10 @@ from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 
 from pagewise_gateway.generation import AdmissionError, AnswerOptions, Capacity, GenerationError, Held
 from pagewise_gateway.metrics import Metrics
+from pagewise_gateway.repeats import RepeatWatch
 from pagewise_gateway.scheduler_client.adapter_table import AdapterError, AdapterTable
 from pagewise_gateway.scheduler_client.connection import SchedulerConnection
 from pagewise_gateway.scheduler_client.live_request import LiveRequest
-from pagewise_gateway.scheduler_client.repeat_watch import RepeatWatch
 from pagewise_gateway.scheduler_client.stream_table import StreamTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pagewise_gateway import repeats
 from pagewise_gateway.metrics import Metrics
-from pagewise_gateway.scheduler_client import repeat_watch
-from pagewise_gateway.scheduler_client.repeat_watch import RepeatWatch
+from pagewise_gateway.repeats import RepeatWatch
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.server import MODEL, Server, serving
@@ -92,7 +92,7 @@ async def test_texts_of_other_keys_and_salts_are_not_compared(tmp_path: Path) ->
 
 async def test_prompts_of_many_pieces_take_turns_with_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of 50,000 tokens: seven pieces each, between which the event loop runs."""
-    monkeypatch.setattr(repeat_watch, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(repeats, "TURN_SECONDS", 0.0)
     metrics, steps, text = Metrics("m"), 0, array("i", ids(1, 50_000))
     watch = RepeatWatch(metrics)
     watch.prompt(text, None)
@@ -105,7 +105,7 @@ async def test_prompts_of_many_pieces_take_turns_with_other_work(monkeypatch: py
 
 
 async def test_what_is_too_much_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeat_watch, "MOST_WAITING_TOKENS", 700)
+    monkeypatch.setattr(repeats, "MOST_WAITING_TOKENS", 700)
     metrics, text = Metrics("m"), array("i", ids(1, 300))
     watch = RepeatWatch(metrics)
     for start in range(3):
