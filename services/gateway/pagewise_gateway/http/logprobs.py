@@ -134,7 +134,7 @@ class CompletionLogprobsBuilder:
         offsets = []
         for token_id in token_ids:
             offsets.append(self.offset)
-            self.offset += len(self._text.push((token_id,)))
+            self.offset += len(self._text.push(token_id))
         return offsets
 
     def _name(self, token_id: int) -> str:

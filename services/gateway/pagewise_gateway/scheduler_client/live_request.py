@@ -178,7 +178,7 @@ class Output:
                 min_tokens=self._live.request.params.sampling.min_tokens,
                 shown=options.shown_tokens,
             )
-            self._push = self._text.push_one
+            self._push = self._text.push
         return self._text
 
     def _first(self, now: float) -> None:

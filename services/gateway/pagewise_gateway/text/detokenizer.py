@@ -12,9 +12,6 @@ _CONTEXT_TOKENS = 6
 _MAX_UNDECIDED_TOKENS = 16
 """After so many tokens without complete text, incomplete text is returned, so that work per token is bounded."""
 
-_LONGEST_CHARACTER = 4
-"""Bytes of the longest character, and so at most as many tokens."""
-
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -128,7 +125,7 @@ class IncrementalDetokenizer:
     stop strings. ``shown``: special tokens that are not skipped.
     """
 
-    __slots__ = ("_decoder", "_stopping", "push_one")
+    __slots__ = ("_decoder", "_stopping", "push")
 
     def __init__(
         self,
@@ -151,17 +148,13 @@ class IncrementalDetokenizer:
         self._decoder = self._stopping or decoder
         # This is called for every token, so there is no layer between. A method of this object would make a reference
         # cycle, which keeps the object until the next garbage collection.
-        self.push_one: Callable[[int], str] = self._decoder.push_one
+        self.push: Callable[[int], str] = self._decoder.push
         """Take the next token; return the text that is final now."""
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that was found; no text is returned after it."""
         return None if self._stopping is None else self._stopping.matcher.matched
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; return the text that is final now."""
-        return self._decoder.push(token_ids)
 
     def finish(self) -> str:
         """Return the text that was held back, with an incomplete character as U+FFFD. No more tokens come."""
@@ -176,21 +169,12 @@ class _StoppingDecoder:
     def __init__(self, decoder: "_ByteDecoder | _WindowDecoder", matcher: StopMatcher, unchecked: int) -> None:
         self._decoder, self.matcher, self._unchecked = decoder, matcher, unchecked
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        text = ""
+    def push(self, token_id: int) -> str:
+        text = self._decoder.push(token_id)
         if self._unchecked:
-            unchecked, token_ids = token_ids[: self._unchecked], token_ids[self._unchecked :]
-            self._unchecked -= len(unchecked)
-            text = self._decoder.push(unchecked)
-            if not token_ids:
-                return text
-        fresh = self._decoder.push(token_ids)
-        if fresh:
-            fresh = self.matcher.push(fresh)
-        return text + fresh if text else fresh
-
-    def push_one(self, token_id: int) -> str:
-        return self.push((token_id,))
+            self._unchecked -= 1
+            return text
+        return self.matcher.push(text) if text else ""
 
     def finish(self) -> str:
         return self.matcher.push(self._decoder.finish()) + self.matcher.finish()
@@ -204,28 +188,24 @@ class _ByteDecoder:
     def __init__(self, token_bytes: TokenBytes, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._skipped = skipped
-        self._strip_space = token_bytes.strips_first_space and all(token in self._skipped for token in prompt_token_ids)
+        self._strip_space = token_bytes.strips_first_space and all(token in skipped for token in prompt_token_ids)
         self._utf8 = _UTF8("replace")
-        context = self._bytes(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._utf8.decode(context)  # keeps the bytes of an incomplete last character
+        for token_id in prompt_token_ids[-_CONTEXT_TOKENS:]:  # keeps the bytes of an incomplete last character
+            self._utf8.decode(b"" if token_id in skipped else token_bytes[token_id])
         self._texts = token_bytes.texts
         self._open = self._is_open()
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        data = self._bytes(token_ids)
-        if not data:
+    def push(self, token_id: int) -> str:
+        if token_id in self._skipped:
             return ""
-        text = self._utf8.decode(data)
+        if not self._open and (text := self._texts.get(token_id)) is not None:
+            return text
+        text = self._utf8.decode(self._token_bytes[token_id])
         if self._strip_space and text:
             self._strip_space = False
             text = text.removeprefix(" ")
         self._open = self._is_open()
         return text
-
-    def push_one(self, token_id: int) -> str:
-        if not self._open and (text := self._texts.get(token_id)) is not None and token_id not in self._skipped:
-            return text
-        return self.push((token_id,))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
@@ -234,20 +214,12 @@ class _ByteDecoder:
         # Whether the text of the next token depends on the tokens before it.
         return self._strip_space or bool(self._utf8.getstate()[0])
 
-    def _bytes(self, token_ids: Sequence[int]) -> bytes:
-        skipped, table = self._skipped, self._token_bytes
-        if len(token_ids) == 1:
-            token_id = token_ids[0]
-            return b"" if token_id in skipped else table[token_id]
-        return b"".join([table[token_id] for token_id in token_ids if token_id not in skipped])
-
 
 class _WindowDecoder:
     """Decodes any vocabulary, by decoding a small window of tokens again with each new one.
 
     The window is ``_ids``; the text of its first ``_read`` tokens, ``_prefix_text``, has been returned already. As in
-    Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete. If
-    every push ends within a character for long, the text before the tokens of that character is returned.
+    Hugging Face's text-generation-inference (``decode_token``), text that ends in U+FFFD counts as incomplete.
     """
 
     __slots__ = ("_ids", "_prefix_text", "_read", "_skipped", "_tokenizer")
@@ -259,37 +231,24 @@ class _WindowDecoder:
         self._read = len(self._ids)
         self._prefix_text = self._decode(self._ids)
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        self._ids += token_ids
-        if len(self._ids) == self._read:
-            return ""
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
         window = self._decode(self._ids)
-        if not window.endswith("\ufffd"):
-            return self._take(window)
-        if len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
+        if window.endswith("\ufffd") and len(self._ids) - self._read <= _MAX_UNDECIDED_TOKENS:
             return ""
-        for end in range(len(self._ids) - 1, max(self._read, len(self._ids) - _LONGEST_CHARACTER), -1):
-            complete = self._decode(self._ids[:end])
-            if not complete.endswith("\ufffd"):
-                return self._take(complete, end)
         return self._take(window)
-
-    def push_one(self, token_id: int) -> str:
-        return self.push((token_id,))
 
     def finish(self) -> str:
         return self._take(self._decode(self._ids)) if len(self._ids) > self._read else ""
 
-    def _take(self, window: str, end: int | None = None) -> str:
-        """Return the new part of ``window``, which is the text of the first ``end`` tokens (None: of all)."""
-        open_tokens = 0 if end is None else len(self._ids) - end
+    def _take(self, window: str) -> str:
         fresh = window[len(self._prefix_text) :]
         if fresh:  # tokens without text (special ones) stay in the window, as long as it is short
             self._ids = self._ids[self._read :]
         elif len(self._ids) > _CONTEXT_TOKENS + _MAX_UNDECIDED_TOKENS:
-            self._ids = self._ids[-_CONTEXT_TOKENS - open_tokens :]
-        self._read = len(self._ids) - open_tokens
-        self._prefix_text = self._decode(self._ids[: self._read])
+            self._ids = self._ids[-_CONTEXT_TOKENS:]
+        self._read = len(self._ids)
+        self._prefix_text = self._decode(self._ids)
         return fresh
 
     def _decode(self, token_ids: list[int]) -> str:
