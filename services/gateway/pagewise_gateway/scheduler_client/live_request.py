@@ -342,7 +342,7 @@ class LiveRequest:
         return self.take_deltas()
 
     async def outcome(self) -> Iterator[SequenceDelta]:
-        """Wait until all outputs have ended. Yields one delta for each output, in order.
+        """Wait until all outputs have ended. Returns an iterator over one delta for each output, in order.
 
         Raises:
             GenerationError: the request was not accepted, or failed.
