@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
 from pagewise_shared.protocol import DEVICE, NewSequence, SegmentMove, StepPlan
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, num_accepted
 from pagewise_shared.segments import MOVED, TOKEN_ID
-from pagewise_shared.sampling import num_accepted
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.plan_checks import (

@@ -74,15 +74,9 @@ class LeadingRunner(ModelRunner):
         super().report_to(add)
 
     def handle(self, message: BesideSteps) -> None:
-<<<<<<< HEAD
-        """See ``Runner``. Rank 0 alone has grammars."""
-        if not isinstance(message, CompileGrammar):
-            self._leader.send(message)
-=======
         """Begin to handle a message on all ranks; called from any thread."""
         if not isinstance(message, CompileGrammar):  # rank 0 alone has grammars
-            self._leader.tell(message)
->>>>>>> f3dcca9a (Say the executor's top level in plain words)
+            self._leader.send(message)
         super().handle(message)
 
     def inventory(self) -> Inventory | None:

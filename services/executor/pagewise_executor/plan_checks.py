@@ -88,13 +88,8 @@ def check_constraints(constraints: Iterable[TokenConstraints], vocab_size: int) 
         InvalidPlanError: the text names the invalid field.
     """
     for one in constraints:
-<<<<<<< HEAD
-        if (flaw := one.error(vocab_size, _largest)) is not None:
-            raise InvalidPlanError(flaw)
-=======
-        if (error := one.flaw(vocab_size, _largest)) is not None:
+        if (error := one.error(vocab_size, _largest)) is not None:
             raise InvalidPlanError(error)
->>>>>>> f3dcca9a (Say the executor's top level in plain words)
 
 
 def _largest(packed: bytes) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from pagewise_shared.model_files import end_token_ids, untyped_special_tokens
 from pagewise_shared.errors import PagewiseError
+from pagewise_shared.model_files import end_token_ids, untyped_special_tokens
 from pagewise_shared.protocol.limits import MAX_COMPILED_CHARACTERS
 
 log = logging.getLogger(__name__)
