@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pagewise.cluster.plan import PlanError, in_short, make_plan
 from pagewise.keys import keys as make_keys
-from pagewise_gateway.http.clients import KeyTable, digest_of, read_variable
+from pagewise_gateway.http.credentials import KeyTable, digest_of, read_variable
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, UpConfig
 from pagewise_shared.protocol import KeyLimits
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
-from pagewise_gateway.http import watched_files
+from pagewise_gateway.http import credentials
 from pagewise_gateway.http.access import make_keyring
-from pagewise_gateway.http.clients import (
-    EVERYBODY,
+from pagewise_gateway.http.credentials import (
+    ANONYMOUS,
     Client,
     Keyring,
     KeyTable,
@@ -138,7 +138,7 @@ def test_keys_are_found_by_digests_that_nobody_else_can_make(key_file: Path) -> 
     for key, name in (("sk-alice-1", "alice"), ("sk-bob", "bob"), ("nobody", None), ("sk-\udcff", None)):
         found = keyring.find(key)
         assert (found and found.name) == name
-    code = "from pagewise_gateway.http.clients import digest_of; print(digest_of('sk-bob').hex())"
+    code = "from pagewise_gateway.http.credentials import digest_of; print(digest_of('sk-bob').hex())"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert len(digest_of("sk-bob")) == 32
     assert output.strip() != digest_of("sk-bob").hex()
@@ -276,7 +276,7 @@ async def test_keys_have_caches_of_their_own_unless_they_share(tmp_path: Path) -
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 CLIENTS = st.one_of(
-    st.just(EVERYBODY),
+    st.just(ANONYMOUS),
     st.builds(Client, NAMES, st.builds(Rights, share=NAMES | st.just("")), st.booleans()),
 )
 GIVEN = (
@@ -301,7 +301,10 @@ def test_no_choice_of_a_salt_leads_into_the_cache_of_others(
     assert not salt or other.cache_salt(salt) != salt, "repeating another's salt does not help"
 
 
-def test_a_key_file_that_others_can_read_is_warned_about_once(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_file_that_others_can_read_is_warned_about_once(
+    key_file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "CHECK_SECONDS", 0.0)
     caplog.set_level(logging.WARNING)  # which another test may have set to less
     keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
     assert caplog.text == ""
@@ -309,7 +312,8 @@ def test_a_key_file_that_others_can_read_is_warned_about_once(key_file: Path, ca
         caplog.clear()
         key_file.chmod(mode)
         keyring = Keyring(None, str(key_file), KeyLimits(), Metrics("m"))
-        keyring._reload()
+        key_file.write_text(key_file.read_text() + "\n")
+        assert keyring.find("wrong") is None  # reads the file again
         assert caplog.text.count(f"chmod 600 {key_file}") == (mode != 0o600)
         assert "sk-" not in caplog.text
 
@@ -340,7 +344,7 @@ async def status_of(server: Server, key: str) -> int:
 async def test_keys_are_replaced_without_a_restart(
     key_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "CHECK_SECONDS", 0.0)
     async with serving(api_keys_file=str(key_file)) as server:
         assert await status_of(server, "sk-alice-1") == 200
         fresh = key_file.with_name("fresh")

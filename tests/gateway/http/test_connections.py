@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from pagewise_gateway.http import parsing
-from pagewise_gateway.http.clients import Client, Rights
+from pagewise_gateway.http.credentials import Client, Rights
 from pagewise_gateway.http.errors import OverloadedError
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.metrics import Metrics

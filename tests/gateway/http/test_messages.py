@@ -12,7 +12,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
-from pagewise_gateway.http.messages_api.answer import MessageAnswer
+from pagewise_gateway.http.messages_api import MessageAnswer
 
 from tests.adapter_files import write_adapter
 from tests.gateway.fake_scheduler import FakeScheduler

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from pagewise_gateway.http import load_certificate, watched_files
+from pagewise_gateway.http import credentials, load_certificate
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.errors import ConfigError
 
@@ -46,7 +46,7 @@ async def test_a_stream_over_https(tmp_path: Path) -> None:
 
 
 async def test_certificates_are_replaced_while_streams_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(credentials, "CHECK_SECONDS", 0.0)
     used = tuple(map(str, (tmp_path / "used.pem", tmp_path / "used.key")))
     first, second = write_certificate(tmp_path, "first"), write_certificate(tmp_path, "second")
     for source, target in zip(first, used, strict=True):

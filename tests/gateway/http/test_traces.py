@@ -3,8 +3,7 @@
 import asyncio
 
 import pytest
-from pagewise_gateway.http.tracing import RequestTrace
-from pagewise_gateway.scheduler_client import LiveRequest
+from pagewise_gateway.http.request_log import RequestTrace
 from pagewise_shared.tracing import Tracing
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -16,7 +15,7 @@ from tests.otlp_collector import collecting
 async def test_a_request_whose_trace_fails_does_not_go_on_after_its_client_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(_: RequestTrace, __: LiveRequest) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no attributes")
 
     monkeypatch.setattr(RequestTrace, "generated", fail)

@@ -2,7 +2,7 @@
 
 from pagewise_gateway.http.adapters import read_modules
 from pagewise_gateway.http.app import create_app
+from pagewise_gateway.http.credentials import load_certificate
 from pagewise_gateway.http.listening import listening, most_connections
-from pagewise_gateway.http.tls import load_certificate
 
 __all__ = ["create_app", "listening", "load_certificate", "most_connections", "read_modules"]

@@ -1,4 +1,4 @@
-"""Access control: if API keys are configured, every path needs one but the health probes and the console's page.
+"""Access control: if API keys are configured, every path but the health probes and the console's page needs a key.
 
 Without keys, requests that a page of another site makes a browser send are refused.
 """
@@ -13,8 +13,8 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
-from pagewise_gateway.http.clients import EVERYBODY, Keyring
 from pagewise_gateway.http.context import CLIENT, is_messages
+from pagewise_gateway.http.credentials import ANONYMOUS, Keyring
 from pagewise_gateway.http.errors import ForbiddenError, InvalidKeyError, MediaTypeError
 from pagewise_gateway.metrics import Metrics
 
@@ -22,7 +22,7 @@ ANY_HOST = "*"
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^:\[\]/@\s]+")
 _WITH_PORT = re.compile(rf"({_HOST.pattern})(?::\d*)?")
 _FORMS = frozenset({"", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
-"""Types of bodies that a page may send to another site without asking it."""
+"""Types of bodies that a page may send to another site without a preflight request."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN = frozenset({"same-origin", "none"})
 _PORTS = {"http": 80, "https": 443}
@@ -37,10 +37,10 @@ class BrowserGuard:
     """Checks the requests of a server without API keys."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Read ``--allowed-hosts``. Without it, and if the server does not listen on loopback, all hosts are allowed.
+        """Read ``--allowed-hosts``. Without it, all hosts are allowed unless the server listens on loopback.
 
         Raises:
-            ConfigError: an entry is no name of a host.
+            ConfigError: an entry is not the name of a host.
         """
         entries = [
             entry.strip().lower().rstrip(".") for entry in (config.allowed_hosts or "").split(",") if entry.strip()
@@ -52,11 +52,11 @@ class BrowserGuard:
         self._names = {*entries, config.host.lower()}
 
     def check(self, request: web.Request) -> None:
-        """Check where a request comes from.
+        """Check the origin of a request.
 
         Raises:
-            ForbiddenError: from a page of another site, or for a host that is not allowed.
-            MediaTypeError: it may change something, and its Content-Type is one that pages may send, or missing.
+            ForbiddenError: it comes from a page of another site, or is for a host that is not allowed.
+            MediaTypeError: it may have an effect, and has no Content-Type, or a type that pages may send.
         """
         host = request.headers.get("Host")
         if host is not None and not self._is_allowed(host):
@@ -64,7 +64,7 @@ class BrowserGuard:
                 f"the host {host[:100]!r} is not allowed: this server has no API keys, so it answers to localhost, "
                 "addresses and names without a dot only; start it with --allowed-hosts to allow more, or with API keys"
             )
-        # What no handler takes (404, 405) changes nothing either.
+        # A request that no handler takes (404, 405) has no effect either.
         reads = request.method in _READING or request.match_info.http_exception is not None
         _check_page(request, host, reads)
         media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -77,20 +77,20 @@ class BrowserGuard:
         if (found := _WITH_PORT.fullmatch(host.lower())) is None:
             return self._any
         name = found[1].rstrip(".")
-        # Nobody can register a name without a dot, nor one below .internal (host.docker.internal), or make a page whose
-        # name is an address.
+        # An attacker's page (DNS rebinding) needs a registered name. Names without a dot, and names below .internal
+        # (host.docker.internal), cannot be registered, and an address is no name.
         private = "." not in name or name.endswith((".localhost", ".internal"))
         return self._any or private or name in self._names or _is_address(name)
 
 
 def _check_page(request: web.Request, host: str | None, reads: bool) -> None:
-    """Check that no page of another site makes a browser send a request. ``reads``: whether it changes nothing.
+    """Check that no page of another site makes a browser send a request. ``reads``: whether it has no effect.
 
     Raises:
-        ForbiddenError: one does, and it is no link to a page.
+        ForbiddenError: a page does, and it is not a link that a user has followed.
     """
     site = request.headers.get("Sec-Fetch-Site", "none").lower()
-    # The browser compares whole addresses, and knows its own also if a proxy rewrites Host.
+    # The browser compares whole origins, and sets this header rightly even if a proxy rewrites Host.
     if site not in _OWN and not (reads and request.headers.get("Sec-Fetch-Mode", "").lower() == "navigate"):
         raise ForbiddenError("a page of another site sends this: a server without API keys does not take it")
     origin = request.headers.get("Origin")
@@ -99,7 +99,7 @@ def _check_page(request: web.Request, host: str | None, reads: bool) -> None:
 
 
 def _is_own(origin: str, host: str | None) -> bool:
-    """Whether an Origin is the page of the host that a request is for, over HTTP or HTTPS, which a proxy may end."""
+    """Return whether an Origin is the host of a request, over HTTP, or over HTTPS, which a proxy may terminate."""
     try:
         parts = urlsplit(origin.lower())
         default = _PORTS[parts.scheme]
@@ -122,7 +122,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
-    """Return the API keys of a configuration, or None if it has none; every request is let in then.
+    """Return the API keys of a configuration, or None if it has none; every request is accepted then.
 
     Raises:
         ConfigError: the keys cannot be read, or there are limits but no keys.
@@ -136,11 +136,11 @@ def make_keyring(config: GatewayConfig, metrics: Metrics) -> Keyring | None:
 
 
 def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
-    """Return the middleware that finds out which client sends a request, and refuses requests without a valid key. If
-    there are no keys, it refuses requests that web pages of other sites make browsers send.
+    """Return the middleware that finds the client of a request, and refuses requests without a valid key. If there are
+    no keys, it refuses requests that web pages of other sites make browsers send.
 
     Raises:
-        ConfigError: as in ``make_keyring``, or a host that is allowed is none.
+        ConfigError: as in ``make_keyring``, or an entry of ``--allowed-hosts`` is not the name of a host.
     """
     keyring, guard = make_keyring(config, metrics), BrowserGuard(config)
     public = _PROBES | _PAGE | ({"/metrics"} if config.public_metrics else set())
@@ -151,7 +151,7 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
         if keyring is None:
             guard.check(request)
         if keyring is None or (resource is not None and resource.canonical in public):
-            request[CLIENT] = EVERYBODY
+            request[CLIENT] = ANONYMOUS
             return await handler(request)
         key = _key_of(request)
         if (client := keyring.find(key) if key else None) is None:
@@ -166,24 +166,23 @@ def access_check(config: GatewayConfig, metrics: Metrics) -> Middleware:
 
 
 def _key_of(request: web.Request) -> str:
-    """Return the API key that a request comes with, or an empty string."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    # Anthropic's clients send their key in another header, also to list models.
+    # Anthropic's clients send their key in another header, also when they list models.
     if not scheme and (is_messages(request) or _MODELS.match(request.path)):
         return request.headers.get("X-Api-Key", "").strip()
     return key.strip() if scheme.lower() == _SCHEME else ""
 
 
-def check_operator(request: web.Request, what: str, otherwise: str = "") -> None:
+def check_operator(request: web.Request, shows: str, otherwise: str = "") -> None:
     """Check that a request comes with an operator's key, or that there are no API keys.
 
-    ``what``: what only operators may see. ``otherwise``: another way to see it, for the error.
+    ``shows``: subject and verb of the error: ``/metrics shows``. ``otherwise``: another way to see it, for the error.
 
     Raises:
         ForbiddenError: it comes with another key.
     """
     if not request[CLIENT].rights.operator:
         raise ForbiddenError(
-            f"{what} what all API keys do, and the key {request[CLIENT].name!r} is not an operator's: "
+            f"{shows} what all API keys do, and the key {request[CLIENT].name!r} is not an operator's: "
             f"put operator=yes in its line among the API keys{otherwise}"
         )

@@ -1,6 +1,6 @@
-"""Adapters while the server runs: ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them.
+"""Loads and unloads adapters at runtime: ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as in vLLM.
 
-They make the service read files and fetch from the hub, so they have to be allowed by an option, and with API keys only
+They make the service read files and fetch from the hub. So an option has to allow them, and with API keys only
 operators may use them.
 """
 
@@ -23,9 +23,9 @@ from pagewise_gateway.scheduler_client import AdapterError
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/load_lora_adapter``. ``load_inplace``: take the place of an adapter of that name."""
+    """Body of ``POST /v1/load_lora_adapter``. ``load_inplace``: replace an adapter of the same name."""
 
-    lora_name: Annotated[str, Meta(min_length=1, max_length=256, description="What clients call it as a model.")]
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256, description="The model name for clients.")]
     lora_path: Annotated[
         str, Meta(min_length=1, max_length=1024, description="Its folder, as executors see it, or a hub id.")
     ]
@@ -40,7 +40,7 @@ class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def _load(request: web.Request) -> web.Response:
-    """Load an adapter on all executors, and serve it from then on.
+    """Load an adapter on all executors, and serve it.
 
     Raises:
         APIError: it is not allowed, or the adapter cannot be served.
@@ -65,7 +65,7 @@ async def _load(request: web.Request) -> web.Response:
 
 
 async def _unload(request: web.Request) -> web.Response:
-    """Serve an adapter no more. Requests that run go on with it.
+    """Stop serving an adapter. Running requests continue with it.
 
     Raises:
         APIError: it is not allowed, or there is no such adapter.
@@ -81,10 +81,11 @@ async def _unload(request: web.Request) -> web.Response:
 
 
 def read_modules(config: GatewayConfig) -> list[Adapter]:
-    """Return the adapters that a gateway is started with.
+    """Return the adapters of ``--lora-modules``.
 
     Raises:
-        ConfigError: one is called as the model; and the errors of ``read_adapter``.
+        ConfigError: an adapter has the name of the model.
+        AdapterError: an adapter cannot be read.
     """
     modules, model_name = adapter_rights(config).modules, config.served_model_name or config.model
     if model_name in modules:
@@ -96,7 +97,7 @@ def _checked(request: web.Request) -> Service:
     """Return the service if this client may load and unload adapters.
 
     Raises:
-        ForbiddenError: nobody may, or this client may not.
+        ForbiddenError: the options do not allow it, or the client is not an operator.
     """
     service, client = request.app[Service.KEY], request[CLIENT]
     if not service.limits.max_adapter_rank:
@@ -117,4 +118,4 @@ ENDPOINTS = {
     "/v1/load_lora_adapter": (_load, "Load a LoRA adapter; for operators.", LoadAdapterRequest),
     "/v1/unload_lora_adapter": (_unload, "Unload a LoRA adapter; for operators.", UnloadAdapterRequest),
 }
-"""The handler of each path, what it does, and its body."""
+"""Path -> its handler, its summary, and its body."""

@@ -32,15 +32,14 @@ from pagewise_gateway.http.errors import (
     shortened,
 )
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, Intake
+from pagewise_gateway.http.listening import RefusedRequests
 from pagewise_gateway.http.loop_turns import LoopTurns
-from pagewise_gateway.http.messages_api.errors import error_response
-from pagewise_gateway.http.messages_api.handler import count_tokens, create_message
+from pagewise_gateway.http.messages_api import count_tokens, create_message, error_response
 from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import discard_body, read_request
 from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
-from pagewise_gateway.http.refused_requests import RefusedRequests
-from pagewise_gateway.http.request_log import RequestLog
+from pagewise_gateway.http.request_log import RequestTraces, about_request, log_request
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
     Health,
@@ -50,7 +49,7 @@ from pagewise_gateway.http.responses import (
     TokenizeResponse,
     Version,
 )
-from pagewise_gateway.http.responses_api.handler import create_response
+from pagewise_gateway.http.responses_api import create_response
 from pagewise_gateway.http.schema import (
     ALWAYS_DETOKENIZED_TOKENS,
     DETOKENIZED_CONTEXTS,
@@ -58,8 +57,7 @@ from pagewise_gateway.http.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagewise_gateway.http.tracing import RequestTraces, about_request
-from pagewise_gateway.http.writing import Deliveries, in_time, known, write_if_large
+from pagewise_gateway.http.writing import Deliveries, in_time, known_error, write_if_large
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.structured.grammars import Grammars
@@ -70,10 +68,10 @@ log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_REQUEST_ID}}}")
 
 _MAX_PATH = 128
-"""Longer paths are cut in the middle where errors quote them."""
+"""Errors cut longer paths in the middle."""
 
 _LARGE_REST = 65_536
-"""Bytes of a body that was refused unread, from which its connection is closed."""
+"""The connection of a request is closed if the body has so many bytes and was refused unread."""
 
 _REFUSED = web.AppKey("refused", RefusedRequests)
 _OPENAPI = web.AppKey("openapi", bytes)
@@ -88,18 +86,22 @@ def create_app(
     metrics: Metrics,
     tracing: Tracing | None = None,
 ) -> web.Application:
-    """Return the application that serves HTTP requests over ``scheduler_client``. ``tracing``: sends their traces,
-    if it is given.
+    """Return the application that serves HTTP requests. ``tracing``: sends their traces; None: they are not traced.
 
     It must run with aiohttp's ``handler_cancellation``, so that a client that disconnects aborts its request.
 
     Raises:
         ConfigError: the API keys cannot be read, or options of conversations contradict each other.
     """
-    app = web.Application(
-        middlewares=_middlewares(scheduler_client, config, metrics, tracing), client_max_size=config.max_body_bytes
+    app = web.Application(middlewares=_middlewares(config, metrics, tracing), client_max_size=config.max_body_bytes)
+    limits = Limits(
+        config.served_model_name or config.model,
+        config.max_n,
+        config.model,
+        scheduler_client.adapters,
+        max_adapter_rank(config),
+        adapter_rights(config).updating,
     )
-    limits = _limits(config, scheduler_client)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
     app[Service.KEY] = Service(
@@ -126,7 +128,7 @@ def create_app(
 
 
 def _routes() -> list[web.RouteDef]:
-    """Return the endpoints but those of the console."""
+    """Return the routes, without the console's."""
     return [
         web.post("/v1/completions", create_completion),
         web.post("/v1/chat/completions", create_chat_completion),
@@ -150,27 +152,14 @@ def _routes() -> list[web.RouteDef]:
     ]
 
 
-def _middlewares(
-    scheduler_client: SchedulerClient, config: GatewayConfig, metrics: Metrics, tracing: Tracing | None
-) -> list[Middleware]:
-    """Return what each request passes, the outermost first."""
-    watching: list[Middleware] = []
+def _middlewares(config: GatewayConfig, metrics: Metrics, tracing: Tracing | None) -> list[Middleware]:
+    """Return the middlewares, the outermost first."""
+    recording: list[Middleware] = []
     if tracing is not None:
-        watching.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
+        recording.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
     if config.log_requests:
-        watching.append(RequestLog(scheduler_client).middleware)
-    return [*watching, _shape_errors, access_check(config, metrics)]
-
-
-def _limits(config: GatewayConfig, scheduler_client: SchedulerClient) -> Limits:
-    return Limits(
-        config.served_model_name or config.model,
-        config.max_n,
-        config.model,
-        scheduler_client.adapters,
-        max_adapter_rank(config),
-        adapter_rights(config).updating,
-    )
+        recording.append(log_request)
+    return [*recording, _shape_errors, access_check(config, metrics)]
 
 
 async def _close(app: web.Application) -> None:
@@ -180,13 +169,13 @@ async def _close(app: web.Application) -> None:
 
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id, and every error OpenAI's shape. Write large responses.
+    """Give every request an id, and every error the shape of its API. Write large responses.
 
-    A request counts against the limits of its API key until its response is written. The memory for its body is given
-    back before, so that a slow reader does not keep it from others. If the body has not been read to its end, because
-    it was refused, the rest is thrown away after that, and the connection goes on only if the rest is small.
+    A request counts against the limits of its API key until its response is written. The memory for its body is
+    released before, so that a slow reader does not hold it. If a body was refused before its end, the rest is discarded
+    after the response, and the connection stays open only if the rest is small.
 
-    An X-Request-Id that a client sent is returned to it; the log and the id of the response use our own id.
+    The X-Request-Id of a client is returned to it; the log and the id of the response use our own id.
     """
     sent = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = uuid.uuid4().hex
@@ -200,7 +189,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         await _write(request, response)
         unread = not request.content.is_eof()
     except ConnectionError:
-        # The client is gone, so nobody reads an answer. If this was raised, aiohttp would log it as an internal error.
+        # The client is gone, so it reads no response. If this was raised, aiohttp would log it as an internal error.
         log.debug("request %s: the client is gone", request[REQUEST_ID], extra=about_request(request))
         response, unread = web.Response(status=499), False
     finally:
@@ -217,8 +206,8 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def _write(request: web.Request, response: web.StreamResponse) -> None:
-    """Write a response here that aiohttp would write too late or without a time limit: a large one, or one that comes
-    before the body of its request has been read.
+    """Write a response here that aiohttp would write too late or without a time limit: a large response, or a response
+    to a request whose body has not been read.
 
     Raises:
         ConnectionError: as in ``in_time``.
@@ -226,7 +215,7 @@ async def _write(request: web.Request, response: web.StreamResponse) -> None:
     unread = not request.content.is_eof()
     if not response.prepared:
         response.headers.update(Service.headers(request))
-        # The client's next request goes to another gateway, if this one stops and there is one.
+        # If this gateway stops, the client's next request should go to another gateway on this port.
         if request.app[Service.KEY].scheduler_client.closing or (
             unread and (request.content_length or _LARGE_REST) >= _LARGE_REST
         ):
@@ -253,34 +242,34 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise
     except Exception as error:
-        response = error_response(request, known(error, request))
-        # They refer to frames, which refer to the body: without this it would wait for the garbage collector.
+        response = error_response(request, known_error(error, request))
+        # They refer to frames, which refer to the body: without this, the body would wait for the garbage collector.
         error.__traceback__ = error.__context__ = None
     return response
 
 
 def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
-    """Return the error for a request that no handler took. If there is no such path, it lists those that there are."""
-    what = shortened(f"{request.method} {request.path}", _MAX_PATH)
+    """Return the error for a request that no handler takes. For an unknown path it lists the endpoints."""
+    asked = shortened(f"{request.method} {request.path}", _MAX_PATH)
     if error.status != 404:
-        return from_http_exception(error, what)
+        return from_http_exception(error, asked)
     endpoints = ", ".join(
         f"{route.method} {route.resource.canonical}"
         for route in request.app.router.routes()
         if route.resource is not None and route.method != hdrs.METH_HEAD and route.handler not in _UNLISTED
     )
-    return NotFoundError(f"{what}: there is no such endpoint; there are {endpoints}")
+    return NotFoundError(f"{asked}: there is no such endpoint; there are {endpoints}")
 
 
 async def refuse_embeddings(_: web.Request) -> web.Response:
-    """Embeddings are not supported; clients that ask for them are told so, and not that the path is unknown."""
+    """Refuse a request for embeddings with an error that says so, and not that the path is unknown."""
     raise UnsupportedEndpointError(
         "/v1/embeddings is not supported by Pagewise: it serves models that generate text, and has no pooling"
     )
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops.
+    """Answer 200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops.
 
     The status is "degraded" if requests are served, but another process of the server keeps failing.
     """
@@ -295,43 +284,35 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def version(_: web.Request) -> web.Response:
-    """The version of this service."""
+    """Answer with the version of this service."""
     return _json(Version(package_version()))
 
 
 async def render_metrics(request: web.Request) -> web.Response:
-    """Prometheus metrics of all processes, which the scheduler collects."""
+    """Answer with the Prometheus metrics of all processes, which the scheduler collects."""
     check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
     body = await request.app[Service.KEY].scheduler_client.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """The OpenAPI document of this application. It takes milliseconds to make, so it was made at the start."""
+    """Answer with the OpenAPI document. It takes milliseconds to make, so it was made at the start."""
     return web.Response(body=request.app[_OPENAPI], content_type="application/json")
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The model that is served, and its adapters."""
-    service = request.app[Service.KEY]
-    return _json(
-        ModelList(
-            [
-                _model(request, service),
-                *(_model(request, service, one) for one in service.scheduler_client.adapters.all()),
-            ]
-        )
-    )
+    """Answer with the served model, and its adapters."""
+    adapters = request.app[Service.KEY].scheduler_client.adapters.all()
+    return _json(ModelList([_model(request, each) for each in (None, *adapters)]))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """The model or an adapter by its name."""
-    service = request.app[Service.KEY]
-    return _json(_model(request, service, check_model(request.match_info["model"], service.limits)))
+    """Answer with the model or an adapter by its name."""
+    return _json(_model(request, check_model(request.match_info["model"], request.app[Service.KEY].limits)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Tokens of a prompt or of messages."""
+    """Answer with the tokens of a prompt or of messages."""
     service, key = request.app[Service.KEY], request[CLIENT].name
     body, _ = await read_request(request, TokenizeRequest)
     check_model(body.model, service.limits)
@@ -357,7 +338,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def render(request: web.Request) -> web.Response:
-    """The prompt that a chat completion would have, which is not run."""
+    """Answer with the prompt that a chat completion would have, which is not run."""
     service, key = request.app[Service.KEY], request[CLIENT].name
     body, _ = await read_request(request, ChatRequest)
     check_common(body, service.limits)
@@ -368,7 +349,7 @@ async def render(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """Text of tokens, special tokens included."""
+    """Answer with the text of tokens, special tokens included."""
     service = request.app[Service.KEY]
     body, _ = await read_request(request, DetokenizeRequest)
     check_model(body.model, service.limits)
@@ -386,9 +367,10 @@ async def detokenize(request: web.Request) -> web.Response:
     return _json(DetokenizeResponse(text))
 
 
-def _model(request: web.Request, service: Service, adapter: Adapter | None = None) -> Model:
-    """Describe the model, or an adapter; only operators learn in which folders of the servers they are."""
-    limits, longest, operator = service.limits, _max_model_len(service), request[CLIENT].rights.operator
+def _model(request: web.Request, adapter: Adapter | None) -> Model:
+    """Describe an adapter, or the model. Only operators learn their folders."""
+    service, operator = request.app[Service.KEY], request[CLIENT].rights.operator
+    limits, longest = service.limits, _max_model_len(service)
     if adapter is None:
         return Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
     root = adapter.path if operator else adapter.name
@@ -405,6 +387,6 @@ def _json(body: object, status: int = 200) -> web.Response:
 
 
 _UNLISTED = {refuse_embeddings, *CONSOLE_HANDLERS}
-"""What is not listed among the endpoints: those that only refuse, and those that the console's page calls."""
+"""Handlers that errors do not list among the endpoints: refusals, and the calls of the console's page."""
 
 _STARTED = int(time.time())

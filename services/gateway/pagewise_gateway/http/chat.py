@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -11,6 +11,7 @@ from msgspec import UNSET
 from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http.answers import Answer, OpenAIAnswer, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
@@ -27,7 +28,6 @@ from pagewise_gateway.http.params import (
 )
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_segments, encode_bad_words, encode_chat, prompt_segments
-from pagewise_gateway.http.responder import Responder, generate, usage
 from pagewise_gateway.http.responses import (
     AssistantMessage,
     ChatChoice,
@@ -54,12 +54,12 @@ _PIECE = 1024
 
 @dataclass(slots=True, frozen=True)
 class ChatRun:
-    """A chat that was submitted.
+    """A submitted chat.
 
     Fields:
-        body: without what may be large.
-        parsing: how its outputs are parsed; None: they are content as they are.
-        start, continues: where an output begins, as a ``MessageParser`` takes it.
+        body: without its large fields.
+        parsing: the options of parsing its outputs; None: outputs are content as they are.
+        start, continues: the position at which an output begins, for ``MessageParser``.
     """
 
     service: Service
@@ -81,10 +81,6 @@ class ChatRun:
             return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
         return f"call_{secrets.token_hex(12)}"
 
-    def quick(self) -> bool:
-        """Whether what has arrived may be parsed and told at once."""
-        return self.live.few_unread
-
 
 def cut(text: str) -> Iterator[str]:
     """Yield the pieces in which a text is parsed."""
@@ -93,16 +89,17 @@ def cut(text: str) -> Iterator[str]:
 
 
 def finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
-    """Return why an output has ended. One that ends in a call, with whatever cut it off, has not ended with tool calls.
+    """Return the finish reason of an output in OpenAI's words. An output whose last call is cut off has not ended with
+    tool calls.
 
-    ``delta``: the last one. ``parser``: of the output.
+    ``delta``: the last delta. ``parser``: of the output.
     """
     if delta.finish_reason != "stop" or not parser.num_calls:
         return delta.finish_reason
     return "tool_calls" if parser.whole else "stop"
 
 
-class ChatAnswer(Responder[ChatChunk, ChatChunkChoice]):
+class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):
     """The response whose content is the text of the output as it is."""
 
     def __init__(self, completion_id: str, run: ChatRun) -> None:
@@ -174,11 +171,7 @@ class ParsedAnswer(ChatAnswer):
         self._run = run
         self._reasoning = run.parsing is None or run.parsing.reasoning
         self._outputs: dict[int, _Output] = {}
-
-    @property
-    def cheap(self) -> bool:
-        """Parsing takes too long for what a client has left unread for long."""
-        return False
+        self.cheap = False  # parsing many unread tokens at once takes too long
 
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
         parser = self._run.parser()
@@ -221,9 +214,7 @@ class ParsedAnswer(ChatAnswer):
             yield self._opening(index)
         logprobs = yield from self._logprobs(delta)
         token_ids = delta.token_ids if self._token_ids_wanted else UNSET
-        if (
-            logprobs is not None or token_ids
-        ):  # they belong to no piece of the message, so they have a chunk of their own
+        if logprobs is not None or token_ids:  # a chunk of their own: they belong to no piece of the message
             yield event(self._chunk([ChatChunkChoice(index, ChatDelta(), logprobs, token_ids=token_ids)]))
         for text in cut(delta.text):
             for new in output.parser.push(text):
@@ -263,7 +254,7 @@ class ParsedAnswer(ChatAnswer):
 
 
 class _Output:
-    """One output of a stream. ``calls``: how many were told to the client. ``templates``: of events, by what is new."""
+    """One output of a stream. ``calls``: the number that was sent. ``templates``: of events, by the kind of delta."""
 
     __slots__ = ("calls", "parser", "templates")
 
@@ -282,22 +273,22 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """
     body, intake = await read_request(request, ChatRequest)
 
-    def respond(run: ChatRun) -> Awaitable[web.StreamResponse]:
+    def answer(run: ChatRun) -> Answer:
         kind = ChatAnswer if run.parsing is None else ParsedAnswer
-        return kind(f"chatcmpl-{request[REQUEST_ID]}", run).respond(request)
+        return kind(f"chatcmpl-{request[REQUEST_ID]}", run)
 
-    return await run_chat(request, body, intake, respond)
+    return await run_chat(request, body, intake, answer)
 
 
 async def run_chat(
     request: web.Request,
     body: ChatRequest,
     intake: Intake,
-    respond: Callable[[ChatRun], Awaitable[web.StreamResponse]],
+    answer: Callable[[ChatRun], Answer],
     *,
     repeated: int = 0,
 ) -> web.StreamResponse:
-    """Submit a chat, and return what ``respond`` makes of it. ``intake``: what is held for the request.
+    """Submit a chat, and respond with the answer that ``answer`` returns for it.
 
     ``repeated``: bytes of the request that are kept because the answer repeats them.
 
@@ -311,7 +302,9 @@ async def run_chat(
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_segments(body)
     service.formats.check(body)
-    parsing = _parsing(service, body)
+    parsing = service.formats.parsing(body)
+    if parsing is not None:
+        parsing = replace(parsing, calls_first=wanted_grammar(body) is not None)
     capacity = await service.scheduler_client.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
@@ -347,18 +340,12 @@ async def run_chat(
     del encoded, tokens  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
-        return await respond(ChatRun(service, body, live, parsing, start, continues))
+        return await answer(ChatRun(service, body, live, parsing, start, continues)).respond(request)
 
 
-def _parsing(service: Service, body: ChatRequest) -> Parsing | None:
-    """How the outputs of a request are parsed; None: they are content as they are."""
-    parsing = service.formats.parsing(body)
-    return parsing and replace(parsing, calls_first=wanted_grammar(body) is not None)
-
-
-def _continued(body: ChatRequest, parsing: Parsing | None) -> str | None:
-    """What a parser has to know of the message that the output goes on with; None: it begins one."""
-    if parsing is None or not body.continue_final_message:
+def _continued(body: ChatRequest, parsing: Parsing) -> str | None:
+    """Return the state of the parser at the end of the message that the output continues; None: it begins a message."""
+    if not body.continue_final_message:
         return None
     content = body.messages[-1].content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content or ())

@@ -11,6 +11,7 @@ from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import responses
+from pagewise_gateway.http.answers import OpenAIAnswer, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.intake import AnswerSize
 from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
@@ -32,7 +33,6 @@ from pagewise_gateway.http.prompts import (
     encode_prompt,
     prompt_segments,
 )
-from pagewise_gateway.http.responder import Responder, generate, usage
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
 from pagewise_gateway.http.structured import grammar_of, wanted_grammar
@@ -87,8 +87,8 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
 async def _encoded(
     service: Service, given: list[str | list[int]], body: CompletionRequest, capacity: Capacity, key: str
 ) -> tuple[tuple[Prompt, ...], list[str | None]]:
-    """Return the prompts, and those texts of them that are echoed as they are. Nothing else refers to what they are
-    made of afterwards.
+    """Return the prompts, and the text of each prompt that is echoed as it is. Nothing else refers to the tokens of the
+    prompts afterwards, so that their memory is freed.
 
     Raises:
         InvalidRequestError, ContextLengthError: a prompt cannot be used, or is too long.
@@ -106,7 +106,7 @@ async def _encoded(
     return tuple(prompts), texts
 
 
-class _Completion(Responder[CompletionResponse, CompletionChoice]):
+class _Completion(OpenAIAnswer[CompletionResponse, CompletionChoice]):
     """The response to a text completion."""
 
     def __init__(
@@ -117,14 +117,20 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         texts: list[str | None],
         live: LiveRequest,
     ) -> None:
-        """``texts``: of the prompts, as far as they are echoed as they are."""
+        """``texts``: of the prompts that are echoed as they are; None for the others."""
         super().__init__(CompletionResponse, completion_id, service, body, live, logprobs=body.logprobs is not None)
         self._repeats = bool(body.echo or body.return_token_ids)
+        self.cheap = self.cheap and not self._repeats
         self._choices: list[_Choice] = []
         for number, text in enumerate(texts):
             repeated = _Repeated(service, body, text, live, number)
             self._choices += [_Choice(service, body, repeated) for _ in range(live.request.params.n)]
         self._unopened = len(self._choices)
+
+    def quick(self) -> bool:
+        """Return whether the events of the deltas that have arrived may be made at once. The first event of a choice
+        may repeat a long prompt, so it may not."""
+        return not (self._repeats and self._unopened) and super().quick()
 
     def _answer(self) -> CompletionResponse:
         return CompletionResponse(self._id, self._created, self._model, [], usage=usage(self._live))
@@ -150,9 +156,6 @@ class _Completion(Responder[CompletionResponse, CompletionChoice]):
         if part is not None:
             yield event(self._chunk([part]))
 
-    def _repeating(self) -> bool:
-        return self._repeats and self._unopened > 0
-
 
 class _Repeated:
     """The parts of a ``prompt`` that its choices repeat: text, token ids, log-probabilities.
@@ -163,7 +166,7 @@ class _Repeated:
     def __init__(
         self, service: Service, body: CompletionRequest, text: str | None, live: LiveRequest, number: int
     ) -> None:
-        """``text``: of the prompt, if it is known. ``number``: of the prompt in the request."""
+        """``text``: of the prompt, if it is known. ``number``: the index of the prompt in the request."""
         self.tokens = live.request.prompts[number].token_ids
         self._service, self._text, self._live, self._number = service, text, live, number
         self._skip_special = body.skip_special_tokens is not False
@@ -183,7 +186,7 @@ class _Repeated:
         return cast("list[int]", Raw(encode(list(self.tokens))))
 
     def logprobs(self) -> Generator[bytes, None, tuple[CompletionLogprobs, int]]:
-        """Return the log-probabilities of the prompt, and the length of the text that its tokens make."""
+        """Return the log-probabilities of the prompt, and the length of its text in characters."""
         if self._logprobs is None:
             builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special, as_ids=self._as_ids)
             entries = self._live.prompts[self._number].logprobs
@@ -206,7 +209,7 @@ class _Choice:
         self._logprobs: CompletionLogprobsBuilder | None = None  # made when it is needed: there may be many choices
 
     def part(self, delta: SequenceDelta) -> Generator[bytes, None, CompletionChoice | None]:
-        """Return what a delta adds to the choice; None if there is nothing to send yet."""
+        """Return the part that a delta adds to the choice; None if there is nothing to send yet."""
         body, text, repeated, prompt_logprobs = self._body, delta.text, self._repeated, NOTHING
         opening, self.opened = not self.opened, True
         if opening and body.echo:

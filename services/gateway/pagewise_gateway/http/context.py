@@ -1,12 +1,12 @@
-"""What every request handler needs; it is kept in the application."""
+"""The objects that every request handler uses, and the keys of a request."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from aiohttp import web
 
-from pagewise_gateway.http.clients import Client
 from pagewise_gateway.http.conversation import ChatFormats
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
@@ -22,7 +22,7 @@ CLIENT_REQUEST_ID = web.RequestKey("client_request_id", str)
 """The X-Request-Id of the response: the client's own if it sent a valid one, else ours."""
 
 MAX_CLIENT_REQUEST_ID = 128
-"""Characters of a valid X-Request-Id. Another one is not returned, and nothing is found by it."""
+"""The maximum number of characters of a valid X-Request-Id. An invalid id is not returned, and cannot be looked up."""
 
 CLIENT = web.RequestKey("client", Client)
 """The client that sent the request."""
@@ -31,7 +31,7 @@ _MESSAGES = "/v1/messages"
 
 
 def is_messages(request: web.Request) -> bool:
-    """Whether a request is for Anthropic's API: its clients send keys and read errors in their own way."""
+    """Return whether a request is for Anthropic's API, whose clients send keys and read errors in their own way."""
     return request.path == _MESSAGES or request.path.startswith(f"{_MESSAGES}/")
 
 
@@ -42,11 +42,13 @@ def client_request_id(request: web.Request) -> str:
 
 @dataclass(slots=True, frozen=True)
 class Service:
-    """What request handlers use.
+    """The objects that request handlers use.
 
-    ``write_timeout``: seconds that a client may take to read what was written. ``answering``: counts requests of keys
-    with limits until their answers are written. ``turns``: runs work on the event loop. ``formats``: what the options
-    say of conversations. ``grammars``: makes and checks grammars.
+    Fields:
+        limits: of this service, and the names of its models. formats: the options of conversations.
+        write_timeout: seconds that a client may take to read data that was written.
+        answering: counts requests of keys with limits until their answers are written.
+        turns: runs work on the event loop. grammars: makes and checks grammars.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -65,7 +67,7 @@ class Service:
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:
-        """Headers of every answer."""
+        """Return the headers of every answer."""
         headers = {"X-Request-Id": request[CLIENT_REQUEST_ID]}
         if is_messages(request):
             headers["request-id"] = request[CLIENT_REQUEST_ID]

@@ -10,8 +10,14 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
-from pagewise_gateway.http.schema import MAX_TEMPLATE_KWARGS_DEPTH, ChatMessage, ChatRequest, TokenizeRequest
-from pagewise_gateway.http.tool_schema import NamedToolChoice, Tool
+from pagewise_gateway.http.schema import (
+    MAX_TEMPLATE_KWARGS_DEPTH,
+    ChatMessage,
+    ChatRequest,
+    NamedToolChoice,
+    TokenizeRequest,
+    Tool,
+)
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer

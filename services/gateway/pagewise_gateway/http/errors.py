@@ -1,22 +1,6 @@
-"""Errors a client is told about, in OpenAI's shape and with OpenAI's status codes.
+"""The errors that clients get, in OpenAI's shape and with OpenAI's status codes.
 
-APIError
-├── InvalidRequestError (400)
-│   ├── UnsupportedParameterError   a field of OpenAI's or vLLM's API that Pagewise does not support
-│   ├── UnsupportedEndpointError    an endpoint of OpenAI's API that Pagewise does not have
-│   ├── UnknownParameterError       a field that none of these APIs has
-│   └── ContextLengthError          prompt and output exceed the model's length
-├── InvalidKeyError (401)
-├── ForbiddenError (403)
-├── NotFoundError (404)
-│   └── ModelNotFoundError
-├── MethodNotAllowedError (405)
-├── BodyTimeoutError (408)
-├── BodyTooLargeError (413)
-├── MediaTypeError (415)
-├── OverloadedError (429, Retry-After)
-├── InternalError (500)
-└── UnavailableError (503, Retry-After)
+Every error is an ``APIError``; those of 400 are ``InvalidRequestError``.
 """
 
 import re
@@ -30,18 +14,18 @@ from msgspec import Struct
 from pagewise_gateway.generation import AdmissionError, GenerationError, InvalidGrammarError, NoExecutorError
 
 MAX_MESSAGE_CHARACTERS = 1024
-"""Longer messages are cut in the middle: they quote what the client sent, and name the limit at their end."""
+"""Longer messages are cut in the middle: they quote the request, and name the limit at their end."""
 _MAX_PARAM_CHARACTERS = 256
 _MAX_DIGITS = 32
 """Longer numbers in messages are cut in the middle, because 1e300 is an integer of 301 digits."""
 _LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1},}}")
 
 RETRY_AFTER_SECONDS = 2
-"""Default of Retry-After: about as long as an executor takes to come back."""
+"""Default of Retry-After: about as long as an executor takes to restart."""
 
 
 class ErrorDetail(Struct, frozen=True):
-    """What went wrong. ``param`` names the field of the request; ``code`` is meant for programs."""
+    """The cause of an error. ``param`` names the field of the request; ``code`` is meant for programs."""
 
     message: str
     type: str
@@ -56,7 +40,7 @@ class ErrorResponse(Struct, frozen=True):
 
 
 class APIError(Exception):
-    """An error response; its text is shown to the client."""
+    """An error response; its text is shown to the client. ``retry_after``: seconds, for the header Retry-After."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -72,7 +56,7 @@ class APIError(Exception):
             self.retry_after = max(1, retry_after)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call the field by its name in another API. ``names``: of fields, by their names in chats."""
+        """Give the field its name in another API. ``names``: field of a chat -> field of the other API."""
         head = re.split(r"[.\[]", self.param or "")[0]
         if self.param is not None and (name := names.get(head)) is not None:
             self.args = (str(self).replace(self.param, name),)
@@ -106,7 +90,7 @@ class InvalidRequestError(APIError):
 
 
 class UnsupportedParameterError(InvalidRequestError):
-    """A field of OpenAI's or vLLM's API that Pagewise does not support, with a value that asks for something."""
+    """A field of OpenAI's or vLLM's API that Pagewise does not support, with a value that would have an effect."""
 
     code = "unsupported_parameter"
 
@@ -124,33 +108,34 @@ class UnknownParameterError(InvalidRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and output together exceed what the model, or the KV pool, can hold."""
+    """Prompt and output together exceed the length of the model, or the KV pool."""
 
     code = "context_length_exceeded"
 
 
-class InvalidKeyError(APIError):
+class _ClientError(APIError):
+    type = "invalid_request_error"
+
+
+class InvalidKeyError(_ClientError):
     """The request has no valid API key."""
 
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
     headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
-class ForbiddenError(APIError):
+class ForbiddenError(_ClientError):
     """The API key is valid, and does not permit this."""
 
     status = 403
-    type = "invalid_request_error"
     code = "permission_denied"
 
 
-class NotFoundError(APIError):
-    """There is nothing at this path."""
+class NotFoundError(_ClientError):
+    """The path or the object does not exist."""
 
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
@@ -160,41 +145,37 @@ class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 
 
-class MethodNotAllowedError(APIError):
+class MethodNotAllowedError(_ClientError):
     """The path exists, but not with this method."""
 
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
 
-class BodyTimeoutError(APIError):
+class BodyTimeoutError(_ClientError):
     """The body did not arrive in time."""
 
     status = 408
-    type = "invalid_request_error"
     code = "body_timeout"
     headers: ClassVar[dict[str, str]] = {"Connection": "close"}
 
 
-class BodyTooLargeError(APIError):
+class BodyTooLargeError(_ClientError):
     """The body exceeds the limit."""
 
     status = 413
-    type = "invalid_request_error"
     code = "body_too_large"
 
 
-class MediaTypeError(APIError):
+class MediaTypeError(_ClientError):
     """The body is not declared as JSON."""
 
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_media_type"
 
 
 class OverloadedError(APIError):
-    """The queue is full, the API key is over one of its limits, or bodies take too much memory. ``retry_after``: s."""
+    """The queue is full, the API key is over one of its limits, or bodies take too much memory."""
 
     status = 429
     type = "rate_limit_error"
@@ -203,21 +184,21 @@ class OverloadedError(APIError):
 
 
 class InternalError(APIError):
-    """Something failed inside the server."""
+    """The server has failed."""
 
     code = "internal_error"
 
 
 class UnavailableError(APIError):
-    """No scheduler or no executor is there to run the request."""
+    """There is no scheduler or no executor to run the request."""
 
     status = 503
     code = "service_unavailable"
     retry_after = RETRY_AFTER_SECONDS
 
 
-def from_http_exception(error: web.HTTPException, what: str) -> APIError:
-    """Return the error for a response that aiohttp itself would have sent. ``what``: method and path of the request."""
+def from_http_exception(error: web.HTTPException, asked: str) -> APIError:
+    """Return the error for a response of aiohttp itself. ``asked``: method and path of the request."""
     kinds: dict[int, type[APIError]] = {
         404: NotFoundError,
         405: MethodNotAllowedError,
@@ -225,7 +206,7 @@ def from_http_exception(error: web.HTTPException, what: str) -> APIError:
         415: MediaTypeError,
     }
     kind = kinds.get(error.status, InternalError if error.status >= 500 else InvalidRequestError)
-    return kind(f"{what}: {error.reason}")
+    return kind(f"{asked}: {error.reason}")
 
 
 def failure(error: GenerationError) -> APIError:
@@ -233,14 +214,12 @@ def failure(error: GenerationError) -> APIError:
     match error:
         case AdmissionError(kind="never_fits"):
             return ContextLengthError(str(error))
-        case AdmissionError(kind="invalid"):
+        case AdmissionError(kind="invalid") | InvalidGrammarError():
             return InvalidRequestError(str(error))
         case AdmissionError(kind="overloaded"):
             return OverloadedError(str(error), retry_after=error.retry_after)
         case AdmissionError():
             return UnavailableError(str(error), retry_after=error.retry_after)
-        case InvalidGrammarError():
-            return InvalidRequestError(str(error))
         case NoExecutorError():
             return UnavailableError(str(error))
         case _:

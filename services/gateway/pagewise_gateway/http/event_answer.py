@@ -1,16 +1,14 @@
 """Answers to chats in the shapes of other APIs: one JSON body, or a stream of events that have types."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Protocol
 
-from aiohttp import web
-
 from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http.answers import Answer
 from pagewise_gateway.http.chat import ChatRun, cut
-from pagewise_gateway.http.context import CLIENT
-from pagewise_gateway.http.errors import APIError, UnavailableError
-from pagewise_gateway.http.writing import encode, stream_events
+from pagewise_gateway.http.errors import UnavailableError
+from pagewise_gateway.http.writing import encode
 from pagewise_gateway.text.output_parsing import Delta
 from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
@@ -20,69 +18,45 @@ class Event(Protocol):
 
     @property
     def type(self) -> str:
-        """What it tells of; also the name of the event."""
+        """The name of the event."""
 
 
-class EventAnswer(ABC):
-    """Turns the one output of a chat into an answer. Whole answers are made of the same events as streams."""
+class EventAnswer(Answer):
+    """Turns the one output of a chat into an answer. Whole answers are made of the same events as streams.
 
-    cheap = False
+    An answer consists of items (messages, blocks, calls), each of which has a begin, text and an end.
+    """
+
     end = b""
     kinds: ClassVar[Mapping[DeltaKind, str]]
     """The type of the item that each kind of delta belongs to."""
 
     def __init__(self, run: ChatRun) -> None:
+        super().__init__(run.service, run.body, run.live)
         self._run = run
         self._parser = run.parser()
         self._begun = False
         self._open_kind = ""  # the type of the item that the next delta may continue
         self._num_items = 0
 
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body.
-
-        Raises:
-            UnavailableError: the output was ended before its end, and is not streamed.
-        """
-        if self._run.body.stream:
-            return await stream_events(request, self._run.live, self)
-        pieces = self._answer(await self._run.live.outcome())
-        body = await self._run.service.turns.all(request[CLIENT].name, pieces)
-        return web.Response(body=body, content_type="application/json")
-
-    # ---- for ``stream_events`` -----------------------------------------------------------------------
-
-    def quick(self) -> bool:
-        """Whether the events of what has arrived may be made at once."""
-        return self._run.quick()
-
-    def events(self, news: list[SequenceDelta]) -> bytes:
-        """Return the events for these deltas."""
-        return b"".join(self.pieces(news))
-
     def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
-        """Yield the same in pieces."""
+        """Yield the events for these deltas in pieces."""
         for delta in news:
             for event in self._events_of(delta):
                 yield b"" if event is None else as_bytes(event)
 
-    def last(self) -> bytes:
-        """The last event tells that the answer is complete, so nothing is left."""
-        return b""
+    def whole(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the JSON body of an answer that is not streamed, in pieces.
 
-    @abstractmethod
-    def error(self, error: APIError) -> bytes:
-        """Return the event that ends a stream which has failed."""
-
-    # ---- helpers -------------------------------------------------------------------------------------
-
-    def _answer(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        Raises:
+            UnavailableError: the output was aborted before its end.
+        """
         for delta in outputs:
             if delta.finish_reason == "abort":
                 raise ended_early()
             for _ in self._events_of(delta):
                 yield b""
-        yield encode(self._whole())
+        yield encode(self._response_body())
 
     def _events_of(self, delta: SequenceDelta) -> Iterator[Event | None]:
         """Yield the events of a delta, and None where other tasks may run."""
@@ -99,7 +73,7 @@ class EventAnswer(ABC):
             yield from self._finish(delta)
 
     def _take(self, new: Delta) -> Iterator[Event]:
-        """Yield the events of a piece of the message, which continues the item that is open, or begins another one."""
+        """Yield the events of a piece of the message, which continues the open item or begins another item."""
         kind, text, begins_call = self.kinds[new.kind], new.text, new.kind == "call"
         if begins_call or kind != self._open_kind:
             yield from self._close()
@@ -121,18 +95,18 @@ class EventAnswer(ABC):
 
     @abstractmethod
     def _extend(self, kind: str, text: str) -> Event:
-        """Return the event of a text that the open item goes on with."""
+        """Return the event that adds a text to the open item."""
 
     @abstractmethod
     def _close(self) -> Iterator[Event]:
-        """Yield the events of the end of the item that is open, if one is."""
+        """Yield the events of the end of the open item, if there is one."""
 
     @abstractmethod
     def _finish(self, delta: SequenceDelta) -> Iterator[Event]:
-        """Yield the last events. ``delta``: why the output has ended."""
+        """Yield the last events. ``delta``: the last one, with the finish reason."""
 
     @abstractmethod
-    def _whole(self) -> object:
+    def _response_body(self) -> object:
         """Return the whole answer, after its last event."""
 
 
@@ -142,5 +116,5 @@ def as_bytes(event: Event) -> bytes:
 
 
 def ended_early() -> UnavailableError:
-    """Return the error for an output that was ended where it was, which happens when a gateway stops."""
+    """Return the error for an output that was aborted, which happens when a gateway stops."""
     return UnavailableError("the gateway is shutting down, and has ended this answer before its end: send it again")

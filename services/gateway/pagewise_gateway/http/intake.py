@@ -1,4 +1,4 @@
-"""What is held for a request from when its head was read: its place in its key's limits, memory for body and answer.
+"""The reservations of a request: a count in its key's limits, and memory for its body and its answer.
 
 Bytes of answers are estimates: the bytes of a token (``generation.token_bytes``) times the number of tokens.
 """
@@ -6,13 +6,14 @@ Bytes of answers are estimates: the bytes of a token (``generation.token_bytes``
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from aiohttp import web
 from pagewise_shared.protocol import Prompt, RequestParams, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
-from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.scheduler_client import LiveRequest, SchedulerClient
@@ -20,41 +21,36 @@ from pagewise_gateway.scheduler_client import LiveRequest, SchedulerClient
 SHARE = 4
 """An API key may use this fraction of the memory: one part in ``SHARE``."""
 UNCOUNTED_BYTES = 65_536
-"""What an answer repeats of its prompts, or has to keep of what it has told, takes no memory of the budget up to this
+"""The parts of its prompts that an answer repeats, and the texts that it has sent and keeps, are not counted up to this
 size."""
 _LARGE = 4
-"""The memory of an answer that may take more than this part of a key's share, a quarter, is taken before its request
-runs. For smaller answers it is taken as tokens arrive, because most end long before their limit."""
+"""The memory of a large answer, which may take more than a quarter of a key's share, is reserved before its request
+runs. For smaller answers it is reserved as tokens arrive, because most end long before their limit."""
 _PAUSES = (0.0, 0.02, 0.1)
-"""Seconds to wait before it is checked again whether another answer has been written. The frame from the scheduler that
-lets a request in may be the one that ends another request, whose answer this gateway has not written yet."""
+"""Seconds to wait before ``Answering`` checks again whether another answer has been written. The frame from the
+scheduler that admits a request may also end another request, whose answer this gateway has not written yet."""
 
 
 class MemoryBudget:
-    """Counts the bytes that requests take for one purpose, all together and by API key.
+    """Counts the bytes that requests reserve for one purpose, in total and by API key.
 
     Fields:
         total: the most bytes of all requests. share: the most bytes of one API key, if there are keys.
+        used: the reserved bytes.
     """
 
     def __init__(self, total: int, share: int, *, what: str, option: str, refused: Callable[[bool], None]) -> None:
-        """``what``: what the bytes are for, in the plural. ``option``: the option that sets ``total``. ``refused`` is
-        called when there are not enough bytes; its argument says whether the key's share was the reason."""
-        self.total, self.share = total, share
+        """``what``: the purpose, in the plural, for errors. ``option``: the option that sets ``total``. ``refused`` is
+        called when there are not enough bytes, with true if the reason is the key's share."""
+        self.total, self.share, self.used = total, share, 0
         self._what, self._option, self._refused = what, option, refused
-        self._used = 0
         self._by_key: dict[str, int] = {}
 
-    @property
-    def used(self) -> int:
-        """The number of bytes that are taken."""
-        return self._used
-
     def reserve(self, key: str, size: int) -> None:
-        """Take bytes for a request of a key's holder.
+        """Reserve bytes for a request of a key.
 
         Raises:
-            OverloadedError: the key's share or the total does not suffice; nothing was taken.
+            OverloadedError: the key's share or the total does not suffice; nothing was reserved.
         """
         used = self._by_key.get(key, 0)
         if key and used + size > self.share:
@@ -63,32 +59,32 @@ class MemoryBudget:
                 f"API key {key}: {self._what} of its requests take {used} bytes, and this one needs {size}; the limit "
                 f"is {self.share} (a part of {self._option})"
             )
-        if self._used + size > self.total:
+        if self.used + size > self.total:
             self._refused(False)
             raise OverloadedError(
-                f"{self._what} of requests take {self._used} bytes, and this one needs {size}; the limit is "
+                f"{self._what} of requests take {self.used} bytes, and this one needs {size}; the limit is "
                 f"{self.total} ({self._option})"
             )
-        self._used += size
+        self.used += size
         self._by_key[key] = used + size
 
     def release(self, key: str, size: int) -> None:
-        """Give bytes back."""
-        self._used -= size
+        """Release reserved bytes."""
+        self.used -= size
         self._by_key[key] -= size
         if not self._by_key[key]:
             del self._by_key[key]
 
 
 class Reservation:
-    """The bytes that are taken for one request. ``size``: their number."""
+    """The bytes that are reserved for one request. ``size``: their number."""
 
     def __init__(self, memory: MemoryBudget, key: str) -> None:
         self.size = 0
         self._memory, self._key = memory, key
 
     def grow_to(self, size: int) -> None:
-        """Take the bytes that are missing to ``size``.
+        """Reserve the bytes that are missing to ``size``.
 
         Raises:
             OverloadedError: as in ``MemoryBudget.reserve``.
@@ -98,22 +94,18 @@ class Reservation:
             self.size = size
 
     def shrink_to(self, size: int) -> None:
-        """Give back the bytes beyond ``size``."""
+        """Release the bytes beyond ``size``."""
         if size < self.size:
             self._memory.release(self._key, self.size - size)
             self.size = size
 
     def release(self) -> None:
-        """Give all bytes back. Calling it again does nothing."""
+        """Release all bytes. Calling it again does nothing."""
         self.shrink_to(0)
 
 
 class BodyMemory(MemoryBudget):
-    """Counts the bytes of all bodies that this gateway is reading, parsing or tokenizing.
-
-    Fields:
-        largest: the most bytes of one body.
-    """
+    """Counts the bytes of all bodies that this gateway is reading, parsing or tokenizing."""
 
     def __init__(self, total: int, largest_body: int, metrics: Metrics) -> None:
         super().__init__(
@@ -123,15 +115,14 @@ class BodyMemory(MemoryBudget):
             option="--max-body-memory",
             refused=lambda of_key: metrics.requests_refused("key_body_memory" if of_key else "body_memory").inc(),
         )
-        self.largest = largest_body
         metrics.http_body_bytes.set_function(lambda: self.used)
 
 
 class AnswerMemory(MemoryBudget):
     """Counts the bytes of all answers that this gateway is collecting or writing, beyond 64 KiB of each.
 
-    An answer that is not streamed is kept until it is written; of a stream, only what its client has not read, and of a
-    response's stream the text, with which it ends.
+    An answer that is not streamed is kept until it is written. Of a stream only the data that its client has not read
+    is kept; a stream of ``/v1/responses`` also keeps its text, because its last event repeats the text.
     """
 
     def __init__(self, total: int, metrics: Metrics) -> None:
@@ -165,28 +156,29 @@ class AnswerSize:
     def of(
         cls, n: int, stream: bool | None, memory: MemoryBudget, *, logprobs: int | None, echo: bool, ids: bool
     ) -> "AnswerSize":
-        """Return the size for a body's fields. ``echo``, ``ids``: whether prompts are repeated as text, as ids."""
+        """Return the size for the fields of a body. ``echo``, ``ids``: whether prompts are repeated as text, as ids."""
         repeated = REPEATED_BYTES * (echo + ids)
         if echo:
             repeated += token_bytes(logprobs) - TOKEN_BYTES
         return cls(n, not stream, token_bytes(logprobs), repeated, memory.share)
 
     def default_tokens(self, num_prompt_tokens: int, others: int) -> int:
-        """Return how many tokens each choice of one prompt may have if the request does not say. ``others``: bytes that
-        the answer repeats besides prompts."""
+        """Return the maximum number of tokens of each choice if the request sets none. ``others``: bytes that the
+        answer repeats besides prompts."""
         if not self.whole:
             return self.share  # a stream is not kept: any number
         repeated = num_prompt_tokens * self.n * self.repeated + others
         return max(1, (self.share - repeated) // (self.n * self.token))
 
     def reserve(self, prompts: Sequence[Prompt], memory: Reservation, others: int = 0) -> int:
-        """Take memory for what the answer repeats of its request, and for a large answer also for all its tokens.
+        """Reserve memory for the parts of the request that the answer repeats, and for a large answer also for all its
+        tokens.
 
-        ``others``: bytes that it repeats besides prompts. Returns the bytes for all that it repeats.
+        ``others``: bytes that it repeats besides prompts. Returns the bytes of all repeated parts.
 
         Raises:
             InvalidRequestError: the answer may take more than one key may use.
-            OverloadedError: other answers have taken the memory.
+            OverloadedError: other answers have reserved the memory.
         """
         copies, num_tokens = (self.n, sum(prompt.max_tokens for prompt in prompts)) if self.whole else (1, 0)
         prompt_bytes = copies * self.repeated * sum(len(prompt.token_ids) for prompt in prompts) + others
@@ -209,7 +201,7 @@ class AnswerSize:
 class Answering:
     """Counts the requests of each API key that this gateway is answering, until their answers are written.
 
-    The scheduler counts a request only until its last token. Without this count, the finished answers of a client that
+    The scheduler counts a request only until its last token. Without this count, the finished answers to a client that
     does not read would pile up here for as long as ``--write-timeout`` allows.
     """
 
@@ -218,10 +210,10 @@ class Answering:
         self._by_key: dict[str, int] = {}
 
     async def begin(self, client: Client) -> None:
-        """Count one more request of a client, which the scheduler has let in.
+        """Count a request of a client, which the scheduler has admitted.
 
         Raises:
-            OverloadedError: together with requests whose answers are not read yet, these are more than the key's limit.
+            OverloadedError: with the requests whose answers are not read yet, the key is over its limit.
         """
         most = client.limits.concurrent
         for pause in _PAUSES:
@@ -245,17 +237,18 @@ class Answering:
 
 
 class Intake:
-    """One request whose body is being read, parsed and tokenized, and which is then answered.
+    """The reservations of one request, from the head of its body until it is answered.
 
     A request counts against the limits of its API key before its body is read. Otherwise a key could have any number of
-    bodies read and parsed at a time, and those that are refused would cost it nothing.
+    bodies read and parsed at a time, and refused requests would cost it nothing.
 
     Fields:
-        memory: the memory that is taken for its body. answer: the memory that is taken for its answer.
-        counted: the request without prompts that stands for it at the scheduler; None: its key has no limits.
+        memory: reserved for its body. answer: reserved for its answer.
+        counted: the request without prompts that represents it at the scheduler until it is submitted; None: its key
+            has no limits.
     """
 
-    KEY: web.RequestKey["Intake"]
+    KEY: ClassVar[web.RequestKey["Intake"]] = web.RequestKey("intake")
 
     def __init__(
         self, client: Client, request_id: str, memory: BodyMemory, answers: AnswerMemory, answering: Answering
@@ -267,11 +260,11 @@ class Intake:
         self._answering, self._begun = answering, False
 
     async def count(self, scheduler_client: SchedulerClient) -> None:
-        """Count it against the limits of its key, if that has any. The scheduler does so, over all gateways.
+        """Count the request against the limits of its key. The scheduler does so, over all gateways.
 
         Raises:
             GenerationError: the key is over one of its limits.
-            OverloadedError: the key is over that limit with requests whose answers are not read yet.
+            OverloadedError: the key is over its limit with requests whose answers are not read yet.
         """
         client = self._client
         if not client.limited:
@@ -284,7 +277,7 @@ class Intake:
         self._begun = True
 
     def close(self) -> None:
-        """Give everything back: the request was answered. ``counted`` ends, unless the request has taken its place."""
+        """Release all reservations. ``counted`` ends here, unless the submitted request has replaced it."""
         self.memory.release()
         self.answer.release()
         if self._begun:
@@ -292,6 +285,3 @@ class Intake:
             self._answering.end(self._client)
         if self.counted is not None:
             self.counted.abort()
-
-
-Intake.KEY = web.RequestKey("intake", Intake)

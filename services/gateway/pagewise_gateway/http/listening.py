@@ -1,20 +1,22 @@
-"""The listening sockets: how many connections there may be, and how long one may be idle."""
+"""The listening sockets, the limits of connections, and the memory and log of refused requests."""
 
 import asyncio
+import gc
 import logging
 import os
 import resource
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from pagewise_shared.service_process import raise_file_limit
+from aiohttp.http_exceptions import HttpProcessingError
+from pagewise_shared.service_process import raise_file_limit, return_freed_memory
 
+from pagewise_gateway.http.credentials import Certificate
 from pagewise_gateway.http.errors import UnavailableError
-from pagewise_gateway.http.refused_requests import ServerLog
-from pagewise_gateway.http.tls import Certificate
 from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -22,13 +24,70 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted."""
 MAX_HEADERS, MAX_LINE = 128, 8190
-"""The most headers of a request, and the most bytes of its first line and of each name and value."""
+"""The maximum number of headers of a request, and of bytes of its first line and of each name and value."""
 _READ_BYTES = 16_384
 """A connection is not read while twice as many bytes of a body, or a sixteenth as many chunks, wait for its request."""
 _PAUSE_SECONDS = 1.0
-
 OTHER_FILES = 256
 """Open files that are not connections of clients: the connection to the scheduler, logs, the model."""
+_COLLECT_EVERY = 64
+_ALL_AFTER_SECONDS = 15.0
+"""Longer than a connection lives after malformed HTTP: the time limits of a part of its body, and of discarding the
+rest."""
+
+
+class RefusedRequests:
+    """Frees the memory of refused requests.
+
+    When a request is refused, exceptions, stack frames and the received bytes refer to each other in cycles, mostly
+    inside aiohttp. A cycle has few objects but up to 300 KB. The garbage collector counts objects and is set to run
+    rarely, so it would let hundreds of megabytes pile up.
+
+    So the youngest generation of objects is collected after every 64 refused requests, and all generations some time
+    after one: the garbage of a malformed request is larger, and older when its connection ends.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._scheduled = 0, False
+
+    def add(self) -> None:
+        """Count a refused request."""
+        self._count += 1
+        if self._count % _COLLECT_EVERY == 0:
+            gc.collect(0)
+        if not self._scheduled:
+            self._collect_later()
+
+    def _collect_later(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(_ALL_AFTER_SECONDS, self._collect, self._count)
+
+    def _collect(self, count: int) -> None:
+        gc.collect()
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
+        self._scheduled = False
+        if self._count > count:  # some of the newer requests may not have ended yet
+            self._collect_later()
+
+
+class _ServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's logger, except that a malformed request, which is its client's fault, becomes one debug line."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("aiohttp.server"))
+        self._refused = RefusedRequests()
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
+        """Log a message; a malformed request becomes one debug line."""
+        error = kwargs.get("exc_info")
+        if error and not isinstance(error, BaseException):
+            error = sys.exc_info()[1]
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            log.debug("a client sent malformed HTTP: %s", " ".join(str(error).split())[:200])
+            error.__traceback__ = None  # breaks a cycle: its frames refer to the error
+            self._refused.add()
+            return
+        super().log(level, msg, *args, **kwargs)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -44,12 +103,12 @@ async def listening(
     reuse_port: bool = False,
     certificate: Certificate | None = None,
 ) -> AsyncIterator["_Acceptor"]:
-    """Serve ``app`` until the context is left. To close the acceptor that this returns ends accepting, not serving.
+    """Serve ``app`` until the context is left. Closing the acceptor that this yields ends accepting, not serving.
 
-    ``max_connections``: more are answered with a 503 and closed. ``keepalive_timeout``: seconds that a connection may
-    be without a request, or take to send the head of one, or for the handshake of TLS. ``shutdown_timeout``: seconds
-    that requests in progress get when the context is left. ``reuse_port``: whether other processes may listen on the
-    same port.
+    ``max_connections``: further connections are answered with a 503 and closed. ``keepalive_timeout``: seconds that a
+    connection may be without a request, take to send the head of a request, or take for the handshake of TLS.
+    ``shutdown_timeout``: seconds that requests in progress get when the context is left. ``reuse_port``: whether other
+    processes may listen on the same port.
 
     Raises:
         OSError: the address cannot be bound.
@@ -60,9 +119,9 @@ async def listening(
         shutdown_timeout=shutdown_timeout,
         keepalive_timeout=keepalive_timeout,
         access_log=None,
-        logger=ServerLog(),
+        logger=_ServerLog(),
         auto_decompress=False,  # bodies are inflated in pieces
-        lingering_time=0,  # ``discard_body`` reads what is left of a body, and lets others run in between
+        lingering_time=0,  # ``discard_body`` reads the rest of a body, and lets other tasks run in between
         read_bufsize=_READ_BYTES,
         max_headers=MAX_HEADERS,
         max_line_size=MAX_LINE,
@@ -71,14 +130,12 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     try:
-        acceptor = _Acceptor(runner.server, metrics, max_connections, certificate, keepalive_timeout)
         try:
             listeners = await _bound(host, port, reuse_port)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a name
             raise OSError(error.errno, f"cannot listen on {host} port {port}: {reason}") from error
-        for listener in listeners:
-            acceptor.open(listener)
+        acceptor = _Acceptor(runner.server, metrics, max_connections, certificate, keepalive_timeout, listeners)
         try:
             yield acceptor
         finally:
@@ -104,10 +161,13 @@ async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
 
 
 class _Acceptor:
-    """Accepts connections up to a limit, and answers those beyond it with a 503.
+    """Accepts connections up to a limit, and answers further connections with a 503.
 
-    It accepts all connections that wait. The servers of uvloop accept one in each iteration of the event loop, which is
-    a few per second while other connections keep the loop busy. ``address``: host and port of the first socket.
+    It accepts all waiting connections at once. The servers of uvloop accept one connection in each iteration of the
+    event loop, which is a few per second while other connections keep the loop busy.
+
+    Fields:
+        address: host and port of the first socket.
     """
 
     def __init__(
@@ -117,24 +177,21 @@ class _Acceptor:
         most: int,
         certificate: Certificate | None,
         handshake_timeout: float,
+        listeners: list[socket.socket],
     ) -> None:
-        self.address = ("", 0)
+        self.address = listeners[0].getsockname()[:2]
         self._server, self._metrics, self._most = server, metrics, most
         self._tls: dict[str, Any] = {}
         if certificate is not None:
             self._tls = {"ssl": certificate.context, "ssl_handshake_timeout": handshake_timeout}
         metrics.http_connections.set_function(lambda: len(server.connections))
         self._loop = asyncio.get_running_loop()
-        self._listeners: list[socket.socket] = []
+        self._listeners = listeners
         self._arriving: set[asyncio.Task[None]] = set()
         self._num_connecting = 0
         self._warned = False
-
-    def open(self, listener: socket.socket) -> None:
-        """Accept connections of a listening socket from now on."""
-        self.address = self.address if self._listeners else listener.getsockname()[:2]
-        self._listeners.append(listener)
-        self._loop.add_reader(listener, self._accept, listener)
+        for listener in listeners:
+            self._loop.add_reader(listener, self._accept, listener)
 
     async def close(self) -> None:
         """Stop accepting. Waiting connections are accepted first, because closing the socket would break them."""
@@ -168,10 +225,10 @@ class _Acceptor:
             self._loop.add_reader(listener, self._accept, listener)
 
     async def _take(self, connection: socket.socket) -> None:
-        welcome = len(self._server.connections) + self._num_connecting < self._most
+        accepted = len(self._server.connections) + self._num_connecting < self._most
         self._num_connecting += 1  # the server counts a connection once it is made: with TLS, after the handshake
         try:
-            protocol = self._server if welcome else self._turn_away
+            protocol = self._server if accepted else self._turn_away
             await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
         except OSError as error:  # the client hung up already, or its TLS handshake failed
             log.debug("a client did not get a connection: %s", error)

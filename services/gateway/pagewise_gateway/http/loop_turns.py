@@ -9,10 +9,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
-"""The length of a slice of work, after which streams, and everything else that is ready, run. A slice may take as long
-as they took since the last one, up to the longest: so work gets half of the time of a busy event loop."""
+"""The length of a slice of work, after which streams and all other ready tasks run. A slice may take as long as these
+took since the last slice, up to the longest: so work gets half of the time of a busy event loop."""
 _IMMEDIATE_SHARE = 0.75
-"""The share of the time that may be spent on work that does not wait for a turn."""
+"""The share of the time that may be spent on work that is done immediately."""
 _BYTES = 262_144
 """Pieces of an answer are made until they have so many bytes, or took ``_SLICE_SECONDS``; then they are written."""
 
@@ -21,11 +21,11 @@ class LoopTurns:
     """Runs work that holds the GIL, so that threads would not help: parsing bodies, tokenizing short texts, making
     answers.
 
-    A thousand requests may ask for such work at the same time, and the event loop would do it all before the next
-    token of a stream. While there is little work, it is done immediately. Otherwise it waits: the event loop does one
-    slice of it in each iteration, and keys take turns. So a key with a thousand pieces of work delays the work of
-    another key by one slice. The event loop is never idle while work waits, unless a piece took longer than the longest
-    slice: then streams get as much time before the next one.
+    A thousand requests may need such work at the same time, and the event loop would do it all before the next token of
+    a stream. While there is little work, it is done immediately. Otherwise it waits: the event loop does one slice of
+    it in each iteration, and keys take turns. So a key with a thousand pieces of work delays the work of another key by
+    one slice. The event loop is never idle while work waits, unless a piece took longer than the longest slice: then
+    streams get as much time before the next piece.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LoopTurns:
         self._scheduled = False
 
     def free(self) -> bool:
-        """Whether work may be done immediately: no work waits, and little was done lately."""
+        """Return whether work may be done immediately: no work waits, and little was done lately."""
         if self._waiting:
             return False
         now = monotonic()
@@ -72,7 +72,7 @@ class LoopTurns:
         return await done
 
     async def next(self, key: str, pieces: Iterator[bytes]) -> bytes | None:
-        """Return the pieces of an answer that are made in one turn, joined; None if there are no more."""
+        """Make pieces of an answer for one turn, and return them joined; None if there are no more."""
 
         def make() -> bytes | None:
             began, size, parts = monotonic(), 0, []
@@ -86,7 +86,7 @@ class LoopTurns:
         return await self.call(key, make)
 
     async def all(self, key: str, pieces: Iterator[bytes]) -> bytearray:
-        """Return all pieces of an answer, joined, which are made in as many turns as that takes."""
+        """Make all pieces of an answer, in as many turns as that takes, and return them joined."""
         body = bytearray()
         while (piece := await self.next(key, pieces)) is not None:
             body += piece

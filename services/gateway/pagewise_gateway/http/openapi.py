@@ -10,7 +10,7 @@ from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
-from pagewise_gateway.http.messages_api.schema import (
+from pagewise_gateway.http.messages_schema import (
     CountRequest,
     Message,
     MessageError,
@@ -32,7 +32,7 @@ from pagewise_gateway.http.responses import (
     TokenizeResponse,
     Version,
 )
-from pagewise_gateway.http.responses_api.schema import Response, ResponseEvent, ResponsesRequest
+from pagewise_gateway.http.responses_schema import Response, ResponseEvent, ResponsesRequest
 from pagewise_gateway.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +40,7 @@ from pagewise_gateway.http.schema import (
     TokenizeRequest,
 )
 
-# Path -> what it does, its body, its answer, and the data of each event where the answer may be a stream.
+# Path -> its summary, its body, its answer, and the data of each event where the answer may be a stream.
 _POSTS: dict[str, tuple[str, type, type, type | None]] = {
     "/v1/completions": (
         "Complete one or several prompts.",
@@ -93,12 +93,13 @@ _BODY = (
 )
 _OPERATORS = "The API key is not an operator's."
 _REF = "#/components/schemas/{name}"
+_TEXT = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def document(
     version: str, limits: Limits, max_body_bytes: int, memory: BodyMemory, answers: AnswerMemory
 ) -> dict[str, Any]:
-    """Return the document as plain JSON values. ``max_body_bytes``, ``memory``, ``answers``: what requests may take."""
+    """Return the document as plain JSON values. ``max_body_bytes``, ``memory``, ``answers``: limits of requests."""
     sizes = {
         "max_body_bytes": max_body_bytes,
         "memory": memory.total,
@@ -114,11 +115,13 @@ def document(
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
             components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
-    paths: dict[str, Any] = {path: {"get": _get(path)} for path in _GETS}
-    paths |= {path: {"post": _post(path, sizes)} for path in _POSTS}
-    paths["/openapi.json"] = {"get": _operation("This document.", _good({"type": "object"}))}
-    text = _text() | {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
-    paths["/metrics"] = {"get": _operation("Prometheus metrics of all processes.", text)}
+    metrics = _TEXT | {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
+    paths: dict[str, Any] = {
+        **{path: {"get": _get(path)} for path in _GETS},
+        **{path: {"post": _post(path, sizes)} for path in _POSTS},
+        "/openapi.json": {"get": {"summary": "This document.", "responses": _json({"type": "object"})}},
+        "/metrics": {"get": {"summary": "Prometheus metrics of all processes.", "responses": metrics}},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Pagewise, serving {limits.model_name}", "version": version},
@@ -133,7 +136,7 @@ def document(
 
 def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
     summary, request, answer, event = _POSTS[path]
-    responses = _good(_ref(answer)) if answer is not str else _text()
+    responses = _json(_ref(answer)) if answer is not str else dict(_TEXT)
     if path in ADAPTER_ENDPOINTS:
         responses["403"] = _error(f"{_OPERATORS} Or adapters may not be loaded while the server runs.")
     if event is not None:
@@ -153,27 +156,25 @@ def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
         "description": _BODY.format_map(sizes),
         "content": {"application/json": {"schema": _ref(request)}},
     }
-    return _operation(summary, responses) | {"requestBody": body}
+    return {"summary": summary, "responses": responses, "requestBody": body}
 
 
 def _get(path: str) -> dict[str, Any]:
     summary, answer = _GETS[path]
-    responses = _good(_ref(answer) if answer is not None else {"type": "object"})
-    operation = _operation(summary, responses)
+    responses = _json(_ref(answer) if answer is not None else {"type": "object"})
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    parameters: list[dict[str, Any]] = []
     if path == "/health":
         responses["503"] = responses["200"] | {"description": "There is no scheduler, or no executor is ready."}
-    parameters: list[dict[str, Any]] = []
     if named := re.search(r"{(\w+)}", path):
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
     if path.startswith("/debug/"):
-        if not path.startswith("/debug/explain/"):
-            responses["400"] = _error("limit is not a number, or out of range.")
-        responses["503"] = _error("No scheduler answers.")
-        responses["401"] = _error(_ERRORS[401])
+        responses |= {"503": _error("No scheduler answers."), "401": _error(_ERRORS[401])}
         if path == "/debug/memory":
             responses["403"] = _error(_OPERATORS)
         if not path.startswith("/debug/explain/"):
+            responses["400"] = _error("limit is not a number, or out of range.")
             schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
             parameters.append({"name": "limit", "in": "query", "schema": schema})
     if parameters:
@@ -181,16 +182,8 @@ def _get(path: str) -> dict[str, Any]:
     return operation
 
 
-def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
-    return {"summary": summary, "responses": responses}
-
-
-def _good(schema: dict[str, Any]) -> dict[str, Any]:
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
-
-
-def _text() -> dict[str, Any]:
-    return {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def _error(text: str, shape: type = ErrorResponse) -> dict[str, Any]:

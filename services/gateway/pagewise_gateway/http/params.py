@@ -9,7 +9,7 @@ from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, TokenConstraints, token_constraints
 
 from pagewise_gateway.generation import Capacity
-from pagewise_gateway.http.clients import Client
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import (
     ContextLengthError,
     InvalidRequestError,

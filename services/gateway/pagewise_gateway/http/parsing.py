@@ -1,7 +1,7 @@
 """Reads a body and turns it into a checked request struct.
 
 Its structure is counted before it is decoded, and compressed bodies are inflated piece by piece, so that no body takes
-more memory than its size allows. Fields of OpenAI's API that Pagewise does not have are refused by name here.
+more memory than its size allows. Fields that other servers have and Pagewise does not are refused by name here.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import AsyncIterator
 from functools import cache
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect as types
@@ -31,35 +31,39 @@ from pagewise_gateway.http.errors import (
     shortened,
 )
 from pagewise_gateway.http.intake import Intake
+from pagewise_gateway.http.request_log import RequestTrace
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
-from pagewise_gateway.http.tracing import RequestTrace
 
 MAX_CONTAINERS = 16_384
-"""Most arrays and objects of a body."""
+"""The maximum number of arrays and objects of a body."""
 MAX_STRINGS = 65_536
-"""Most strings of a body, names of fields included."""
+"""The maximum number of strings of a body, names of fields included."""
 MAX_VALUES = 1_048_576
-"""Most elements of all arrays and objects of a body, such as token ids."""
-_ALWAYS_FAST = 32_768
-"""Bodies of so many bytes are not looked at."""
+"""The maximum number of elements of all arrays and objects of a body, such as token ids."""
+_UNCHECKED_BYTES = 32_768
+"""Bodies of up to this size cannot hold enough values to matter, so their structure is not counted."""
 PIECE = 16_384
-"""The most bytes that are inflated at a time, and the most that this returns: it takes 5 ms at worst."""
-# Field -> values that ask for nothing. Null always counts as one.
-_FIELDS: dict[str, tuple[Any, ...]] = {
+"""The maximum number of bytes that are inflated at a time, before and after: this takes 5 ms at worst."""
+_ALWAYS_REFUSED = (
     # OpenAI
-    "audio": (),
-    "conversation": (),
+    "audio conversation max_tool_calls moderation prediction prompt_cache_options reasoning_effort web_search_options "
+    # Anthropic
+    "compaction container diagnostics fallbacks inference_geo thread "
+    # vLLM
+    "chat_template ec_transfer_params guided_choice guided_decoding_backend guided_grammar guided_json guided_regex "
+    "kv_transfer_params logits_processors logprob_token_ids media_io_kwargs mm_processor_kwargs prompt_embeds "
+    "prompt_logprobs repetition_detection request_id session_id thinking_token_budget"
+)
+# Field -> values that have no effect, and so are accepted. Null always is.
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ALWAYS_REFUSED.split(), ()),
+    # OpenAI
     "function_call": ("none",),
     "functions": ([],),
-    "max_tool_calls": (),
     "include_reasoning": (True, False),
     "metadata": ({},),
     "modalities": (["text"],),
-    "moderation": (),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "reasoning_effort": (),
     "service_tier": ("auto", "default", "standard_only"),
     "store": (False,),
     "suffix": ("",),
@@ -68,43 +72,18 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("low", "medium", "high"),
-    "web_search_options": (),
     # Anthropic
-    "compaction": (),
-    "container": (),
-    "diagnostics": (),
-    "fallbacks": (),
-    "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
-    "thread": (),
     # vLLM
-    "chat_template": (),
     "documents": ([],),
-    "ec_transfer_params": (),
     "echo": (False,),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": (),
-    "logits_processors": (),
-    "logprob_token_ids": (),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "request_id": (),
     "return_mm_kwargs": (False,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
-    "session_id": (),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "thinking_token_budget": (),
     "truncation_side": ("left",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -119,12 +98,12 @@ _MESSAGE_FIELDS: dict[str, tuple[Any, ...]] = {
 _MESSAGE_KNOWN = frozenset(ChatMessage.__struct_fields__)
 RequestT = TypeVar("RequestT", bound=Struct)
 BODY_SECONDS = 60.0
-"""How long a client may take to send its body."""
+"""The time that a client has to send its body."""
 LINGER_SECONDS = 3.0
-"""For how long the rest of a refused body is read before the connection is closed."""
+"""The time for which the rest of a refused body is read before the connection is closed."""
 PART_SECONDS = 10.0
-"""How long a client may send nothing of its body. aiohttp does not tell a request that its chunks are malformed, so it
-waits for so long, too."""
+"""The time within which a client has to send the next part of its body. aiohttp does not report malformed chunks to the
+request, so such a request waits as long."""
 _TINY_BODY_BYTES = 4096
 """Bodies of up to this size are parsed at once: to wait for a turn would take as long."""
 _SMALL_BODY_BYTES = 65_536
@@ -136,15 +115,15 @@ _OTHER_KIND = re.compile(r"Invalid (?:enum )?value ('.*')$", re.DOTALL)
 
 
 def check_structure(body: bytearray) -> None:
-    """Count the arrays, objects, strings and other values of a body that is going to be decoded.
+    """Count the arrays, objects, strings and other values of a body before it is decoded.
 
-    What is inside strings does not count: code is full of brackets. If the body is no JSON, the counts are right up to
-    where the decoder stops.
+    The contents of strings do not count: code is full of brackets. If the body is not JSON, the counts are right up to
+    the point at which the decoder stops.
 
     Raises:
         InvalidRequestError: there are too many of them.
     """
-    if len(body) <= _ALWAYS_FAST:
+    if len(body) <= _UNCHECKED_BYTES:
         return
     few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and body.count(b",") < MAX_VALUES
     if few and body.count(b'"') <= 2 * MAX_STRINGS:
@@ -163,78 +142,30 @@ def check_structure(body: bytearray) -> None:
         raise InvalidRequestError(f"the body contains {values} values, the limit is {MAX_VALUES}")
 
 
-_ZLIB, _RAW, _GZIP = zlib.MAX_WBITS, -zlib.MAX_WBITS, 16 + zlib.MAX_WBITS
-
-
-class Inflater:
-    """Inflates one body, which is one member of gzip or deflate.
-
-    To be used in this order: ``feed`` at most ``PIECE`` bytes, call ``piece`` until it returns none, and repeat this
-    for the whole body; then call ``end``.
-    """
-
-    def __init__(self, encoding: str) -> None:
-        """``encoding``: gzip or deflate."""
-        self._encoding = encoding
-        self._input = b""
-        self._inflate, self._begun = zlib.decompressobj(), False
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body, at least one."""
-        self._input = data
-
-    def piece(self) -> bytes:
-        """Return at most ``PIECE`` inflated bytes; none when the bytes that were fed hold no more.
-
-        Raises:
-            InvalidRequestError: the body is not valid in this encoding.
-        """
-        if not self._begun:
-            self._begun = True
-            # Some clients send deflate without the zlib header, whose first byte says that it is deflate.
-            deflate = _ZLIB if self._input[0] & 0xF == 8 else _RAW
-            self._inflate = zlib.decompressobj(_GZIP if self._encoding == "gzip" else deflate)
-        try:
-            piece = self._inflate.decompress(self._input, PIECE)
-        except zlib.error as error:
-            raise InvalidRequestError(f"the body is not valid {self._encoding}: {error}") from None
-        self._input = self._inflate.unconsumed_tail
-        if self._inflate.unused_data:
-            raise InvalidRequestError(f"the body goes on behind the end of what is compressed with {self._encoding}")
-        return piece
-
-    def end(self) -> None:
-        """Check that the body is complete.
-
-        Raises:
-            InvalidRequestError: it is not complete.
-        """
-        if not self._inflate.eof:
-            raise InvalidRequestError(f"the body is not complete: its {self._encoding} has no end")
-
-
-def inflater(encodings: list[str]) -> Inflater | None:
-    """Return the inflater for a body with these ``Content-Encoding`` headers; None: it is not compressed.
+def _encoding(encodings: list[str]) -> Literal["", "gzip", "deflate"]:
+    """Return the compression that ``Content-Encoding`` headers declare; empty: none.
 
     Raises:
         MediaTypeError: the encoding is not supported.
     """
-    encoding = ",".join(encodings).strip().lower()
-    if encoding in ("", "identity"):
-        return None
-    if encoding in ("gzip", "x-gzip", "deflate"):
-        return Inflater(encoding.removeprefix("x-"))
-    raise MediaTypeError(f"the body is encoded as {encoding}: send it with gzip, with deflate, or as it is")
+    match ",".join(encodings).strip().lower():
+        case "" | "identity":
+            return ""
+        case "gzip" | "x-gzip":
+            return "gzip"
+        case "deflate":
+            return "deflate"
+        case other:
+            raise MediaTypeError(f"the body is encoded as {other}: send it with gzip, with deflate, or as it is")
 
 
 def drop_unsupported(fields: dict[str, Any], known: frozenset[str], of_chat: bool) -> dict[str, Any]:
-    """Return the fields without nulls and without unsupported fields whose values ask for nothing.
+    """Return the fields without nulls and without unsupported fields whose values have no effect.
 
-    ``known``: the fields that the request's struct has; they are left alone. ``of_chat``: whether it has messages of a
-    chat.
+    ``known``: the fields of the request's struct, which are kept. ``of_chat``: whether it has messages of a chat.
 
     Raises:
-        UnsupportedParameterError: a field asks for something Pagewise does not do.
+        UnsupportedParameterError: the value of an unsupported field would have an effect.
     """
     kept = _drop(fields, _FIELDS, known, "")
     if of_chat and isinstance(messages := kept.get("messages"), list):
@@ -261,33 +192,25 @@ def _drop(
 def _drop_in_message(message: Any, index: int) -> Any:
     if not isinstance(message, dict):
         return message
-    place = f"messages[{index}]"
+    location = f"messages[{index}]"
     if message.get("role") == "function":
-        raise UnsupportedParameterError(f"{place}: messages of role function are not supported; tool is", place)
-    kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{place}.")
+        raise UnsupportedParameterError(f"{location}: messages of role function are not supported; tool is", location)
+    kept = _drop(message, _MESSAGE_FIELDS, _MESSAGE_KNOWN, f"{location}.")
     if isinstance(parts := kept.get("content"), list):
         for i, part in enumerate(parts):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
                 raise UnsupportedParameterError(
-                    f"{place}.content[{i}]: parts of type {kind} are not supported: only text is",
-                    f"{place}.content[{i}]",
+                    f"{location}.content[{i}]: parts of type {kind} are not supported: only text is",
+                    f"{location}.content[{i}]",
                 )
     return kept
 
 
 async def read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
-    """Do as ``_read_request`` says, and note in the request's trace when that was done."""
-    made = await _read_request(request, request_type)
-    if (trace := request.get(RequestTrace.KEY)) is not None:
-        trace.parsed = monotonic()
-    return made
-
-
-async def _read_request(request: web.Request, request_type: type[RequestT]) -> tuple[RequestT, Intake]:
     """Count the request against the limits of its API key, then read and check its body.
 
-    Returns the request and what is held for it, until ``Intake.close`` or until it is answered.
+    Returns the request, and its reservations until it is answered.
 
     Raises:
         GenerationError: the API key is over one of its limits.
@@ -302,20 +225,19 @@ async def _read_request(request: web.Request, request_type: type[RequestT]) -> t
     else:
         parsed = await service.turns.call(client.name, lambda: parse_request(body, request_type))
     if len(body) > _SMALL_BODY_BYTES:
-        await asyncio.sleep(0)  # checking its values takes as long as parsing it: others run in between
-    await _settle_adapter(service, parsed)
+        await asyncio.sleep(0)  # checking its values takes as long as parsing it: other tasks run in between
+    # The scheduler may know an adapter that this gateway does not know yet.
+    model, limits = getattr(parsed, "model", None), service.limits
+    if model is not None and limits.max_adapter_rank and model != limits.model_name:
+        await limits.adapters.settle(model)
+    if (trace := request.get(RequestTrace.KEY)) is not None:
+        trace.parsed = monotonic()
     return parsed, intake
 
 
-async def _settle_adapter(service: Service, body: Struct) -> None:
-    """Wait until it is known whether there is the adapter that a request names, if it does not name the model."""
-    name, limits = getattr(body, "model", None), service.limits
-    if name is not None and limits.max_adapter_rank and name != limits.model_name:
-        await limits.adapters.wait_for(name)
-
 
 async def count_request(request: web.Request) -> Intake:
-    """Count a request against the limits of its API key, until it is answered. Returns what is held for it.
+    """Count a request against the limits of its API key, until it is answered. Returns its reservations.
 
     Raises:
         GenerationError: the API key is over one of its limits.
@@ -330,7 +252,7 @@ async def count_request(request: web.Request) -> Intake:
 
 
 async def _read(request: web.Request, intake: Intake) -> bytearray:
-    """Read the body. Memory is taken as its bytes arrive, so that a body that is only announced takes none from others.
+    """Read the body. Memory is reserved as its bytes arrive, so that a body that is only announced reserves none.
 
     Raises:
         MediaTypeError, BodyTooLargeError, BodyTimeoutError, InvalidRequestError: as in ``read_request``.
@@ -339,8 +261,8 @@ async def _read(request: web.Request, intake: Intake) -> bytearray:
     content_type = request.headers.get("Content-Type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise MediaTypeError(f"the body is declared as {content_type}: send Content-Type: application/json")
-    inflate, limit = inflater(request.headers.getall("Content-Encoding", [])), request.client_max_size
-    parts, has = (_parts(request), "has") if inflate is None else (_inflated(request, inflate), "inflates to")
+    encoding, limit = _encoding(request.headers.getall("Content-Encoding", [])), request.client_max_size
+    parts, has = (_inflated(request, encoding), "inflates to") if encoding else (_parts(request), "has")
     announced, body = request.content_length or 0, bytearray()
     if announced > limit:
         raise BodyTooLargeError(f"the body has {announced} bytes, the limit is {limit}")
@@ -363,7 +285,7 @@ async def _read(request: web.Request, intake: Intake) -> bytearray:
 
 
 async def _parts(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Others run between its parts, also if it arrives faster than it is read."""
+    """Yield the body as it arrives. Other tasks run between its parts, even if it arrives faster than it is read."""
     while True:
         async with asyncio.timeout(PART_SECONDS):
             part = await request.content.readany()
@@ -375,10 +297,10 @@ async def _parts(request: web.Request) -> AsyncIterator[bytes]:
 
 
 async def discard_body(request: web.Request) -> None:
-    """Read and throw away the rest of a refused body, after the response was written.
+    """Read and discard the rest of a refused body, after the response was written.
 
-    A client that sends all of its body first would see a reset instead of the answer if its connection was closed at
-    once (RFC 9112, section 9.6).
+    A client that sends its whole body before it reads would see a reset instead of the response if its connection was
+    closed at once (RFC 9112, section 9.6).
     """
     with contextlib.suppress(TimeoutError, web.RequestPayloadError):
         async with asyncio.timeout(LINGER_SECONDS):
@@ -386,26 +308,44 @@ async def discard_body(request: web.Request) -> None:
                 pass
 
 
-async def _inflated(request: web.Request, inflate: Inflater) -> AsyncIterator[bytes]:
-    """Yield a compressed body in small pieces, which take turns with other short work.
+async def _inflated(request: web.Request, encoding: Literal["gzip", "deflate"]) -> AsyncIterator[bytes]:
+    """Yield a compressed body, which is one member of gzip or deflate, in small pieces, in turns with other work.
 
     Raises:
         InvalidRequestError: it is not valid in this encoding.
     """
     turns, key = request.app[Service.KEY].turns, request[CLIENT].name
+    stream, data, begun = zlib.decompressobj(), b"", False
+
+    def inflate() -> bytes:
+        try:
+            piece = stream.decompress(data, PIECE)
+        except zlib.error as error:
+            raise InvalidRequestError(f"the body is not valid {encoding}: {error}") from None
+        if stream.unused_data:
+            raise InvalidRequestError(f"the body goes on behind the end of what is compressed with {encoding}")
+        return piece
+
     async for part in _parts(request):
+        if not begun:
+            begun = True
+            # Some clients send deflate without the zlib header, whose first byte names the method deflate, 8.
+            wbits = zlib.MAX_WBITS if part[0] & 0xF == 8 else -zlib.MAX_WBITS
+            stream = zlib.decompressobj(16 + zlib.MAX_WBITS if encoding == "gzip" else wbits)
         for start in range(0, len(part), PIECE):
-            inflate.feed(part[start : start + PIECE])
-            while piece := await turns.call(key, inflate.piece):
+            data = part[start : start + PIECE]
+            while piece := await turns.call(key, inflate):
+                data = stream.unconsumed_tail
                 yield piece
-    inflate.end()
+    if not stream.eof:
+        raise InvalidRequestError(f"the body is not complete: its {encoding} has no end")
 
 
 def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
     """Return the request in these bytes.
 
     Raises:
-        InvalidRequestError: as in ``read_request``.
+        InvalidRequestError: it is not JSON, or a field is unknown, unsupported, or has an unusable value.
     """
     check_structure(body)
     try:
@@ -452,11 +392,8 @@ def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRe
 
 
 def _with_integers(fields: dict[str, Any], request_type: type[Struct]) -> None:
-    """Replace floats without a fraction by integers, in place, in all fields that take integers or lists of them: JSON
-    has numbers only, and some clients send 10.0.
-
-    Other floats stay as they are, so that the error that they cause names the field.
-    """
+    """Replace floats without a fraction by integers, in place, in all fields that take integers or lists of integers:
+    JSON has only numbers, and some clients send 10.0. Other floats stay, so that their error names the field."""
     for name in _integer_fields(request_type) & fields.keys():
         fields[name] = _integral(fields[name])
 
@@ -479,7 +416,7 @@ def _integer_fields(request_type: type[Struct]) -> frozenset[str]:
 
 
 def _takes_integers(kind: types.Type) -> bool:
-    """Whether a value of a field may be an integer, or a list of integers, but not another number."""
+    """Return whether a value of a field may be an integer, or a list of integers, but not another number."""
     match kind:
         case types.IntType():
             return True

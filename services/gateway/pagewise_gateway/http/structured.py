@@ -16,10 +16,10 @@ from pagewise_gateway.http.schema import (
     GenerationFields,
     JSONObjectFormat,
     JSONSchemaFormat,
+    NamedToolChoice,
     StructuralTag,
     StructuredOutputs,
 )
-from pagewise_gateway.http.tool_schema import NamedToolChoice
 from pagewise_gateway.metrics import GrammarKind
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.grammars import (

@@ -64,7 +64,6 @@ class SchedulerClient:
     Fields:
         adapters: the LoRA adapters that requests may name.
         closing: whether this gateway stops, and so accepts no more requests.
-        on_end: is called with each request when it has ended.
 
     When the scheduler is lost, no request is lost: each is submitted again to the next scheduler, with its output
     tokens so far. A request that has waited ``timeout`` seconds for a scheduler fails.
@@ -95,7 +94,6 @@ class SchedulerClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self.closing = False
-        self.on_end: Callable[[LiveRequest], None] = lambda live: None
         self._fleet = FleetState(0)
         self._fleet_known = asyncio.Event()  # the scheduler of this epoch has sent a FleetState
         self._queries: dict[int, asyncio.Future[Any]] = {}  # QueryAnswer or AdapterAnswer, as each query asks for
@@ -427,7 +425,6 @@ class SchedulerClient:
             self._idle.set()
         if epoch is not None and stream is not None and live.unfinished:
             self._connection.send(Abort(epoch, stream))
-        self.on_end(live)
 
     async def _tick(self) -> None:
         """Send metrics to the scheduler, and fail requests that have waited too long for a scheduler."""

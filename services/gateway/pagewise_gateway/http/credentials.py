@@ -1,12 +1,18 @@
-"""API keys, and the clients that hold them. The scheduler holds clients to their limits, over all gateways."""
+"""API keys, the clients that hold them, and the TLS certificate. Their files are read again when they change.
+
+The scheduler enforces the limits of clients, over all gateways.
+"""
 
 import hmac
 import logging
 import os
 import re
 import secrets
+import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from msgspec import Struct
@@ -14,14 +20,14 @@ from msgspec.structs import replace
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import KeyLimits
 
-from pagewise_gateway.http.watched_files import WatchedFiles
 from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+CHECK_SECONDS = 1.0
+"""Files are checked, by one ``stat`` each, at most this often."""
 SOLE_NAME = "default"
-"""The name of a key that the environment variable holds without a name. It is the owner's, and so an operator's."""
-
+"""The name of a key that the environment variable holds without a name. It is an operator's key."""
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<rights>(?:\s+\S+)*)"
 )
@@ -36,7 +42,7 @@ _LEAST_PRIORITY = -(2**31)
 LOWEST_PRIORITY = 0
 """The lowest priority that a client may ask for whose line grants none."""
 MOST_KEYS = 10_000
-"""How many keys there may be."""
+"""The maximum number of keys."""
 _SECRET = secrets.token_bytes(32)
 _MOST_FILE_BYTES = 4 * 1024 * 1024
 _NAMED = 10
@@ -44,13 +50,13 @@ _NAMED = 10
 
 
 class Rights(Struct, frozen=True):
-    """What the holders of the API keys of one name may do.
+    """The rights of the API keys of one name.
 
     Fields:
-        limits: what the scheduler holds them to, over all gateways.
-        priority: the lowest priority that their requests may ask for, which runs the earliest. None: any.
+        limits: enforced by the scheduler, over all gateways.
+        priority: the lowest priority that their requests may ask for; the lowest runs the earliest. None: any.
         share: the group of names whose requests share cached KV; empty: requests of this name share it with each other.
-        operator: they see the requests of all keys in ``/debug``, and ``/metrics``.
+        operator: whether they see the requests of all keys in ``/debug``, and ``/metrics``.
     """
 
     limits: KeyLimits = KeyLimits()
@@ -61,7 +67,7 @@ class Rights(Struct, frozen=True):
 
 @dataclass(slots=True)
 class KeyTable:
-    """The valid keys. ``names``: the name of each key, by digest. ``rights``: what each name may do."""
+    """The valid keys. ``names``: the name of each key, by digest. ``rights``: the rights of each name."""
 
     names: dict[bytes, str] = field(default_factory=dict)
     rights: dict[str, Rights] = field(default_factory=dict)
@@ -70,8 +76,8 @@ class KeyTable:
 def digest_of(key: str) -> bytes:
     """Return the digest by which a key is stored and looked up.
 
-    Nobody outside this process can compute the digest of a guessed key. So the time that a lookup takes reveals nothing
-    about the valid keys, in whichever way it compares digests.
+    Only this process can compute the digest of a guessed key. So the time that a lookup takes reveals nothing about the
+    valid keys, in whichever way it compares digests.
     """
     return hmac.digest(_SECRET, key.encode(errors="surrogateescape"), "sha256")
 
@@ -123,9 +129,16 @@ def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
     for word in words:
         name, _, value = word.partition("=")
         if name in _LIMITS:
-            limits[_LIMITS[name]] = _limit(name, value, where)
+            # The length is checked first: converting a string of a million digits to a number takes long.
+            if value != "none" and not (value.isdecimal() and len(value) <= 12 and int(value) > 0):
+                raise ConfigError(f"{where}: {name} takes a whole number from 1, or none")
+            limits[_LIMITS[name]] = None if value == "none" else int(value)
         elif name == "priority":
-            others[name] = _priority(value, where)
+            if not (re.fullmatch(r"0|-[0-9]{1,10}", value) and int(value) >= _LEAST_PRIORITY):
+                raise ConfigError(
+                    f"{where}: priority takes a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed"
+                )
+            others[name] = int(value)
         elif name == "share":
             if not _GROUP.fullmatch(value):
                 raise ConfigError(f"{where}: share takes a name of up to 64 letters, digits, dots, - and _")
@@ -139,25 +152,11 @@ def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
     return Rights(replace(usual, **limits), **others)
 
 
-def _limit(name: str, value: str, where: str) -> int | None:
-    if value == "none":
-        return None
-    if not (value.isdecimal() and int(value[:12]) > 0 and len(value) <= 12):
-        raise ConfigError(f"{where}: {name} takes a whole number from 1, or none")
-    return int(value)
-
-
-def _priority(value: str, where: str) -> int:
-    if re.fullmatch(r"0|-[0-9]{1,10}", value) and int(value) >= _LEAST_PRIORITY:
-        return int(value)
-    raise ConfigError(f"{where}: priority takes a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed")
-
-
 @dataclass(slots=True, frozen=True)
 class Client:
-    """Whoever holds the API keys of one name.
+    """The holder of the API keys of one name.
 
-    ``shares``: whether it shares cached KV with all other clients, because the gateway was started so.
+    ``shares``: whether it shares cached KV with all other clients, which is an option of the gateway.
     """
 
     name: str
@@ -166,7 +165,7 @@ class Client:
 
     @property
     def limits(self) -> KeyLimits:
-        """What the scheduler holds this client to."""
+        """The limits that the scheduler enforces."""
         return self.rights.limits
 
     @property
@@ -176,15 +175,15 @@ class Client:
 
     @property
     def view(self) -> str:
-        """The name whose requests this client may see in ``/debug``; empty: those of everybody."""
+        """The name whose requests this client may see in ``/debug``; empty: the requests of all names."""
         return "" if self.rights.operator else self.name
 
     def cache_salt(self, given: str | None) -> str | None:
-        """Return the salt of a request's cached KV. ``given``: the one in its body, which separates further.
+        """Return the salt of a request's cached KV. ``given``: the salt in its body, which separates further.
 
         The part before the first ``/`` says who shares the cache: all, one group, or one name. Names contain no ``/``
-        and clients choose only what follows it, so no choice leads to the cache of others. Gateways without API keys
-        put their part there too, because they may serve the same fleet.
+        and clients choose only the part behind it, so no choice leads to the cache of others. Gateways without API keys
+        put their part there too, because they may serve the same executors.
         """
         own = f"group:{self.rights.share}" if self.rights.share else f"key:{self.name}"
         sharing = "all" if self.shares else own
@@ -193,8 +192,37 @@ class Client:
         return None if self.shares else sharing
 
 
-EVERYBODY = Client("", Rights(priority=None, operator=True), shares=True)
-"""The only client there is if no API keys are configured."""
+ANONYMOUS = Client("", Rights(priority=None, operator=True), shares=True)
+"""The only client if no API keys are configured."""
+
+
+class WatchedFiles:
+    """Files whose state is remembered, so that a change can be noticed."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._seen = self._signature()
+        self._next_check = monotonic() + CHECK_SECONDS
+
+    def changed(self) -> bool:
+        """Return whether a file has changed since the last check; there is one check in ``CHECK_SECONDS`` at most."""
+        now = monotonic()
+        if now < self._next_check:
+            return False
+        self._next_check = now + CHECK_SECONDS
+        before, self._seen = self._seen, self._signature()
+        return self._seen != before
+
+    def _signature(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(_file_state, self._paths))
+
+
+def _file_state(path: Path) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 class Keyring:
@@ -238,18 +266,15 @@ class Keyring:
     def find(self, key: str) -> Client | None:
         """Return the client that holds ``key``, or None. How long this takes reveals nothing about the valid keys."""
         if self._file.changed():
-            self._reload()
+            try:
+                self._keys = self._load()
+            except ConfigError as error:
+                self._metrics.key_reloads("failed").inc()
+                log.error("the API keys stay as they were: %s", error)
+            else:
+                self._metrics.key_reloads("done").inc()
+                log.info("API keys read again: %d keys", len(self._keys))
         return self._keys.get(digest_of(key))
-
-    def _reload(self) -> None:
-        try:
-            self._keys = self._load()
-        except ConfigError as error:
-            self._metrics.key_reloads("failed").inc()
-            log.error("the API keys stay as they were: %s", error)
-            return
-        self._metrics.key_reloads("done").inc()
-        log.info("API keys read again: %d keys", len(self._keys))
 
     def _load(self) -> dict[bytes, Client]:
         table = KeyTable()
@@ -271,7 +296,7 @@ class Keyring:
         return {digest: clients[name] for digest, name in table.names.items()}
 
     def _check_mode(self, status: os.stat_result, path: Path) -> None:
-        """Warn once if others can read the keys.
+        """Warn once if other users can read the keys.
 
         A file of another owner is read through its group, as in a pod, where secrets belong to root.
         """
@@ -285,3 +310,64 @@ class Keyring:
                 600 if own else 640,
                 path,
             )
+
+
+class Certificate:
+    """A server's certificate chain and private key, in two files or in one.
+
+    They are read again when a file changes, so that renewing a certificate needs no restart. If the files cannot be
+    read or do not belong together, the certificate stays as it was, which is logged and counted.
+
+    Fields:
+        context: the TLS context of a listening socket. New connections get the newest certificate, and open ones keep
+            theirs.
+    """
+
+    def __init__(self, certfile: str, keyfile: str | None, metrics: Metrics) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: they cannot be read, or do not belong together.
+        """
+        self._certfile, self._keyfile = certfile, keyfile
+        self._metrics = metrics
+        self._files = WatchedFiles([Path(file) for file in (certfile, keyfile) if file])
+        self._newest = self.context = self._load()
+        self.context.sni_callback = self._choose
+
+    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Give a connection, in its handshake, the newest certificate."""
+        if self._files.changed():
+            try:
+                self._newest = self._load()
+            except ConfigError as error:
+                self._metrics.certificate_reloads("failed").inc()
+                log.error("the TLS certificate stays as it was: %s", error)
+            else:
+                self._metrics.certificate_reloads("done").inc()
+                log.info("TLS certificate read again from %s", self._certfile)
+        connection.context = self._newest
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Without this password, OpenSSL would ask on the terminal for the password of an encrypted key, and block.
+            context.load_cert_chain(self._certfile, self._keyfile, password=lambda: b"")
+        except (OSError, ValueError) as error:  # also ssl.SSLError
+            files = self._certfile if self._keyfile is None else f"{self._certfile} and {self._keyfile}"
+            raise ConfigError(f"{files} cannot be used as a TLS certificate: {error}") from error
+        return context
+
+
+def load_certificate(certfile: str | None, keyfile: str | None, metrics: Metrics) -> Certificate | None:
+    """Return the certificate that the options name, or None if they name none: HTTP is not encrypted then.
+
+    Raises:
+        ConfigError: there is a key without a certificate, or the files cannot be used.
+    """
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        return None
+    return Certificate(certfile, keyfile, metrics)

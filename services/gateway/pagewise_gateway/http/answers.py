@@ -1,4 +1,8 @@
-"""Submits a request that has been checked, and makes the response of it: one JSON body, or a stream of events."""
+"""Submits a checked request, and makes its answer from the output: one JSON body, or a stream of events.
+
+``Answer`` is the base of all APIs. ``OpenAIAnswer`` has the shape of completions and chats. ``EventAnswer`` is the base
+of the APIs whose events have types (responses, messages).
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -16,16 +20,16 @@ from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service, client_re
 from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
+from pagewise_gateway.http.request_log import Generated, RequestTrace
 from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse, PromptTokensDetails, Usage
 from pagewise_gateway.http.schema import GenerationFields
-from pagewise_gateway.http.tracing import RequestTrace
-from pagewise_gateway.http.writing import DONE, encode, event, stream_events, waited_for_client
+from pagewise_gateway.http.writing import DONE, EventWriter, encode, event, known_error, note_blocked
 from pagewise_gateway.scheduler_client import LiveRequest
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
 ChoiceT = TypeVar("ChoiceT")
 _NO_CHOICES = b'"choices":[]'
-"""The place of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
+"""The position of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
 
 
 @contextmanager
@@ -39,11 +43,10 @@ def generate(
     prompt_bytes: int,
     shown_tokens: frozenset[int] = frozenset(),
 ) -> Iterator[LiveRequest]:
-    """Submit a request that has been checked. Leaving the context aborts what has not ended.
+    """Submit a checked request. Leaving the context aborts the outputs that have not ended.
 
-    The ``index`` of a delta is that of its choice in the response: prompt by prompt, n choices each. ``intake``: what
-    is held for the request. ``prompt_bytes``: what ``AnswerSize.reserve`` returned. ``shown_tokens``: special tokens
-    that are not left out of the text.
+    The ``index`` of a delta is that of its choice in the response: prompt by prompt, n choices each. ``prompt_bytes``:
+    as ``AnswerSize.reserve`` returns it. ``shown_tokens``: special tokens that stay in the text.
     """
     service, client, trace = request.app[Service.KEY], request[CLIENT], request.get(RequestTrace.KEY)
     submit = Submit(
@@ -74,7 +77,7 @@ def generate(
         whole=not body.stream,
         prompt_bytes=prompt_bytes,
     )
-    waited_for_client(request, 0.0)  # so far
+    note_blocked(request, 0.0)  # so far
     if trace is not None:
         trace.submitted = monotonic()
     live = service.scheduler_client.submit(submit, options, intake.counted, intake.answer)
@@ -82,8 +85,9 @@ def generate(
         yield live
     finally:
         try:
+            generated = request[Generated.KEY] = Generated.of(live)
             if trace is not None:
-                trace.generated(live)
+                trace.generated(live, generated)
         finally:
             live.abort()
 
@@ -94,14 +98,102 @@ def usage(live: LiveRequest) -> Usage:
     return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))
 
 
-class Responder(ABC, Generic[ChunkT, ChoiceT]):
-    """Turns what a generation brings into the response to its request: a stream of events, or one JSON body.
+class Answer(ABC):
+    """Makes the answer to one request from its output.
 
-    Answers that take long to make are made in pieces (see ``LoopTurns``). Generators yield each piece that is done, and
-    an empty one where other tasks may run.
+    Long answers are made in pieces, in turns (``LoopTurns``). Generators yield each piece that is done, and an empty
+    one where other tasks may run.
+
+    Fields:
+        end: the bytes behind the last event of a stream.
+        cheap: whether all events are made so fast that they need no turns.
     """
 
     end = DONE
+    cheap = False
+
+    def __init__(self, service: Service, body: GenerationFields, live: LiveRequest) -> None:
+        self._service, self._body, self._live = service, body, live
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
+        if self._body.stream:
+            return await self._stream(request)
+        pieces = self.whole(await self._live.outcome())
+        body = await self._service.turns.all(request[CLIENT].name, pieces)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the events of all deltas as they arrive, then ``last`` and ``end``.
+
+        The response begins with the first deltas. So a request that fails before them still gets an error status, and
+        clients that measure the time to the first event measure the time to the first token.
+        """
+        writer, turns, key, live = EventWriter(request), self._service.turns, request[CLIENT].name, self._live
+
+        # The scheduler client calls a follower with every token. It writes without waking this task, which would take
+        # as long as all other work on the token. If the client of the request has unread data, this task writes.
+        def write_cheap() -> bool:
+            if not writer.ready():
+                return False
+            writer.write(self.events(live.take_news()))
+            return True
+
+        def write_quick() -> bool:
+            if not (writer.ready() and self.quick() and turns.free()):
+                return False
+            writer.write(self.events(live.take_news()))
+            turns.done()
+            return True
+
+        follower = write_cheap if self.cheap else write_quick
+        try:
+            while news := await live.next():
+                if self.cheap:
+                    await writer.send(self.events(news))
+                else:
+                    pieces = self.pieces(news)
+                    del news  # so that each delta is freed once its events are made
+                    while (piece := await turns.next(key, pieces)) is not None:
+                        await writer.send(piece)
+                live.follow(follower)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not writer.response.prepared:
+                raise
+            await writer.send(self.error(known_error(error, request)))
+            return await writer.finish()
+        await writer.send(self.last() + self.end)
+        return await writer.finish()
+
+    def quick(self) -> bool:
+        """Return whether the events of the deltas that have arrived may be made at once."""
+        return self._live.few_unread
+
+    def events(self, news: list[SequenceDelta]) -> bytes:
+        """Return the events for these deltas."""
+        return b"".join(self.pieces(news))
+
+    @abstractmethod
+    def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the events for these deltas in pieces."""
+
+    @abstractmethod
+    def whole(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the JSON body of an answer that is not streamed, in pieces."""
+
+    def last(self) -> bytes:
+        """Return the event that ends a complete stream, or nothing."""
+        return b""
+
+    @abstractmethod
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed, in the shape of its API."""
+
+
+class OpenAIAnswer(Answer, Generic[ChunkT, ChoiceT]):
+    """An answer in the shape of OpenAI's completions and chats: choices, and chunks of them."""
 
     def __init__(
         self,
@@ -115,34 +207,15 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
     ) -> None:
         """``chunk_type`` makes a chunk of the stream from its id, creation time, model and choices. ``logprobs``:
         whether the client asked for log-probabilities."""
+        super().__init__(service, body, live)
         self._chunk_type = chunk_type
-        self._service, self._body, self._live = service, body, live
         self._id, self._created, self._model = completion_id, int(time.time()), body.model or service.limits.model_name
         options = body.stream_options
         self._usage_wanted = bool(options and options.include_usage)
         self._usage_in_every_chunk = bool(self._usage_wanted and options and options.continuous_usage_stats)
         # Most chunks carry nothing but text, and are made from a template.
         self._only_text = not (self._usage_in_every_chunk or body.return_token_ids or logprobs)
-        self._repeats = False
-
-    async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
-        if self._body.stream:
-            return await stream_events(request, self._live, self)
-        pieces = self._answer_pieces(await self._live.outcome())
-        body = await self._service.turns.all(request[CLIENT].name, pieces)
-        return web.Response(body=body, content_type="application/json")
-
-    # ---- for ``stream_events`` -----------------------------------------------------------------------
-
-    @property
-    def cheap(self) -> bool:
-        """Whether all events are made so fast that they need no turns."""
-        return self._only_text and not self._repeats
-
-    def quick(self) -> bool:
-        """Whether the events of what has arrived may be made at once."""
-        return not self._repeating() and self._live.few_unread
+        self.cheap = self._only_text
 
     def events(self, news: list[SequenceDelta]) -> bytes:
         """Return the events for these deltas."""
@@ -151,9 +224,20 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
         return b"".join([self._event(delta) for delta in news])
 
     def pieces(self, news: Iterable[SequenceDelta]) -> Iterator[bytes]:
-        """Yield the same in pieces."""
+        """Yield the events for these deltas in pieces."""
         for delta in news:
             yield from self._event_pieces(delta)
+
+    def whole(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
+        """Yield the JSON body of an answer that is not streamed, in pieces."""
+        before, after = encode(self._answer()).split(_NO_CHOICES)
+        yield before + _NO_CHOICES[:-1]
+        comma = b""
+        for delta in outputs:
+            choice = yield from self._whole_choice(delta)
+            yield comma + encode(choice)
+            comma = b","
+        yield _NO_CHOICES[-1:] + after
 
     def last(self) -> bytes:
         """Return the event with the token counts that ends a stream, or nothing if the client did not ask for it."""
@@ -166,8 +250,6 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
     def error(self, error: APIError) -> bytes:
         """Return the event that ends a stream which has failed."""
         return b"data: %b\n\n" % error.body()
-
-    # ---- helpers --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _answer(self) -> ChatResponse | CompletionResponse:
@@ -183,24 +265,9 @@ class Responder(ABC, Generic[ChunkT, ChoiceT]):
 
     @abstractmethod
     def _event_pieces(self, delta: SequenceDelta) -> Iterator[bytes]:
-        """Yield the same in pieces."""
-
-    def _repeating(self) -> bool:
-        """Whether some choice has not sent yet what it repeats of its prompt."""
-        return False
-
-    def _answer_pieces(self, outputs: Iterable[SequenceDelta]) -> Iterator[bytes]:
-        before, after = encode(self._answer()).split(_NO_CHOICES)
-        yield before + _NO_CHOICES[:-1]
-        comma = b""
-        for delta in outputs:
-            choice = yield from self._whole_choice(delta)
-            yield comma + encode(choice)
-            comma = b","
-        yield _NO_CHOICES[-1:] + after
+        """Yield the events for this delta in pieces."""
 
     def _chunk(self, choices: list[ChoiceT]) -> ChunkT:
-        """Return a chunk of the stream with these choices."""
         chunk = self._chunk_type(self._id, self._created, self._model, choices)
         if self._usage_wanted:  # then OpenAI's chunks have a usage of null, except for the last one
             chunk.usage = usage(self._live) if self._usage_in_every_chunk else None

@@ -4,8 +4,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewise_gateway.http.schema import SCHEMAS, CacheRetention, Ignored, ReasoningEffort, TemplateKwargs
-from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
+from pagewise_gateway.http.schema import (
+    MAX_TOOLS,
+    SCHEMAS,
+    CacheRetention,
+    FunctionName,
+    Ignored,
+    ReasoningEffort,
+    TemplateKwargs,
+)
 
 MAX_ITEMS = 4096
 _ITEMS = (

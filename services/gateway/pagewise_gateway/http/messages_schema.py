@@ -4,8 +4,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from pagewise_gateway.http.schema import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, SCHEMAS, TemplateKwargs
-from pagewise_gateway.http.tool_schema import MAX_TOOLS, FunctionName
+from pagewise_gateway.http.schema import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_TOOLS,
+    SCHEMAS,
+    FunctionName,
+    TemplateKwargs,
+)
 
 MAX_MESSAGES = 4096
 Id = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -1,0 +1,426 @@
+"""``POST /v1/responses``: a translation of OpenAI's Responses API to and from chats."""
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import cache
+from io import StringIO
+from typing import Any, ClassVar, cast
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Raw, Struct, structs
+
+from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http import responses_schema as schema
+from pagewise_gateway.http.answers import usage as usage_of
+from pagewise_gateway.http.chat import ChatRun, run_chat
+from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.event_answer import EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
+from pagewise_gateway.http.parsing import explain, read_request
+from pagewise_gateway.http.schema import (
+    AssistantToolCall,
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ChosenFunction,
+    ContentPart,
+    JSONObjectFormat,
+    JSONSchema,
+    JSONSchemaFormat,
+    NamedToolChoice,
+    ResponseFormat,
+    ToolChoice,
+    function_tools,
+)
+from pagewise_gateway.http.writing import encode
+from pagewise_gateway.metrics import LeftOutTool
+from pagewise_gateway.text.output_parsing.deltas import DeltaKind
+
+log = logging.getLogger(__name__)
+
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""The fields of a chat that have other names in this API."""
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    """Continue a conversation that consists of items.
+
+    Raises:
+        APIError: the request is invalid, or cannot be served now.
+        GenerationError: the request was not accepted, or failed before the response began.
+    """
+    service, key = request.app[Service.KEY], request[CLIENT].name
+    body, intake = await read_request(request, schema.ResponsesRequest)
+    for kind in drop_other_tools(body):
+        _warn_once(kind)
+        service.metrics.requests_without_tools(kind).inc()
+    chat = chat_request(body)
+    model = body.model or service.limits.model_name
+    response, num_bytes = new_response(f"resp_{request[REQUEST_ID]}", model, body)
+    del body  # this frame lives until the response has ended
+    try:
+        return await run_chat(
+            request,
+            chat,
+            intake,
+            lambda run: ResponseAnswer(run, response, Reservation(service.answer_memory, key)),
+            repeated=num_bytes,
+        )
+    except InvalidRequestError as error:
+        error.rename(_NAMES)
+        raise
+
+
+@cache
+def _warn_once(kind: str) -> None:
+    log.warning("tools of type %s are left out of requests that have functions, too", kind)
+
+
+# ---- the request ----
+
+_ITEMS: dict[str, type[Struct]] = {
+    "message": schema.MessageItem,
+    "reasoning": schema.ReasoningItem,
+    "function_call": schema.FunctionCallItem,
+    "function_call_output": schema.FunctionOutputItem,
+}
+
+
+def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
+    """Return the chat that a request for a response asks for. Its tools are functions (``drop_other_tools``).
+
+    Raises:
+        InvalidRequestError: an item is invalid, or the request asks for stored responses.
+    """
+    _check_stateless(body)
+    return ChatRequest(
+        messages=_messages(body),
+        model=body.model,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=function_tools(tool for tool in body.tools or () if isinstance(tool, schema.FunctionTool)),
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        response_format=_format(body),
+        stream=body.stream,
+        chat_template_kwargs=body.chat_template_kwargs,
+        cache_salt=body.cache_salt,
+        prompt_cache_retention=body.prompt_cache_retention,
+    )
+
+
+def drop_other_tools(body: schema.ResponsesRequest) -> set[LeftOutTool]:
+    """Drop the tools that are not functions, and return their types.
+
+    Agents offer such tools beside their functions to every server, and work without them if the model never calls one.
+
+    Raises:
+        UnsupportedParameterError: there are other tools and no functions, so the request needs such a tool.
+    """
+    tools = body.tools or []
+    functions: list[schema.ResponseTool] = [tool for tool in tools if isinstance(tool, schema.FunctionTool)]
+    others = [
+        cast(LeftOutTool, tool.__struct_config__.tag) for tool in tools if not isinstance(tool, schema.FunctionTool)
+    ]
+    if others and not functions:
+        raise UnsupportedParameterError(
+            f"tools: {others[0]} is not supported by Pagewise, only functions are", "tools[0].type"
+        )
+    body.tools = functions or None
+    return set(others)
+
+
+def _check_stateless(body: schema.ResponsesRequest) -> None:
+    for name in ("store", "previous_response_id", "background"):
+        if getattr(body, name):
+            raise UnsupportedParameterError(f"{name} is not supported by Pagewise, which stores no responses", name)
+    for wanted in body.include or ():
+        if wanted != "reasoning.encrypted_content":  # stateless clients always ask for it; the answer has none
+            raise UnsupportedParameterError(f"include: {wanted!r} is not supported by Pagewise", "include")
+
+
+def _messages(body: schema.ResponsesRequest) -> list[ChatMessage]:
+    """Return the messages of the chat. Consecutive reasoning, text and calls of the model become one message."""
+    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not given:
+        raise InvalidRequestError("input must not be empty", "input")
+    if len(given) > schema.MAX_ITEMS:
+        raise InvalidRequestError(f"input: {len(given)} items are too many, at most {schema.MAX_ITEMS}", "input")
+    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
+    for number, item in enumerate(given):
+        message = _message(_item(item, number))
+        if messages and _continues(messages[-1], message):
+            message = _joined(messages.pop(), message)
+        messages.append(message)
+    messages = [message for message in messages if message != ChatMessage("assistant")]
+    if not messages:
+        raise InvalidRequestError("input contains nothing that is a part of the prompt", "input")
+    return messages
+
+
+def _message(item: Struct) -> ChatMessage:
+    match item:
+        case schema.ReasoningItem():
+            return ChatMessage("assistant", reasoning="\n".join(part.text for part in item.content or ()) or None)
+        case schema.FunctionCallItem():
+            call = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
+            return ChatMessage("assistant", tool_calls=[call])
+        case schema.FunctionOutputItem():
+            return ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
+        case _:
+            assert isinstance(item, schema.MessageItem)
+            return ChatMessage(item.role, _content(item.content))
+
+
+def _continues(last: ChatMessage, message: ChatMessage) -> bool:
+    """Return whether a message of the model continues its last message. Calls always do. Reasoning and text do only if
+    the last message has no text and no calls."""
+    belongs = bool(message.tool_calls) or not (last.content or last.tool_calls)
+    return belongs and last.role == message.role == "assistant"
+
+
+def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
+    return structs.replace(
+        last,
+        content=last.content if message.content is None else message.content,
+        reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))) or None,
+        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+    )
+
+
+def _item(given: dict[str, Any], number: int) -> Struct:
+    location = f"input[{number}]"
+    kind = given.get("type") or "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise UnsupportedParameterError(f"{location}: items of type {kind!r} are not supported by Pagewise", location)
+    kept = _without_nulls(given)
+    kept.pop("encrypted_content", None)
+    try:
+        return msgspec.convert(kept, _ITEMS[kind])
+    except msgspec.ValidationError as error:
+        raised = explain(error, given)
+        raise type(raised)(
+            f"{location}: {raised}", f"{location}.{raised.param}" if raised.param else location
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return an item without its null fields, which clients add to the items and parts that they repeat."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(inner) if isinstance(inner, list) else inner
+            for name, inner in value.items()
+            if inner is not None
+        }
+    return value
+
+
+def _content(content: str | list[schema.InputText]) -> str | list[ContentPart]:
+    return content if isinstance(content, str) else [ContentPart("text", part.text) for part in content]
+
+
+def _tool_choice(body: schema.ResponsesRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if isinstance(choice, schema.NamedFunction):
+        return NamedToolChoice("function", ChosenFunction(choice.name))
+    return choice
+
+
+def _format(body: schema.ResponsesRequest) -> ResponseFormat | None:
+    wanted = body.text.format if body.text is not None else None
+    if isinstance(wanted, schema.JSONObject):
+        return JSONObjectFormat()
+    if isinstance(wanted, schema.JSONSchemaText):
+        return JSONSchemaFormat(JSONSchema(wanted.name, wanted.schema))
+    return None
+
+
+# ---- the answer ----
+
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "message": {"content_index": 0, "logprobs": []},
+    "reasoning": {"content_index": 0},
+    "function_call": {},
+}
+"""Type of an item -> the fields that the events of its text have besides the text."""
+_CHARACTER_BYTES = 4
+"""The most bytes of a character in a text that is not ASCII."""
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""HTTP status of an error -> OpenAI's code of the failed response; others are server_error."""
+
+
+def new_response(response_id: str, model: str, body: schema.ResponsesRequest) -> tuple[schema.Response, int]:
+    """Return the response to a request before it has any output, and the bytes of the fields that it repeats of the
+    request.
+
+    These fields are kept as JSON, because they live as long as the response, and objects would take ten times as much.
+    """
+    choice = encode(body.tool_choice) if body.tool_choice is not None else b'"auto"'
+    text = encode(body.text) if body.text and body.text.format else b'{"format":{"type":"text"}}'
+    tools, instructions, metadata = encode(body.tools or []), encode(body.instructions), encode(body.metadata or {})
+    response = schema.Response(
+        response_id,
+        int(time.time()),
+        model,
+        [],
+        "in_progress",
+        body.parallel_tool_calls is not False,
+        Raw(choice),
+        Raw(tools),
+        Raw(text),
+        Raw(encode(body.reasoning)),
+        Raw(instructions),
+        Raw(metadata),
+        max_output_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+    )
+    return response, sum(map(len, (choice, tools, text, instructions, metadata)))
+
+
+class ResponseAnswer(EventAnswer):
+    """Turns the output of a chat into a response: one JSON body, or events.
+
+    The last event has all of the response, so a stream takes memory for the texts that it has sent.
+    """
+
+    kinds: ClassVar[Mapping[DeltaKind, str]] = {
+        "content": "message",
+        "reasoning": "reasoning",
+        "call": "function_call",
+        "arguments": "function_call",
+    }
+
+    def __init__(self, run: ChatRun, response: schema.Response, memory: Reservation) -> None:
+        """``response``: as ``new_response`` returns it. ``memory``: for the texts that a stream has sent."""
+        super().__init__(run)
+        self._memory, self._num_sent = memory, 0
+        self._sequence = 0
+        self._text = StringIO()  # of the item that is open
+        self._open: schema.OutputItem | None = None
+        self._response = response
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``request`` with a stream of events if its body asks for one, else with one JSON body."""
+        try:
+            return await super().respond(request)
+        finally:
+            self._memory.release()
+
+    def error(self, error: APIError) -> bytes:
+        """Return the event that ends a stream which has failed."""
+        return as_bytes(self._failed(error))
+
+    def _begin(self) -> Iterator[schema.ResponseEvent]:
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
+
+    def _response_body(self) -> schema.Response:
+        return self._response
+
+    def _extend(self, kind: str, text: str) -> schema.ResponseEvent:
+        self._text.write(text)
+        if self._body.stream:  # else the output counts
+            self._num_sent += len(text) * (1 if text.isascii() else _CHARACTER_BYTES)
+            if self._num_sent > self._memory.size + UNCOUNTED_BYTES:
+                self._memory.grow_to(self._num_sent)
+        return self._of_item(f"response.{_DELTAS[kind]}.delta", delta=text, **_FIELDS[kind])
+
+    def _open_item(self, kind: str, name: str) -> Iterator[schema.ResponseEvent]:
+        item = schema.OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
+        if kind == "function_call":
+            item.call_id, item.name, item.arguments = self._run.new_id(), name, ""
+        else:
+            item.content = []
+            item.role = "assistant" if kind == "message" else UNSET
+            item.summary = [] if kind == "reasoning" else UNSET
+        self._response.output.append(item)
+        self._open, self._text = item, StringIO()
+        yield self._event("response.output_item.added", output_index=self._index, item=item)
+        if kind != "function_call":
+            yield self._of_item("response.content_part.added", content_index=0, part=self._part(""))
+
+    def _close(self, status: str = "completed") -> Iterator[schema.ResponseEvent]:
+        item = self._open
+        if item is None:
+            return
+        text, done = self._complete(item, status), f"response.{_DELTAS[item.type]}.done"
+        if item.type == "function_call":
+            yield self._of_item(done, name=item.name, arguments=text)
+        else:
+            yield self._of_item(done, text=text, **_FIELDS[item.type])
+            yield self._of_item("response.content_part.done", content_index=0, part=self._part(text))
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+        self._open = None
+
+    def _complete(self, item: schema.OutputItem, status: str) -> str:
+        """Set the text of the open item, and return it."""
+        text, item.status = self._text.getvalue(), status
+        self._text = StringIO()
+        if item.type == "function_call":
+            item.arguments = text
+        else:
+            item.content = [self._part(text)]
+        return text
+
+    def _finish(self, delta: SequenceDelta) -> Iterator[schema.ResponseEvent]:
+        if delta.finish_reason == "abort":
+            yield self._failed(ended_early())
+            return
+        complete = delta.finish_reason == "stop"
+        cut_off = self._open is not None and self._open.type == "function_call" and not self._parser.whole
+        yield from self._close("completed" if complete and not cut_off else "incomplete")
+        response = self._response
+        response.status = "completed" if complete else "incomplete"
+        if not complete:
+            response.incomplete_details = schema.IncompleteDetails("max_output_tokens")
+        response.usage = self._usage()
+        yield self._event(f"response.{response.status}", response=response)
+
+    def _failed(self, error: APIError) -> schema.ResponseEvent:
+        """Return the last event of a response that has failed. The open item gets no event of its end, because a client
+        might call a function with arguments that are cut off."""
+        response = self._response
+        if self._open is not None:
+            self._complete(self._open, "incomplete")
+        response.status, response.usage = "failed", self._usage()
+        response.error = schema.ResponseError(_CODES.get(error.status, "server_error"), str(error))
+        return self._event("response.failed", response=response)
+
+    def _usage(self) -> schema.ResponseUsage:
+        usage = usage_of(self._run.live)
+        return schema.ResponseUsage(
+            usage.prompt_tokens,
+            schema.InputDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            schema.OutputDetails(),
+            usage.total_tokens,
+        )
+
+    @property
+    def _index(self) -> int:
+        return len(self._response.output) - 1
+
+    def _part(self, text: str) -> schema.OutputText:
+        assert self._open is not None
+        if self._open.type == "reasoning":
+            return schema.OutputText(text, "reasoning_text")
+        return schema.OutputText(text, annotations=[], logprobs=[])
+
+    def _of_item(self, kind: str, **fields: Any) -> schema.ResponseEvent:
+        assert self._open is not None
+        return self._event(kind, output_index=self._index, item_id=self._open.id, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> schema.ResponseEvent:
+        self._sequence += 1
+        return schema.ResponseEvent(kind, self._sequence - 1, **fields)
