@@ -19,9 +19,10 @@ import numpy as np
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 
+from pagewise_gateway.http.conversation import check_chat, render_chat
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.parsing import parse_request
-from pagewise_gateway.http.prompts import check_chat, check_prompts, render_chat
+from pagewise_gateway.http.prompts import check_prompts
 from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, TokenId
 from pagewise_gateway.repeats import WINDOW, RepeatFinder, Repeats
 from pagewise_gateway.text.template import ChatTemplateError

@@ -46,7 +46,7 @@ async def _load(request: web.Request) -> web.Response:
         APIError: it is not allowed, or the adapter cannot be served.
         AdmissionError: there is no scheduler, or no executor.
     """
-    service = _checked(request)
+    service = _check_rights(request)
     body, _ = await read_request(request, LoadAdapterRequest)
     if body.lora_name == service.limits.model_name:
         raise InvalidRequestError(f"lora_name: {body.lora_name!r} is the name of the model", "lora_name")
@@ -71,7 +71,7 @@ async def _unload(request: web.Request) -> web.Response:
         APIError: it is not allowed, or there is no such adapter.
         AdmissionError: there is no scheduler.
     """
-    service = _checked(request)
+    service = _check_rights(request)
     body, _ = await read_request(request, UnloadAdapterRequest)
     try:
         await service.scheduler_client.unload_adapter(body.lora_name)
@@ -93,12 +93,7 @@ def read_modules(config: GatewayConfig) -> list[Adapter]:
     return [read_adapter(name, path, max_adapter_rank(config)) for name, path in modules.items()]
 
 
-def _checked(request: web.Request) -> Service:
-    """Return the service if this client may load and unload adapters.
-
-    Raises:
-        ForbiddenError: the options do not allow it, or the client is not an operator.
-    """
+def _check_rights(request: web.Request) -> Service:
     service, client = request.app[Service.KEY], request[CLIENT]
     if not service.limits.max_adapter_rank:
         raise ForbiddenError("no adapters are served: start the gateways with --enable-lora")

@@ -128,7 +128,6 @@ def create_app(
 
 
 def _routes() -> list[web.RouteDef]:
-    """Return the routes, without the console's."""
     return [
         web.post("/v1/completions", create_completion),
         web.post("/v1/chat/completions", create_chat_completion),
@@ -153,8 +152,7 @@ def _routes() -> list[web.RouteDef]:
 
 
 def _middlewares(config: GatewayConfig, metrics: Metrics, tracing: Tracing | None) -> list[Middleware]:
-    """Return the middlewares, the outermost first."""
-    recording: list[Middleware] = []
+    recording: list[Middleware] = []  # the outermost first
     if tracing is not None:
         recording.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
     if config.log_requests:

@@ -3,7 +3,7 @@
 import secrets
 import string
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from aiohttp import web
@@ -11,35 +11,22 @@ from msgspec import UNSET
 from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.http import params, responses
 from pagewise_gateway.http.answers import Answer, OpenAIAnswer, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize, Intake
 from pagewise_gateway.http.logprobs import chat_logprobs
-from pagewise_gateway.http.params import (
-    check_common,
-    check_output_length,
-    check_priority,
-    output_budget,
-    sampling_params,
-    strip,
-    truncated,
-)
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import check_segments, encode_bad_words, encode_chat, prompt_segments
 from pagewise_gateway.http.responses import (
-    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
     ChatResponse,
-    FunctionCall,
-    FunctionCallDelta,
-    ToolCall,
-    ToolCallDelta,
 )
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
@@ -117,14 +104,20 @@ class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):
         )
 
     def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
+        message, reason = yield from self._message(delta)
         return ChatChoice(
             delta.index,
-            AssistantMessage(delta.text),
+            message,
             (yield from self._logprobs(delta)),
-            delta.finish_reason,
+            reason,
             delta.stop_reason,
             delta.token_ids if self._token_ids_wanted else UNSET,
         )
+
+    def _message(self, delta: SequenceDelta) -> Generator[bytes, None, tuple[responses.AssistantMessage, str | None]]:
+        """Return the message of a whole output, and its finish reason."""
+        yield from ()
+        return responses.AssistantMessage(delta.text), delta.finish_reason
 
     def _event(self, delta: SequenceDelta) -> bytes:
         template = self._templates.get(delta.index)
@@ -146,13 +139,13 @@ class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):
             choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids)
             yield event(self._chunk([choice]))
         if delta.finish_reason is not None:
-            ending = ChatChunkChoice(
-                index, ChatDelta(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
-            )
-            yield event(self._chunk([ending]))
+            yield self._ending(delta, delta.finish_reason)
+
+    def _ending(self, delta: SequenceDelta, reason: str | None) -> bytes:
+        ending = ChatChunkChoice(delta.index, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
+        return event(self._chunk([ending]))
 
     def _opening(self, index: int) -> bytes:
-        """Return the first event of an output."""
         chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
         chunk.prompt_token_ids = self._prompt_token_ids
         return event(chunk)
@@ -173,7 +166,7 @@ class ParsedAnswer(ChatAnswer):
         self._outputs: dict[int, _Output] = {}
         self.cheap = False  # parsing many unread tokens at once takes too long
 
-    def _whole_choice(self, delta: SequenceDelta) -> Generator[bytes, None, ChatChoice]:
+    def _message(self, delta: SequenceDelta) -> Generator[bytes, None, tuple[responses.AssistantMessage, str | None]]:
         parser = self._run.parser()
         news: list[Delta] = []
         for text in cut(delta.text):
@@ -181,23 +174,17 @@ class ParsedAnswer(ChatAnswer):
             yield b""
         parsed = joined([*news, *parser.finish()])
         reasoning = parsed.reasoning or None if self._reasoning else UNSET
-        message = AssistantMessage(
+        message = responses.AssistantMessage(
             parsed.content or (None if parsed.calls or parsed.reasoning else ""),
             reasoning=reasoning,
             reasoning_content=reasoning,
         )
         if parsed.calls:
             message.tool_calls = [
-                ToolCall(self._run.new_id(), FunctionCall(call.name, call.arguments)) for call in parsed.calls
+                responses.ToolCall(self._run.new_id(), responses.FunctionCall(call.name, call.arguments))
+                for call in parsed.calls
             ]
-        return ChatChoice(
-            delta.index,
-            message,
-            (yield from self._logprobs(delta)),
-            finish_reason(delta, parser),
-            delta.stop_reason,
-            delta.token_ids if self._token_ids_wanted else UNSET,
-        )
+        return message, finish_reason(delta, parser)
 
     def _event(self, delta: SequenceDelta) -> bytes:
         output = self._outputs.get(delta.index)
@@ -222,17 +209,15 @@ class ParsedAnswer(ChatAnswer):
         if delta.finish_reason is not None:
             for new in output.parser.finish():
                 yield self._delta_event(index, output, new)
-            reason = finish_reason(delta, output.parser)
-            ending = ChatChunkChoice(index, ChatDelta(), finish_reason=reason, stop_reason=delta.stop_reason)
-            yield event(self._chunk([ending]))
+            yield self._ending(delta, finish_reason(delta, output.parser))
 
     def _delta_event(self, index: int, output: "_Output", new: Delta) -> bytes:
         """Return the event for a piece of the message; nothing if the client does not want it."""
         if new.kind == "call":
             output.calls += 1
             output.templates.pop("arguments", None)
-            called = FunctionCallDelta(new.text, "")
-            call = ToolCallDelta(output.calls - 1, called, self._run.new_id(), "function")
+            called = responses.FunctionCallDelta(new.text, "")
+            call = responses.ToolCallDelta(output.calls - 1, called, self._run.new_id(), "function")
             return event(self._chunk([ChatChunkChoice(index, ChatDelta(tool_calls=[call]))]))
         if new.kind == "reasoning" and not self._reasoning:
             return b""
@@ -249,19 +234,19 @@ class ParsedAnswer(ChatAnswer):
         elif new.kind == "reasoning":
             delta = ChatDelta(reasoning=new.text, reasoning_content=new.text)
         else:
-            delta = ChatDelta(tool_calls=[ToolCallDelta(output.calls - 1, FunctionCallDelta(arguments=new.text))])
+            delta = ChatDelta(
+                tool_calls=[responses.ToolCallDelta(output.calls - 1, responses.FunctionCallDelta(arguments=new.text))]
+            )
         return self._chunk([ChatChunkChoice(index, delta)])
 
 
+@dataclass(slots=True)
 class _Output:
     """One output of a stream. ``calls``: the number that was sent. ``templates``: of events, by the kind of delta."""
 
-    __slots__ = ("calls", "parser", "templates")
-
-    def __init__(self, parser: MessageParser) -> None:
-        self.parser = parser
-        self.calls = 0
-        self.templates: dict[str, EventTemplate] = {}
+    parser: MessageParser
+    calls: int = 0
+    templates: dict[str, EventTemplate] = field(default_factory=dict)
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -296,8 +281,8 @@ async def run_chat(
         APIError, GenerationError: as ``create_chat_completion``.
     """
     service = request.app[Service.KEY]
-    n = check_common(body, service.limits)
-    check_priority(body, request[CLIENT])
+    n = params.check_common(body, service.limits)
+    params.check_priority(body, request[CLIENT])
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_segments(body)
@@ -308,7 +293,7 @@ async def run_chat(
     capacity = await service.scheduler_client.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
-    check_output_length(wanted, capacity, given, least=1)
+    params.check_output_length(wanted, capacity, given, least=1)
     encoded = await encode_chat(service, body, capacity, request[CLIENT].name)
     start: Start = "main"
     if parsing is not None:
@@ -319,7 +304,7 @@ async def run_chat(
         capacity,
         request[CLIENT].name,
     )
-    sampling = sampling_params(
+    sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
@@ -328,13 +313,13 @@ async def run_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
     )
-    tokens = truncated(encoded.tokens, body, wanted, capacity)
-    size = AnswerSize.of(n, body.stream, service.answer_memory, logprobs=sampling.logprobs, echo=False, ids=False)
+    tokens = params.truncated(encoded.tokens, body, wanted, capacity)
+    size = AnswerSize(n, body.stream, service.answer_memory.share, sampling.logprobs)
     default = size.default_tokens(len(tokens), repeated)
-    budget = output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
+    budget = params.output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded))
     continues = bool(body.continue_final_message)
-    strip(body)
+    params.strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer, repeated)
     del encoded, tokens  # this frame lives until the response has ended

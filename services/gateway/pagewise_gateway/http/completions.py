@@ -10,21 +10,11 @@ from msgspec import Raw
 from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import Capacity, SequenceDelta
-from pagewise_gateway.http import responses
+from pagewise_gateway.http import params, responses
 from pagewise_gateway.http.answers import OpenAIAnswer, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.intake import AnswerSize
-from pagewise_gateway.http.logprobs import NOTHING, CompletionLogprobs, CompletionLogprobsBuilder
-from pagewise_gateway.http.params import (
-    check_common,
-    check_num_sequences,
-    check_output_length,
-    check_priority,
-    output_budget,
-    sampling_params,
-    strip,
-    truncated,
-)
+from pagewise_gateway.http.logprobs import NO_LOGPROBS, CompletionLogprobsBuilder, LogprobColumns, columns_json
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import (
     check_prompts,
@@ -51,14 +41,14 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     """
     service = request.app[Service.KEY]
     body, intake = await read_request(request, CompletionRequest)
-    n = check_common(body, service.limits)
-    check_priority(body, request[CLIENT])
+    n = params.check_common(body, service.limits)
+    params.check_priority(body, request[CLIENT])
     given = check_prompts(body)
-    check_num_sequences(len(given), n)
+    params.check_num_sequences(len(given), n)
     check_segments(body, given)
     capacity = await service.scheduler_client.wait_for_capacity()
-    check_output_length(body.max_tokens, capacity, "max_tokens")
-    sampling = sampling_params(
+    params.check_output_length(body.max_tokens, capacity, "max_tokens")
+    sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
@@ -67,17 +57,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    size = AnswerSize.of(
-        n,
-        body.stream,
-        service.answer_memory,
-        logprobs=body.logprobs,
-        echo=bool(body.echo),
-        ids=bool(body.return_token_ids),
+    size = AnswerSize(
+        n, body.stream, service.answer_memory.share, body.logprobs, bool(body.echo), body.return_token_ids
     )
     prompts, texts = await _encoded(service, given, body, capacity, request[CLIENT].name)
     del given  # this frame lives until the response has ended
-    strip(body)
+    params.strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve(prompts, intake.answer)
     with generate(request, body, prompts, sampling, n, intake, prompt_bytes) as live:
@@ -99,16 +84,14 @@ async def _encoded(
         if prompts:  # lets other requests run between the texts of one that has many
             await asyncio.sleep(0)
         encoded = await encode_prompt(service, one, body, capacity, key)
-        tokens = truncated(encoded.tokens, body, body.max_tokens, capacity)
-        budget = output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
+        tokens = params.truncated(encoded.tokens, body, body.max_tokens, capacity)
+        budget = params.output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
         texts.append(one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None)
         prompts.append(Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded)))
     return tuple(prompts), texts
 
 
 class _Completion(OpenAIAnswer[CompletionResponse, CompletionChoice]):
-    """The response to a text completion."""
-
     def __init__(
         self,
         completion_id: str,
@@ -124,7 +107,7 @@ class _Completion(OpenAIAnswer[CompletionResponse, CompletionChoice]):
         self._choices: list[_Choice] = []
         for number, text in enumerate(texts):
             repeated = _Repeated(service, body, text, live, number)
-            self._choices += [_Choice(service, body, repeated) for _ in range(live.request.params.n)]
+            self._choices += [_Choice(body, repeated) for _ in range(live.request.params.n)]
         self._unopened = len(self._choices)
 
     def quick(self) -> bool:
@@ -158,7 +141,7 @@ class _Completion(OpenAIAnswer[CompletionResponse, CompletionChoice]):
 
 
 class _Repeated:
-    """The parts of a ``prompt`` that its choices repeat: text, token ids, log-probabilities.
+    """The parts of a prompt that its choices repeat: text, token ids, log-probabilities.
 
     Each is made once, when the first choice needs it.
     """
@@ -168,27 +151,35 @@ class _Repeated:
     ) -> None:
         """``text``: of the prompt, if it is known. ``number``: the index of the prompt in the request."""
         self.tokens = live.request.prompts[number].token_ids
-        self._service, self._text, self._live, self._number = service, text, live, number
-        self._skip_special = body.skip_special_tokens is not False
-        self._as_ids = bool(body.return_tokens_as_token_ids)
-        self._logprobs: tuple[CompletionLogprobs, int] | None = None
+        self._service, self._body, self._text, self._live, self._number = service, body, text, live, number
+        self._logprobs: tuple[LogprobColumns, int] | None = None
 
     @cached_property
     def text(self) -> str:
         """The text of the prompt."""
         if self._text is not None:
             return self._text
-        return self._service.tokenizer.decode(self.tokens, self._skip_special)
+        return self._service.tokenizer.decode(self.tokens, self._body.skip_special_tokens is not False)
 
     @cached_property
     def token_ids(self) -> list[int]:
         """The tokens of the prompt, as JSON."""
         return cast("list[int]", Raw(encode(list(self.tokens))))
 
-    def logprobs(self) -> Generator[bytes, None, tuple[CompletionLogprobs, int]]:
+    def builder(self, offset: int, *, of_prompt: bool = False) -> CompletionLogprobsBuilder:
+        """Return a builder of the log-probabilities of a choice, or of the prompt. ``offset``: of its text."""
+        return CompletionLogprobsBuilder(
+            self._service.tokenizer,
+            () if of_prompt else self.tokens,
+            self._body.skip_special_tokens is not False,
+            offset,
+            bool(self._body.return_tokens_as_token_ids),
+        )
+
+    def logprobs(self) -> Generator[bytes, None, tuple[LogprobColumns, int]]:
         """Return the log-probabilities of the prompt, and the length of its text in characters."""
         if self._logprobs is None:
-            builder = CompletionLogprobsBuilder(self._service.tokenizer, (), self._skip_special, as_ids=self._as_ids)
+            builder = self.builder(0, of_prompt=True)
             entries = self._live.prompts[self._number].logprobs
             self._logprobs = (yield from builder.add(entries, self.tokens[0])), builder.offset
         return self._logprobs
@@ -202,37 +193,33 @@ class _Choice:
         template: makes the events that carry nothing but text.
     """
 
-    def __init__(self, service: Service, body: CompletionRequest, repeated: _Repeated) -> None:
+    def __init__(self, body: CompletionRequest, repeated: _Repeated) -> None:
         self.opened = False
         self.template: EventTemplate | None = None
-        self._service, self._body, self._repeated = service, body, repeated
+        self._body, self._repeated = body, repeated
         self._logprobs: CompletionLogprobsBuilder | None = None  # made when it is needed: there may be many choices
 
     def part(self, delta: SequenceDelta) -> Generator[bytes, None, CompletionChoice | None]:
         """Return the part that a delta adds to the choice; None if there is nothing to send yet."""
-        body, text, repeated, prompt_logprobs = self._body, delta.text, self._repeated, NOTHING
+        body, text = self._body, delta.text
         opening, self.opened = not self.opened, True
         if opening and body.echo:
-            text = repeated.text + text
+            text = self._repeated.text + text
         elif not (text or delta.finish_reason or body.logprobs is not None or body.return_token_ids):
             return None
         choice = CompletionChoice(delta.index, text, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         if body.logprobs is not None:
-            if self._logprobs is None:
-                offset = 0
-                if body.echo:
-                    prompt_logprobs, offset = yield from repeated.logprobs()
-                self._logprobs = CompletionLogprobsBuilder(
-                    self._service.tokenizer,
-                    repeated.tokens,
-                    body.skip_special_tokens is not False,
-                    offset,
-                    bool(body.return_tokens_as_token_ids),
-                )
-            logprobs = prompt_logprobs.followed_by((yield from self._logprobs.add(delta.logprobs)))
-            choice.logprobs = cast("responses.CompletionLogprobs", logprobs)
+            choice.logprobs = cast("responses.CompletionLogprobs", (yield from self._logprobs_of(delta)))
         if body.return_token_ids:
             choice.token_ids = delta.token_ids
             if opening:
-                choice.prompt_token_ids = repeated.token_ids
+                choice.prompt_token_ids = self._repeated.token_ids
         return choice
+
+    def _logprobs_of(self, delta: SequenceDelta) -> Generator[bytes, None, Raw]:
+        prompt, offset = NO_LOGPROBS, 0
+        if self._logprobs is None:
+            if self._body.echo:
+                prompt, offset = yield from self._repeated.logprobs()
+            self._logprobs = self._repeated.builder(offset)
+        return columns_json(prompt, (yield from self._logprobs.add(delta.logprobs)))

@@ -1,8 +1,9 @@
-"""Checks conversations, turns them into the input of a chat template, and says how their outputs are parsed."""
+"""Checks conversations, renders them with the chat template, and chooses the parser of their outputs."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from pagewise_shared.errors import ConfigError
 
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import (
+    MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TEMPLATE_KWARGS_DEPTH,
     ChatMessage,
     ChatRequest,
@@ -27,39 +29,49 @@ log = logging.getLogger(__name__)
 _OF_ASSISTANT = ("tool_calls", "reasoning", "reasoning_content")
 
 
-def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Check that each message has what its role needs, and nothing that belongs to another role.
+def check_chat(body: ChatRequest | TokenizeRequest) -> None:
+    """Check a conversation, and the parameters of the chat template.
 
     Raises:
-        InvalidRequestError: one has not.
+        InvalidRequestError: they contradict each other, or are too large.
     """
-    for number, message in enumerate(messages):
-        place = f"messages[{number}]"
-        if message.role != "assistant":
-            for name in _OF_ASSISTANT:
-                if getattr(message, name):
-                    raise InvalidRequestError(
-                        f"{place}.{name} is only for messages of the assistant", f"{place}.{name}"
-                    )
-            if message.content is None:
-                raise InvalidRequestError(f"{place}.content is required", f"{place}.content")
-        if message.role == "tool" and message.tool_call_id is None:
-            raise InvalidRequestError(
-                f"{place}.tool_call_id is required: the id of the call that the message answers",
-                f"{place}.tool_call_id",
-            )
-        if message.role != "tool" and message.tool_call_id is not None:
-            raise InvalidRequestError(
-                f"{place}.tool_call_id is only for messages of role tool", f"{place}.tool_call_id"
-            )
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
+        )
+    kwargs = body.chat_template_kwargs or {}
+    _check_depth(kwargs, "chat_template_kwargs")
+    if reserved := RESERVED_NAMES & kwargs.keys():
+        raise InvalidRequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
+    if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequestError(
+            f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",
+            "chat_template_kwargs",
+        )
+    for number, message in enumerate(body.messages or ()):
+        _check_message(message, f"messages[{number}]")
+    if isinstance(body, TokenizeRequest):
+        _check_tools(body.tools)
 
 
-def check_depth(value: Any, name: str) -> None:
-    """Check that JSON of a client is not nested so deeply that a template could not render it.
+def _check_message(message: ChatMessage, location: str) -> None:
+    """Check that a message has the fields that its role needs, and no field of another role."""
+    if message.role != "assistant":
+        for name in _OF_ASSISTANT:
+            if getattr(message, name):
+                field = f"{location}.{name}"
+                raise InvalidRequestError(f"{field} is only for messages of the assistant", field)
+        if message.content is None:
+            raise InvalidRequestError(f"{location}.content is required", f"{location}.content")
+    field = f"{location}.tool_call_id"
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequestError(f"{field} is required: the id of the call that the message answers", field)
+    if message.role != "tool" and message.tool_call_id is not None:
+        raise InvalidRequestError(f"{field} is only for messages of role tool", field)
 
-    Raises:
-        InvalidRequestError: it is.
-    """
+
+def _check_depth(value: Any, name: str) -> None:
+    """Check that a template can render a JSON value, which it cannot if the value is nested too deeply."""
     level: list[Any] = [value] if value else []
     for _ in range(MAX_TEMPLATE_KWARGS_DEPTH):
         if not level:
@@ -72,30 +84,53 @@ def check_depth(value: Any, name: str) -> None:
         )
 
 
-def check_tool_list(tools: Sequence[Tool] | None) -> None:
-    """Check the tools of a request.
-
-    Raises:
-        InvalidRequestError: two have the same name, or a schema is nested too deeply.
-    """
+def _check_tools(tools: Sequence[Tool] | None) -> None:
     names: set[str] = set()
     for number, tool in enumerate(tools or ()):
-        check_depth(tool.function.parameters, f"tools[{number}].function.parameters")
+        _check_depth(tool.function.parameters, f"tools[{number}].function.parameters")
         if tool.function.name in names:
             raise InvalidRequestError(f"tools: there are two functions {tool.function.name!r}", "tools")
         names.add(tool.function.name)
 
 
-def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return tools as templates expect them: in the order that was given, and the same bytes for the same tools."""
-    if not tools:
-        return None
-    return [{"type": "function", "function": _described(tool)} for tool in tools]
+def render_chat(
+    tokenizer: Tokenizer,
+    body: ChatRequest | TokenizeRequest,
+    messages: Sequence[ChatMessage] | None = None,
+    default_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """Return the text of a conversation, rendered with the chat template. ``messages``: replace the body's messages.
+    ``default_kwargs``: variables of the template for which the body may give other values.
+
+    Raises:
+        ChatTemplateError: the template refuses it, or there is none.
+    """
+    given = (body.messages if messages is None else messages) or ()
+    template = tokenizer.chat_template
+    calls = any(message.tool_calls for message in given)
+    dialect = template.choose(body.tools).dialect if calls else Dialect()
+    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    kwargs = {**default_kwargs, **(body.chat_template_kwargs or {})}
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return template.render(
+        [_template_message(message, dialect) for message in given],
+        add_generation_prompt=add_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        # In the given order, so that the same tools render to the same bytes.
+        tools=[{"type": "function", "function": _template_function(tool)} for tool in body.tools or ()] or None,
+        template_kwargs=kwargs or None,
+    )
 
 
-def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
-    """Return a message as templates expect it."""
-    fields: dict[str, Any] = {"role": message.role, "content": _content(message, dialect)}
+def _template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
+    content: str | list[dict[str, str]] | None
+    if isinstance(message.content, list):
+        content = [{"type": "text", "text": part.text} for part in message.content]
+    else:
+        empty = message.content is None and (dialect.empty_content or not message.tool_calls)
+        content = "" if empty else message.content
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -107,39 +142,22 @@ def template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call.function.arguments, dialect),
-                },
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, dialect)},
             }
             for call in message.tool_calls
         ]
     return fields
 
 
-def _content(message: ChatMessage, dialect: Dialect) -> str | list[dict[str, str]] | None:
-    if isinstance(message.content, list):
-        return [{"type": "text", "text": part.text} for part in message.content]
-    empty = message.content is None and (dialect.empty_content or not message.tool_calls)
-    return "" if empty else message.content
-
-
-def template_kwargs(body: ChatRequest | TokenizeRequest, default: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the variables of the chat template: those of the request, and the server's that it does not set."""
-    kwargs = {**default, **(body.chat_template_kwargs or {})}
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    return kwargs or None
-
-
-def _described(tool: Tool) -> dict[str, Any]:
+def _template_function(tool: Tool) -> dict[str, Any]:
     function = tool.function
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _arguments(text: str, dialect: Dialect) -> dict[str, Any] | str:
-    """The arguments of a call. A model may have written what is no JSON object: its conversation goes on with that."""
+    """Return the arguments of a call as the template expects them. A model may have written text that is not a JSON
+    object, and its conversation has to be able to continue."""
     text = text.strip() or "{}"
     if dialect.arguments_as_text:
         return text
@@ -154,14 +172,14 @@ def _arguments(text: str, dialect: Dialect) -> dict[str, Any] | str:
 
 @dataclass(slots=True, frozen=True)
 class Parsing:
-    """How the outputs of one request are parsed.
+    """The options of parsing the outputs of one request.
 
     Fields:
         format: of the text. tool_parser: the name of the parser of its calls.
         shown: special tokens that the parser has to see.
         tools: that may be called. parallel: whether one answer may have several calls.
         reasoning: whether the answer has the reasoning.
-        calls_first: whether calls are the whole answer or none of it, as where a grammar says what the answer is.
+        calls_first: whether an output is either calls or content, because a grammar describes its content.
     """
 
     format: OutputFormat
@@ -185,7 +203,7 @@ class Parsing:
 
     @property
     def id_length(self) -> int:
-        """How many characters the ids of calls have; 0: any number."""
+        """The number of characters of the ids of calls; 0: any number."""
         return self.format.tools.id_length if self.format.tools is not None else 0
 
 
@@ -193,7 +211,7 @@ class ChatFormats:
     """The options of conversations.
 
     Fields:
-        template_kwargs: variables of the chat template that requests need not give.
+        template_kwargs: default variables of the chat template.
         tool_parser: the name of the format in which the model calls tools; None: it is not known.
     """
 
@@ -205,7 +223,7 @@ class ChatFormats:
             raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser")
         self.template_kwargs = _template_kwargs(config.default_chat_template_kwargs)
         self.tool_parser = config.tool_call_parser
-        self._told = False
+        self._warned = False
         self._auto = config.enable_auto_tool_choice
         self._with_tools = make_format(config.tool_call_parser, config.reasoning_parser)
         self._without_tools = make_format(None, config.reasoning_parser)
@@ -214,12 +232,12 @@ class ChatFormats:
         if config.tool_call_parser is not None and not self._writes_tools:
             log.warning("the chat template never writes tools, so the model does not see those of requests")
 
-    def leaves_out(self, tools: Sequence[Tool] | None) -> bool:
-        """Whether the chat template does not write these tools. A warning says so, once."""
+    def omits(self, tools: Sequence[Tool] | None) -> bool:
+        """Return whether the chat template does not write these tools, and warn of it once."""
         if not tools or self._writes_tools:
             return False
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning("a request has tools that the chat template never writes: the model does not see them")
         return True
 
@@ -229,7 +247,7 @@ class ChatFormats:
         Raises:
             InvalidRequestError: they contradict each other, or need an option that is not set.
         """
-        check_tool_list(body.tools)
+        _check_tools(body.tools)
         choice = body.tool_choice
         if not body.tools:
             if choice not in (None, "none", "auto"):
@@ -249,19 +267,17 @@ class ChatFormats:
             raise InvalidRequestError("tool_choice requires --tool-call-parser to be set", "tool_choice")
 
     def parsing(self, body: ChatRequest) -> Parsing | None:
-        """Return how the outputs of a request are parsed; None: they are content as they are."""
+        """Return the options of parsing the outputs of a request; None: outputs are content as they are."""
         calls = bool(body.tools) and body.tool_choice != "none"
         chosen = self._with_tools if calls else self._without_tools
         if chosen is None:
             return None
-        delimiters = chosen.delimiters
-        shown = frozenset(self._special_tokens[text] for text in delimiters if text in self._special_tokens)
-        tools = Tools({tool.function.name: tool.function.parameters for tool in (body.tools or ()) if calls})
+        special = self._special_tokens
         return Parsing(
             chosen,
             self.tool_parser or "",
-            shown,
-            tools,
+            frozenset(special[text] for text in chosen.delimiters if text in special),
+            Tools({tool.function.name: tool.function.parameters for tool in (body.tools or ()) if calls}),
             parallel=body.parallel_tool_calls is not False,
             reasoning=body.include_reasoning is not False,
         )
@@ -272,7 +288,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
         return {}
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
-        check_depth(given, "it")
+        _check_depth(given, "it")
         if reserved := RESERVED_NAMES & given.keys():
             raise ConfigError(f"--default-chat-template-kwargs may not set {min(reserved)}")
     except (msgspec.MsgspecError, APIError) as error:

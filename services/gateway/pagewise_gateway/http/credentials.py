@@ -31,14 +31,19 @@ SOLE_NAME = "default"
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63})(?:\s*:\s*|\s+)(?P<key>[\x21-\x7e]+)(?P<rights>(?:\s+\S+)*)"
 )
-_GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LIMITS = {
     "concurrent": "concurrent",
     "requests-per-minute": "requests_per_minute",
     "tokens-per-minute": "tokens_per_minute",
 }
-_RIGHTS = (*_LIMITS, "priority", "share", "operator")
 _LEAST_PRIORITY = -(2**31)
+_RIGHTS = {
+    **dict.fromkeys(_LIMITS, (r"none|(?=.{1,12}$)0*[1-9][0-9]*", "a whole number from 1, or none")),
+    "priority": (r"0|-[0-9]{1,10}", f"a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed"),
+    "share": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of up to 64 letters, digits, dots, - and _"),
+    "operator": ("yes|no", "yes or no"),
+}
+"""Right -> the pattern of its value, and the value in words."""
 LOWEST_PRIORITY = 0
 """The lowest priority that a client may ask for whose line grants none."""
 MOST_KEYS = 10_000
@@ -128,27 +133,17 @@ def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
     others: dict[str, Any] = {}
     for word in words:
         name, _, value = word.partition("=")
+        if name not in _RIGHTS:
+            raise ConfigError(f"{where}: what follows the key has to be one of {', '.join(_RIGHTS)}, = and a value")
+        pattern, form = _RIGHTS[name]
+        if not re.fullmatch(pattern, value) or (name == "priority" and int(value) < _LEAST_PRIORITY):
+            raise ConfigError(f"{where}: {name} takes {form}")
         if name in _LIMITS:
-            # The length is checked first: converting a string of a million digits to a number takes long.
-            if value != "none" and not (value.isdecimal() and len(value) <= 12 and int(value) > 0):
-                raise ConfigError(f"{where}: {name} takes a whole number from 1, or none")
             limits[_LIMITS[name]] = None if value == "none" else int(value)
         elif name == "priority":
-            if not (re.fullmatch(r"0|-[0-9]{1,10}", value) and int(value) >= _LEAST_PRIORITY):
-                raise ConfigError(
-                    f"{where}: priority takes a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed"
-                )
             others[name] = int(value)
-        elif name == "share":
-            if not _GROUP.fullmatch(value):
-                raise ConfigError(f"{where}: share takes a name of up to 64 letters, digits, dots, - and _")
-            others[name] = value
-        elif name == "operator":
-            if value not in ("yes", "no"):
-                raise ConfigError(f"{where}: operator takes yes or no")
-            others[name] = value == "yes"
         else:
-            raise ConfigError(f"{where}: what follows the key has to be one of {', '.join(_RIGHTS)}, = and a value")
+            others[name] = value == "yes" if name == "operator" else value
     return Rights(replace(usual, **limits), **others)
 
 
@@ -336,7 +331,6 @@ class Certificate:
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Give a connection, in its handshake, the newest certificate."""
         if self._files.changed():
             try:
                 self._newest = self._load()

@@ -5,7 +5,6 @@ Bytes of answers are estimates: the bytes of a token (``generation.token_bytes``
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from aiohttp import web
@@ -136,31 +135,24 @@ class AnswerMemory(MemoryBudget):
         metrics.http_answer_bytes.set_function(lambda: self.used)
 
 
-@dataclass(slots=True, frozen=True)
 class AnswerSize:
-    """The size of the answer to a request, in estimated bytes.
+    """The estimated bytes of the answer to a request."""
 
-    Fields:
-        n: the number of choices for each prompt. whole: whether the answer is not streamed, and so kept until its end.
-        token: bytes for each token of the output. repeated: bytes for each token of the prompt, in each choice.
-        share: the most bytes that one key may use.
-    """
-
-    n: int
-    whole: bool
-    token: int
-    repeated: int
-    share: int
-
-    @classmethod
-    def of(
-        cls, n: int, stream: bool | None, memory: MemoryBudget, *, logprobs: int | None, echo: bool, ids: bool
-    ) -> "AnswerSize":
-        """Return the size for the fields of a body. ``echo``, ``ids``: whether prompts are repeated as text, as ids."""
-        repeated = REPEATED_BYTES * (echo + ids)
-        if echo:
-            repeated += token_bytes(logprobs) - TOKEN_BYTES
-        return cls(n, not stream, token_bytes(logprobs), repeated, memory.share)
+    def __init__(
+        self,
+        n: int,
+        stream: bool | None,
+        share: int,
+        logprobs: int | None,
+        echo: bool = False,
+        return_ids: bool | None = False,
+    ) -> None:
+        """``n``: the number of choices for each prompt. ``share``: the most bytes that one key may use.
+        ``logprobs``: the number of alternatives. ``echo``, ``return_ids``: whether choices repeat prompts as text, as
+        ids."""
+        self.n, self.whole, self.share = n, not stream, share
+        self.token = token_bytes(logprobs)
+        self.repeated = REPEATED_BYTES * (echo + bool(return_ids)) + (self.token - TOKEN_BYTES if echo else 0)
 
     def default_tokens(self, num_prompt_tokens: int, others: int) -> int:
         """Return the maximum number of tokens of each choice if the request sets none. ``others``: bytes that the

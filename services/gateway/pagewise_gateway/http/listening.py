@@ -145,7 +145,6 @@ async def listening(
 
 
 async def _bound(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
-    """Return a listening socket for each address of ``host``."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with ExitStack() as opened:

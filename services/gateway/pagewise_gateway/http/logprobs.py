@@ -1,7 +1,7 @@
-"""Log-probabilities in the two shapes that OpenAI's endpoints use.
+"""Log-probabilities in the two shapes of OpenAI's endpoints.
 
 They are made as JSON, a few tokens at a time: there may be millions of them in one answer. Generators yield an empty
-piece whenever others may run, and return what they make.
+piece whenever other tasks may run, and return the JSON.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 _LOWEST = -9999.0
 """JSON has no minus infinity: a token that cannot be sampled gets this log-probability, as in OpenAI's API."""
 _AT_A_TIME = 32
-"""Tokens that are made without a pause: with 20 alternatives each, this takes about two milliseconds."""
+"""Tokens between two pauses: with 20 alternatives each, they take about two milliseconds."""
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: PackedLogprobs, as_ids: bool = False) -> Generator[bytes, None, Raw]:
@@ -36,8 +36,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: PackedLogprobs, as_ids: bool = 
 
 
 def _id_name(token_id: int) -> str:
-    """Return the name that a token has with ``return_tokens_as_token_ids``, as in vLLM."""
-    return f"token_id:{token_id}"
+    return f"token_id:{token_id}"  # as in vLLM
 
 
 def _chosen(tokenizer: Tokenizer, ids: "array[int]", values: "array[float]", as_ids: bool) -> ChosenTokenLogprob:
@@ -46,40 +45,23 @@ def _chosen(tokenizer: Tokenizer, ids: "array[int]", values: "array[float]", as_
     return ChosenTokenLogprob(text(ids[0]), max(values[0], _LOWEST), list(data(ids[0])), tops)
 
 
-class CompletionLogprobs:
-    """A part of ``choices[].logprobs`` of a text completion: the JSON of its four lists, without brackets."""
-
-    __slots__ = ("_offsets", "_tokens", "_tops", "_values")
-
-    def __init__(self) -> None:
-        self._tokens, self._values, self._tops, self._offsets = bytearray(), bytearray(), bytearray(), bytearray()
-
-    def add(
-        self,
-        tokens: list[str],
-        values: Sequence[float | None],
-        tops: Sequence[dict[str, float] | None],
-        offsets: list[int],
-    ) -> None:
-        """Add tokens, at least one."""
-        comma = b"," if self._tokens else b""
-        for part, more in zip(self._lists(), (tokens, values, tops, offsets), strict=True):
-            part += comma
-            part += encode(more)[1:-1]
-
-    def followed_by(self, more: "CompletionLogprobs") -> Raw:
-        """Return this part and another one together, as JSON (``responses.CompletionLogprobs``)."""
-        lists = [
-            b"".join((one, b"," if one and other else b"", other))
-            for one, other in zip(self._lists(), more._lists(), strict=True)
-        ]
-        return Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % tuple(lists))
-
-    def _lists(self) -> tuple[bytearray, bytearray, bytearray, bytearray]:
-        return self._tokens, self._values, self._tops, self._offsets
+LogprobColumns = tuple[bytearray, bytearray, bytearray, bytearray]
+"""A part of ``choices[].logprobs`` of a text completion: the JSON of its four lists (tokens, log-probabilities,
+alternatives, offsets), without brackets."""
+NO_LOGPROBS: LogprobColumns = (bytearray(), bytearray(), bytearray(), bytearray())
 
 
-NOTHING = CompletionLogprobs()
+def columns_json(first: LogprobColumns, second: LogprobColumns) -> Raw:
+    """Return two parts together, as JSON (``responses.CompletionLogprobs``)."""
+    lists = [b",".join(filter(None, pair)) for pair in zip(first, second, strict=True)]
+    return Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % tuple(lists))
+
+
+def _extend(columns: LogprobColumns, *values: Sequence[object]) -> None:
+    for column, more in zip(columns, values, strict=True):
+        if column:
+            column += b","
+        column += encode(more)[1:-1]
 
 
 class CompletionLogprobsBuilder:
@@ -105,11 +87,13 @@ class CompletionLogprobsBuilder:
 
     def add(
         self, entries: PackedLogprobs | None, first_token: int | None = None
-    ) -> Generator[bytes, None, CompletionLogprobs]:
-        """Return the part for these tokens. ``first_token``: the first token of an echoed prompt, which has none."""
-        part, texts = CompletionLogprobs(), self._texts
+    ) -> Generator[bytes, None, LogprobColumns]:
+        """Return the part for these tokens. ``first_token``: the first token of an echoed prompt, which has no
+        log-probability."""
+        texts = self._texts
+        part: LogprobColumns = (bytearray(), bytearray(), bytearray(), bytearray())
         if first_token is not None:
-            part.add([self._name(first_token)], [None], [None], self._offsets((first_token,)))
+            _extend(part, [self._name(first_token)], [None], [None], self._offsets((first_token,)))
         for begin in range(0, len(entries or ()), _AT_A_TIME):
             if begin:
                 yield b""
@@ -126,11 +110,11 @@ class CompletionLogprobsBuilder:
                     name = texts.get(token_id)
                     top.setdefault(self._name(token_id) if name is None else name, max(logprob, _LOWEST))
                 tops.append(top)
-            part.add([self._name(token_id) for token_id in chosen], values, tops, self._offsets(chosen))
+            _extend(part, [self._name(token_id) for token_id in chosen], values, tops, self._offsets(chosen))
         return part
 
     def _offsets(self, token_ids: Iterable[int]) -> list[int]:
-        """Where in the text each of the next tokens starts."""
+        """Return the position in the text at which each of the next tokens starts."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self.offset)

@@ -93,7 +93,7 @@ _BODY = (
 )
 _OPERATORS = "The API key is not an operator's."
 _REF = "#/components/schemas/{name}"
-_TEXT = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+_TEXT: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def document(

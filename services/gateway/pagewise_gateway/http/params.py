@@ -1,4 +1,4 @@
-"""Turns the fields of a body into what the scheduler runs: defaults, limits, and errors that name the field."""
+"""Turns the fields of a body into sampling parameters and budgets: defaults, limits, errors that name the field."""
 
 import secrets
 from array import array
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagewise_shared.protocol import Adapter
-from pagewise_shared.sampling import MAX_BAD_TOKENS, BeamParams, SamplingParams, TokenConstraints, token_constraints
+from pagewise_shared.sampling import BeamParams, SamplingParams, TokenConstraints, token_constraints
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.credentials import Client
@@ -20,9 +20,9 @@ from pagewise_gateway.scheduler_client import AdapterTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 4096
-"""Most sequences of one request, over all its prompts."""
+"""The maximum number of sequences of one request, over all its prompts."""
 MAX_CANDIDATES = 512
-"""Most continuations of one hypothesis of a beam search that an executor reports for every token."""
+"""The maximum number of continuations of one hypothesis of a beam search that an executor reports for every token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
 _AS_GIVEN = (
@@ -35,7 +35,7 @@ _AS_GIVEN = (
     "min_tokens",
 )
 """Sampling parameters that ``SamplingParams`` has with the same meaning; None in a body is the default there."""
-# Field -> values that ask for nothing. Null and false always do.
+# Field -> values that have no effect, besides null and false.
 _ONLY_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ()}
 _NOT_BEAMS: dict[str, tuple[object, ...]] = {
     "stop": ("", []),
@@ -57,10 +57,10 @@ _NOT_BEAMS: dict[str, tuple[object, ...]] = {
 
 @dataclass(slots=True, frozen=True)
 class Limits:
-    """Limits of this service, in addition to those of the model, and the names of its model and adapters.
+    """The limits of this service, in addition to the model's, and the names of its model and adapters.
 
-    ``root``: the model's folder or hub id. ``max_adapter_rank``: 0: there are none. ``updates_adapters``:
-    whether they may be loaded while the service runs.
+    ``root``: the model's folder or hub id. ``max_adapter_rank``: 0 if no adapters are served. ``updates_adapters``:
+    whether they may be loaded at runtime.
     """
 
     model_name: str
@@ -75,7 +75,7 @@ def check_model(name: str | None, limits: Limits) -> Adapter | None:
     """Return the adapter that a request names, or None if it names the model, or nothing.
 
     Raises:
-        ModelNotFoundError: it names another one.
+        ModelNotFoundError: neither the model nor an adapter has this name.
     """
     if name is None or name == limits.model_name:
         return None
@@ -85,7 +85,7 @@ def check_model(name: str | None, limits: Limits) -> Adapter | None:
 
 
 def check_common(body: GenerationFields, limits: Limits) -> int:
-    """Check the fields that can be checked without tokens. Returns n.
+    """Check the fields that can be checked without tokens, and return n.
 
     Raises:
         ModelNotFoundError: the request names another model.
@@ -122,10 +122,10 @@ def check_priority(body: GenerationFields, client: Client) -> None:
 
 
 def check_num_sequences(num_prompts: int, n: int) -> None:
-    """Check how many sequences a request would run, over all its prompts.
+    """Check the number of sequences of a request, over all its prompts.
 
     Raises:
-        InvalidRequestError: they are too many.
+        InvalidRequestError: there are too many.
     """
     if num_prompts * n > MAX_SEQUENCES:
         raise InvalidRequestError(
@@ -144,7 +144,7 @@ def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
 
 
 def _check_beam_search(body: GenerationFields, n: int) -> None:
-    """Refuse fields that beam search does not support, and fields that only beam search has."""
+    """Refuse fields that beam search does not support, or fields that only beam search has."""
     refused, problem = _ONLY_BEAMS, "is only allowed with use_beam_search"
     if body.use_beam_search:
         refused, problem = _NOT_BEAMS, "cannot be used with use_beam_search"
@@ -177,18 +177,18 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
 
-    ``bad_words``: what ``bad_word_tokens`` makes of the body's. ``grammar``: what the output has to match; it ends
-    where the grammar does, even with ``ignore_eos``, which then only forbids to end before.
+    ``bad_words``: as ``encode_bad_words`` returns them. ``grammar``: the grammar that the output has to match. The
+    output ends with the grammar, even with ``ignore_eos``, which then only forbids an earlier end.
 
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
     """
     stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     ends = sorted(token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
-    if grammar or not body.ignore_eos:
-        stop_ids = tuple(sorted({*stop_ids, *ends}))
     if grammar and body.ignore_eos:
         bad_words = [*bad_words, *((token,) for token in ends)]
+    if grammar or not body.ignore_eos:
+        stop_ids = tuple(sorted({*stop_ids, *ends}))
     given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
     # A top_p of 0 keeps the most likely token only.
     if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
@@ -208,18 +208,24 @@ def sampling_params(
 def _constraints(
     body: GenerationFields, bad_words: Sequence[tuple[int, ...]], capacity: Capacity
 ) -> TokenConstraints | None:
-    """Return which tokens a request forbids or favours; None: none."""
+    allowed = body.allowed_token_ids or []
+    if len(allowed) > capacity.vocab_size:
+        raise InvalidRequestError(
+            f"allowed_token_ids: {len(allowed)} token ids are more than the vocabulary has, which is "
+            f"{capacity.vocab_size}",
+            "allowed_token_ids",
+        )
     return token_constraints(
-        _allowed_token_ids(body.allowed_token_ids or [], capacity),
+        _token_ids("allowed_token_ids", allowed, capacity),
         _logit_bias(body.logit_bias or {}, capacity),
         (word for word in bad_words if max(word, default=0) < capacity.vocab_size),  # others are never sampled
     )
 
 
 def check_output_length(wanted: int | None, capacity: Capacity, output: str, *, least: int = 0) -> None:
-    """Refuse a number of output tokens that no prompt could have. A shorter prompt would not help.
+    """Refuse a number of output tokens that is too large even for a prompt of one token.
 
-    ``output``: the name of the field. ``least``: output tokens that there have to be.
+    ``output``: the name of the field. ``least``: the minimum number of output tokens.
 
     Raises:
         InvalidRequestError: the number is too small or too large.
@@ -246,10 +252,10 @@ def output_budget(
     prompt: str = "prompt",
     output: str = "max_tokens",
 ) -> int:
-    """Return how many output tokens a sequence may have.
+    """Return the maximum number of output tokens of a sequence.
 
-    ``wanted``: what the request asks for. ``default``: used if it asks for nothing; None stands for all that the
-    model's length leaves. ``prompt`` and ``output``: names of the fields, for errors.
+    ``wanted``: the number in the request. ``default``: the number if it has none; None: all that the model's length
+    leaves. ``prompt`` and ``output``: names of the fields, for errors.
 
     Raises:
         InvalidRequestError: the number is less than ``min_tokens``.
@@ -294,7 +300,7 @@ def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | No
 
 
 def retention_seconds(body: GenerationFields) -> int:
-    """Return for how many seconds the client wants the KV of its prompt kept; 0: it says nothing about it."""
+    """Return the seconds for which the client wants the KV of its prompt kept; 0: it gives none."""
     given = body.prompt_cache_retention
     if given is None or given.startswith("in"):
         return 0
@@ -302,10 +308,10 @@ def retention_seconds(body: GenerationFields) -> int:
 
 
 def strip(body: CompletionRequest | ChatRequest) -> None:
-    """Remove from a body what may be large. Its prompts and sampling parameters have been made of that before.
+    """Remove the large fields of a body, whose prompts and sampling parameters have been made before.
 
-    A body lives as long as its response, which reads its small fields, but the memory of it counts as given back when
-    its tokens are submitted (``Intake.memory``). Each of the fields that are left is bounded by this schema.
+    A body lives as long as its response, which reads its small fields, but its memory counts as released when its
+    tokens are submitted (``Intake.memory``). The schema bounds each of the remaining fields.
     """
     body.logit_bias = body.bad_words = body.allowed_token_ids = None
     body.response_format = body.structured_outputs = None
@@ -330,15 +336,6 @@ def _token_ids(name: str, ids: list[int] | None, capacity: Capacity) -> tuple[in
     return tuple(ids or ())
 
 
-def _allowed_token_ids(ids: list[int], capacity: Capacity) -> tuple[int, ...]:
-    if len(ids) > capacity.vocab_size:
-        raise InvalidRequestError(
-            f"allowed_token_ids: {len(ids)} token ids are more than the vocabulary has, which is {capacity.vocab_size}",
-            "allowed_token_ids",
-        )
-    return _token_ids("allowed_token_ids", ids, capacity)
-
-
 def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
@@ -349,32 +346,3 @@ def _logit_bias(bias: dict[str, float], capacity: Capacity) -> dict[int, float]:
             )
         result[int(key)] = value
     return result
-
-
-def bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences to ban: of each word as it is, and as it is tokenized after a space.
-
-    This takes up to 0.2 s, so that long words are not tokenized on the event loop (``encode_bad_words``).
-
-    As in vLLM, the second form counts only if it has as many tokens and another first one. Otherwise it would ban the
-    space itself.
-
-    Raises:
-        InvalidRequestError: they have too many tokens.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    num_tokens = 0
-    for word in words:
-        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-        num_tokens += len(plain) + len(spaced)
-        if num_tokens > MAX_BAD_TOKENS:
-            raise InvalidRequestError(
-                f"bad_words: with and without a space before each, they have more than {MAX_BAD_TOKENS} tokens",
-                "bad_words",
-            )
-        if plain:
-            found[plain] = None
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                found[spaced] = None
-    return tuple(found)

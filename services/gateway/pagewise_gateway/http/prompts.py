@@ -1,38 +1,28 @@
 """Turns prompts, conversations and banned words into token ids, and finds the segments that a request declares.
 
-A segment has to have the same tokens wherever it stands, so a prompt with segments is tokenized piece by piece: the
-text before a segment, the segment, and the text behind it.
+A segment has to have the same tokens at every position, so a prompt with segments is tokenized piece by piece: the text
+before a segment, the segment, and the text behind it.
 """
 
 import re
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-import msgspec
 from msgspec import structs
 from pagewise_shared.protocol import PromptSegments, pack_int32s
+from pagewise_shared.sampling import MAX_BAD_TOKENS
 from pagewise_shared.segments import ALL_BEFORE, MAX_SEGMENTS, make_segments
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import Service
-from pagewise_gateway.http.conversation import (
-    check_depth,
-    check_messages,
-    check_tool_list,
-    template_kwargs,
-    template_message,
-    template_tools,
-)
+from pagewise_gateway.http.conversation import check_chat, render_chat
 from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
-from pagewise_gateway.http.params import bad_word_tokens
 from pagewise_gateway.http.schema import (
     ALWAYS_TOKENIZED_CHARACTERS,
     CHARACTERS_PER_TOKEN,
     MAX_PROMPTS,
-    MAX_TEMPLATE_KWARGS_BYTES,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -43,14 +33,14 @@ from pagewise_gateway.http.schema import (
 from pagewise_gateway.text.template import RESERVED_NAMES, ChatTemplateError, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
 
-_NAME = re.compile("(\ue000[0-9a-f]{24}\ue001)")
-"""What stands for a marked part while the chat template is rendered."""
+_PLACEHOLDER = re.compile("(\ue000[0-9a-f]{24}\ue001)")
+"""The name that replaces a marked part while the chat template is rendered."""
 SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 _END_CHARACTERS = 64
-"""So many last characters of a prompt tell whether it begins the reasoning of its answer."""
+"""The last characters of a prompt, which show whether it begins the reasoning of its answer."""
 _FEW_PIECES = 32
-"""Conversations of so many messages, parts and calls are rendered on the event loop, in turns."""
+"""Conversations of up to so many messages, parts and calls are rendered on the event loop, in turns."""
 
 
 class Piece(NamedTuple):
@@ -61,10 +51,12 @@ class Piece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A prompt: its token ids (int32), and of its segments the first token and the first one behind each.
+    """A tokenized prompt.
 
-    ``root``: how many first tokens the segments attend to. ``text``: of a conversation, the end of its text, or all of
-    it.
+    Fields:
+        tokens: its token ids (int32). ranges: of each segment, its first token and the first token behind it.
+        root: the number of first tokens that the segments attend to.
+        text: of a conversation, the end of its text, or all of it.
     """
 
     tokens: "array[int]"
@@ -74,12 +66,12 @@ class Encoded(NamedTuple):
 
 
 def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ("",)) -> None:
-    """Check what a request with segments may not ask for besides. ``prompts``: of a completion; a chat has one text.
+    """Check that the fields of a request can be used with its segments. ``prompts``: of a completion.
 
     Raises:
-        InvalidRequestError: it does.
+        InvalidRequestError: they cannot.
     """
-    marked = num_marked(body.messages) if isinstance(body, ChatRequest) else 0
+    marked = _num_marked(body.messages) if isinstance(body, ChatRequest) else 0
     if body.segments is None and not marked:
         return
     if marked > MAX_SEGMENTS:
@@ -90,11 +82,7 @@ def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str 
         raise InvalidRequestError(
             "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
         )
-    _check_names(body.segments or Segments(), marked, prompts)
-
-
-def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]]) -> None:
-    """Check that segments are named in one way, which suits the prompt, and their root with it."""
+    asked = body.segments or Segments()
     named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "marks": marked > 0}
     ways = [way for way, used in named.items() if used]
     if len(ways) != 1:
@@ -109,10 +97,15 @@ def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]
         raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
 
 
-def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[str, str]]:
-    """Put a name into the place of each marked part of some messages, for the chat template to carry it along.
+def _num_marked(messages: Sequence[ChatMessage]) -> int:
+    parts = (message.content for message in messages if isinstance(message.content, list))
+    return sum(bool(part.segment) for content in parts for part in content)
 
-    Returns the messages, and the texts by these names, which no text has: they are drawn at random.
+
+def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[str, str]]:
+    """Replace each part of messages that is marked as a segment by a placeholder, for the chat template.
+
+    Returns the messages, and the texts by their placeholders. No text contains these, because they are random.
     """
     texts: dict[str, str] = {}
     marked = []
@@ -130,12 +123,12 @@ def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict
 
 
 def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
-    """Cut a rendered conversation at the names that ``mark_parts`` has put in, and put back the texts.
+    """Cut a rendered conversation at the placeholders of ``mark_parts``, and put back the texts.
 
     Raises:
         InvalidRequestError: the chat template leaves a part out, or repeats it.
     """
-    between = _NAME.split(rendered)
+    between = _PLACEHOLDER.split(rendered)
     if between[1::2] != list(texts):
         raise InvalidRequestError("the chat template leaves out, repeats or reorders a marked part", "messages")
     kinds: tuple[Literal["", "segment"], ...] = ("", "segment")
@@ -143,10 +136,10 @@ def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
 
 
 def cut(text: str, segments: Segments | None) -> list[Piece]:
-    """Cut a prompt at its segments, which are in it in this order, and behind its root, if that is given as a text.
+    """Cut a prompt at its segments, which it contains in this order, and behind its root, if that is a text.
 
     Raises:
-        InvalidRequestError: one of them is not.
+        InvalidRequestError: the prompt does not contain a segment, or does not begin with the root.
     """
     pieces, at = [], 0
     if segments is not None and isinstance(segments.root, str):
@@ -166,7 +159,7 @@ def cut(text: str, segments: Segments | None) -> list[Piece]:
 
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool) -> Encoded:
-    """Return the token ids of a prompt, and where its segments are in them."""
+    """Return the token ids of a prompt, and the positions of its segments in them."""
     tokens, ranges, root = array("i"), [], ALL_BEFORE
     for number, piece in enumerate(pieces):
         start = len(tokens)
@@ -180,7 +173,7 @@ def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tok
 
 
 def prompt_segments(body: GenerationFields, prompt: Encoded) -> PromptSegments | None:
-    """Return what is submitted of the segments of a prompt; None if it has none.
+    """Return the segments of a prompt for the scheduler; None if it has none.
 
     Raises:
         InvalidRequestError: they overlap, are empty or outside the prompt, too many, or nothing follows them.
@@ -196,12 +189,6 @@ def prompt_segments(body: GenerationFields, prompt: Encoded) -> PromptSegments |
     except ValueError as error:
         raise InvalidRequestError(f"segments: {error}", "segments") from error
     return PromptSegments(pack_int32s([index for one in prompt.ranges for index in one]), root, boundary)
-
-
-def num_marked(messages: Sequence[ChatMessage]) -> int:
-    """Return how many parts of some messages are marked as segments."""
-    parts = (message.content for message in messages if isinstance(message.content, list))
-    return sum(bool(part.segment) for content in parts for part in content)
 
 
 def check_prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -232,8 +219,8 @@ async def encode_prompt(
     """Return the tokens of one of the request's prompts, and its segments. ``key``: name of the API key.
 
     Raises:
-        InvalidRequestError: the prompt has no tokens, or some outside the vocabulary.
-        ContextLengthError: the text is so long that it cannot fit, however it is tokenized.
+        InvalidRequestError: the prompt has no tokens, or tokens outside the vocabulary.
+        ContextLengthError: the prompt is so long that it cannot fit, however it is tokenized.
     """
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
@@ -261,7 +248,7 @@ async def encode_prompt(
 async def encode_text(service: Service, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
     """Return the tokens of a text, and its segments. A long text is tokenized on another thread.
 
-    ``key``: name of the API key for which this is done.
+    ``key``: name of the API key of the request.
     """
 
     def encoded() -> Encoded:
@@ -284,10 +271,10 @@ async def encode_chat(
     """Return the tokens of a conversation, rendered with the model's chat template, and its segments.
 
     ``key``: name of the API key. A long conversation is rendered and tokenized on another thread. ``whole_text``:
-    whether all of its text is wanted as well, and not just its end.
+    whether ``Encoded.text`` is all of its text, and not only the end.
 
     Raises:
-        InvalidRequestError: the conversation cannot be rendered, or has no tokens, or some outside the vocabulary.
+        InvalidRequestError: the conversation cannot be rendered, or has no tokens, or tokens outside the vocabulary.
         ContextLengthError: as in ``encode_prompt``.
     """
     check_chat(body)
@@ -316,53 +303,28 @@ async def encode_chat(
             encoded = await service.tokenizer.off_loop(encode, key, characters)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), "messages") from error
-    if service.formats.leaves_out(body.tools):
+    if service.formats.omits(body.tools):
         service.metrics.requests_without_tools("function").inc()
     if not encoded.tokens:
         raise InvalidRequestError("the messages render to an empty prompt", "messages")
     return encoded
 
 
-def check_chat(body: ChatRequest | TokenizeRequest) -> None:
-    """Check a conversation, and the parameters of the chat template.
-
-    Raises:
-        InvalidRequestError: they contradict each other, or are too large.
-    """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt cannot be used together", "continue_final_message"
-        )
-    _check_kwargs(body.chat_template_kwargs)
-    check_messages(body.messages or ())
-    if isinstance(body, TokenizeRequest):
-        check_tool_list(body.tools)
-
-
-def render_chat(
-    tokenizer: Tokenizer,
-    body: ChatRequest | TokenizeRequest,
-    messages: Sequence[ChatMessage] | None = None,
-    default_kwargs: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
-    """Return the text that the chat template makes of a conversation. ``messages``: in the place of the body's own.
-    ``default_kwargs``: variables of the template that the body need not give.
-
-    Raises:
-        ChatTemplateError: the template refuses it, or there is none.
-    """
-    given = (body.messages if messages is None else messages) or ()
-    template = tokenizer.chat_template
-    calls = any(message.tool_calls for message in given)
-    dialect = template.choose(body.tools).dialect if calls else Dialect()
-    add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    return template.render(
-        [template_message(message, dialect) for message in given],
-        add_generation_prompt=add_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        tools=template_tools(body.tools),
-        template_kwargs=template_kwargs(body, default_kwargs),
-    )
+def _size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """Return the number of characters of a conversation, and the number of messages, parts and calls."""
+    characters, pieces = 0, len(messages)
+    for message in messages:
+        content = message.content
+        if isinstance(content, list):
+            pieces += len(content)
+            characters += sum(len(part.text) for part in content)
+        else:
+            characters += len(content or "")
+        characters += len(message.reasoning or message.reasoning_content or "")
+        for call in message.tool_calls or ():
+            pieces += 1
+            characters += len(call.function.arguments)
+    return characters, pieces
 
 
 async def encode_bad_words(service: Service, words: list[str], key: str) -> tuple[tuple[int, ...], ...]:
@@ -373,14 +335,42 @@ async def encode_bad_words(service: Service, words: list[str], key: str) -> tupl
     """
     if not words:
         return ()
+
+    def encode() -> tuple[tuple[int, ...], ...]:
+        return _bad_word_tokens(words, service.tokenizer)
+
     characters = 2 * sum(map(len, words))  # each is tokenized twice
     if characters <= SHORT_CHARACTERS:
-        return await service.turns.call(key, lambda: bad_word_tokens(words, service.tokenizer))
-    return await service.tokenizer.off_loop(lambda: bad_word_tokens(words, service.tokenizer), key, characters)
+        return await service.turns.call(key, encode)
+    return await service.tokenizer.off_loop(encode, key, characters)  # it may take 0.2 s
+
+
+def _bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences to ban: of each word as it is, and as it is tokenized after a space.
+
+    As in vLLM, the second form counts only if it has as many tokens and another first token. Otherwise it would ban the
+    space itself.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    num_tokens = 0
+    for word in words:
+        plain = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        num_tokens += len(plain) + len(spaced)
+        if num_tokens > MAX_BAD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: with and without a space before each, they have more than {MAX_BAD_TOKENS} tokens",
+                "bad_words",
+            )
+        if plain:
+            found[plain] = None
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found[spaced] = None
+    return tuple(found)
 
 
 def check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capacity, param: str) -> None:
-    """Refuse a text with tokens that the tokenizer has and the model has not, such as those of images.
+    """Refuse a text with tokens that the tokenizer has and the model does not have, such as those of images.
 
     Raises:
         InvalidRequestError: the text has such a token.
@@ -394,7 +384,7 @@ def check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capa
 
 
 def check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:
-    """Refuse a text that would not fit even if all its tokens were as long as the longest one of the vocabulary.
+    """Refuse a text that would not fit even if all its tokens were as long as the longest token of the vocabulary.
 
     Raises:
         ContextLengthError: the text is that long.
@@ -423,31 +413,3 @@ def check_tokenizable(text: str, capacity: Capacity | None, param: str) -> None:
             f"{CHARACTERS_PER_TOKEN} for each token of the model's context, but always {ALWAYS_TOKENIZED_CHARACTERS}",
             param,
         )
-
-
-def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
-    check_depth(kwargs, "chat_template_kwargs")
-    if reserved := RESERVED_NAMES & (kwargs or {}).keys():
-        raise InvalidRequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
-    if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise InvalidRequestError(
-            f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",
-            "chat_template_kwargs",
-        )
-
-
-def _size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """How many characters a conversation has, and how many messages, parts and calls."""
-    characters, pieces = 0, len(messages)
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            pieces += len(content)
-            characters += sum(len(part.text) for part in content)
-        else:
-            characters += len(content or "")
-        characters += len(message.reasoning or message.reasoning_content or "")
-        for call in message.tool_calls or ():
-            pieces += 1
-            characters += len(call.function.arguments)
-    return characters, pieces

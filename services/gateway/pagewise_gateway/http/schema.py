@@ -1,7 +1,7 @@
 """The bodies of requests: OpenAI's parameters, extended by vLLM's.
 
-A field that is null counts as not given. The constraints declared here also appear in ``/openapi.json``. What depends
-on the model (its length, its vocabulary) is checked in ``params`` and ``prompts``.
+A field that is null counts as not given. The constraints declared here also appear in ``/openapi.json``. Constraints
+that depend on the model (its length, its vocabulary) are checked in ``params`` and ``prompts``.
 """
 
 from collections.abc import Iterable
@@ -66,7 +66,7 @@ _SEGMENT_TEXTS = (
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    """What a stream contains besides its text.
+    """Options of a stream.
 
     ``include_usage``: a last chunk with token counts. ``continuous_usage_stats``: the counts so far in every chunk.
     """
@@ -121,7 +121,7 @@ ResponseFormat = TextFormat | JSONObjectFormat | JSONSchemaFormat | StructuralTa
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
-    """What the output has to match: exactly one of the first six; the others are for JSON."""
+    """The format of the output: exactly one of the first six; the others are options of JSON."""
 
     json: Annotated[dict[str, Any] | bool | str, Meta(description=f"{SCHEMAS} It may be a text.")] | None = None
     json_object: bool | None = None
@@ -139,15 +139,15 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
         Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES, description="In Lark's form, or in GBNF.")]
         | None
     ) = None
-    structural_tag: (
-        Annotated[StructuralTag | str, Meta(description="It may be a text that contains the JSON object.")] | None
-    ) = None
-    disable_any_whitespace: (
-        Annotated[bool, Meta(description="Whether there is no whitespace between the tokens of JSON.")] | None
-    ) = None
-    disable_additional_properties: (
-        Annotated[bool, Meta(description="Whether objects whose schemas name properties have no others.")] | None
-    ) = None
+    structural_tag: Annotated[
+        StructuralTag | str | None, Meta(description="It may be a text that contains the JSON object.")
+    ] = None
+    disable_any_whitespace: Annotated[
+        bool | None, Meta(description="Whether there is no whitespace between the tokens of JSON.")
+    ] = None
+    disable_additional_properties: Annotated[
+        bool | None, Meta(description="Whether objects whose schemas name properties have no others.")
+    ] = None
     whitespace_pattern: (
         Annotated[
             str,
@@ -158,7 +158,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Segments(Struct, forbid_unknown_fields=True, frozen=True):
-    """Stretches of the prompt whose KV is computed apart from what is before them, and reused wherever they stand."""
+    """Stretches of the prompt whose KV is computed without the text before them, and reused at any position."""
 
     texts: (
         Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MAX_SEGMENTS, description=_SEGMENT_TEXTS)]
@@ -175,8 +175,8 @@ class Segments(Struct, forbid_unknown_fields=True, frozen=True):
         Annotated[
             bool | Annotated[int, Meta(ge=0, le=2**31 - 1)] | str,
             Meta(
-                description="The beginning of the prompt that they attend to as well: true for all that is before the "
-                "first of them, which is the default; false for none; a text; or a number of tokens, with ranges."
+                description="The beginning of the prompt that they attend to as well: true for all before the first of "
+                "them, which is the default; false for none; a text; or a number of tokens, with ranges."
             ),
         ]
         | None
@@ -233,10 +233,9 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: (
-        Annotated[bool, Meta(description="Whether log-probabilities name tokens as token_id:ID instead of their text.")]
-        | None
-    ) = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Meta(description="Whether log-probabilities name tokens as token_id:ID instead of their text.")
+    ] = None
     priority: (
         Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier; API keys have a lowest one.")]
         | None
@@ -253,9 +252,9 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     segments: Segments | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: (
-        Annotated[ResponseFormat, Meta(description="What the output has to match; as structured_outputs.")] | None
-    ) = None
+    response_format: Annotated[
+        ResponseFormat | None, Meta(description="The format of the output, as structured_outputs.")
+    ] = None
     structured_outputs: StructuredOutputs | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
@@ -281,7 +280,7 @@ class FunctionDefinition(Struct, forbid_unknown_fields=True, frozen=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool, Meta(description="Whether arguments have to follow the schema.")] | None = None
+    strict: Annotated[bool | None, Meta(description="Whether arguments have to follow the schema.")] = None
 
 
 class Tool(Struct, forbid_unknown_fields=True, frozen=True):
@@ -305,9 +304,9 @@ class NamedToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model has called. ``arguments``: a JSON object as text, as the answer had it.
+    """A function that the model has called. ``arguments``: a JSON object as text, as in the answer.
 
-    ``parsed_arguments``: what OpenAI's SDK has made of them, which has no effect.
+    ``parsed_arguments``: added by OpenAI's SDK, without any effect.
     """
 
     name: FunctionName
@@ -324,7 +323,7 @@ class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):
     index: int | None = None
 
 
-ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
+ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="The functions that the model may call.")]
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
@@ -333,15 +332,15 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
-    segment: Annotated[bool, Meta(description="Whether its text is a segment of the prompt.")] | None = None
+    segment: Annotated[bool | None, Meta(description="Whether its text is a segment of the prompt.")] = None
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
     """A message of a conversation. Messages of the assistant may have tool calls instead of a content.
 
     ``tool_call_id``: of a message of role tool, the call that it answers. ``reasoning`` and ``reasoning_content``: of
-    the assistant; they mean the same, and the chat template decides what becomes of it. ``parsed``: what OpenAI's SDK
-    has made of the content, which has no effect.
+    the assistant; they are the same, and the chat template decides whether it is kept. ``parsed``: added by OpenAI's
+    SDK, without any effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -382,13 +381,13 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: (
-        Annotated[bool, Meta(description="Whether one answer may have several calls; true by default.")] | None
-    ) = None
+    parallel_tool_calls: Annotated[
+        bool | None, Meta(description="Whether one answer may have several calls; true by default.")
+    ] = None
     reasoning_effort: ReasoningEffort | None = None
-    include_reasoning: (
-        Annotated[bool, Meta(description="Whether the answer has its reasoning; true by default.")] | None
-    ) = None
+    include_reasoning: Annotated[
+        bool | None, Meta(description="Whether the answer has its reasoning; true by default.")
+    ] = None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):

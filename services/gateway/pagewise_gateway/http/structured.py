@@ -1,4 +1,4 @@
-"""What a request wants its output to match, as a grammar."""
+"""Makes the grammar that the output of a request has to match."""
 
 from collections.abc import Mapping
 from time import perf_counter
@@ -39,7 +39,7 @@ from pagewise_gateway.text.output_parsing import Start
 
 
 class Wanted(NamedTuple):
-    """A grammar that a request asks for. ``field``: where it does. ``make``: makes it."""
+    """A grammar that a request asks for. ``field``: the name of the field that does. ``make``: makes the grammar."""
 
     kind: GrammarKind
     field: str
@@ -47,14 +47,12 @@ class Wanted(NamedTuple):
 
 
 async def grammar_of(service: Service, wanted: Wanted | None, capacity: Capacity, key: str) -> str:
-    """Make the grammar that the output of a request has to match, check it, and count it; empty: it asks for none.
-
-    ``key``: name of the API key.
+    """Make a grammar, check it, and count it; empty if ``wanted`` is None. ``key``: name of the API key.
 
     Raises:
         InvalidRequestError: the grammar cannot be used.
-        UnsupportedParameterError: the executors follow no grammars.
-        OverloadedError: too many of this key wait.
+        UnsupportedParameterError: the executors support no grammars.
+        OverloadedError: too many grammars of this key wait.
     """
     if wanted is None:
         return ""
@@ -75,10 +73,10 @@ async def grammar_of(service: Service, wanted: Wanted | None, capacity: Capacity
 
 
 def wanted_grammar(body: GenerationFields) -> Wanted | None:
-    """Return what the output of a request has to match; None: anything.
+    """Return the grammar that a request asks for, or None.
 
     Raises:
-        InvalidRequestError: it asks for several grammars, or for none where one has to be.
+        InvalidRequestError: it asks for several grammars, or ``structured_outputs`` has none.
     """
     outputs, given = body.structured_outputs, body.response_format
     if outputs is not None:
@@ -156,9 +154,9 @@ def _tag_grammar(given: StructuralTag | str) -> str:
 def answer_grammar(
     body: ChatRequest, parsing: Parsing | None, start: Start, special_tokens: Mapping[str, int]
 ) -> Wanted | None:
-    """Return what the output of a chat has to match; None: anything. Reasoning that is parsed is free.
+    """Return the grammar that the output of a chat has to match, or None. Reasoning that is parsed is free.
 
-    ``start``: where the output begins. ``special_tokens``: their ids by their texts.
+    ``start``: the part of the message with which the output begins. ``special_tokens``: their ids by their texts.
 
     Raises:
         InvalidRequestError: it asks for several formats.
@@ -197,7 +195,6 @@ def answer_grammar(
 
 
 def _callable_functions(body: ChatRequest) -> list[Function]:
-    """Return the functions that an answer may call."""
     choice = body.tool_choice
     if choice == "none":
         return []
@@ -209,7 +206,7 @@ def _callable_functions(body: ChatRequest) -> list[Function]:
 
 
 def _checked(function: Function) -> Function:
-    """The same function, with parameters that can be followed."""
+    """Return the function with simplified parameters, which a grammar can express."""
     try:
         parameters = simplified(function.parameters if function.parameters is not None else {})
         check_schema(parameters)
