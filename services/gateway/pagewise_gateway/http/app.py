@@ -39,7 +39,7 @@ from pagewise_gateway.http.openapi import document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import discard_body, read_request
 from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
-from pagewise_gateway.http.request_log import RequestTraces, about_request, log_request
+from pagewise_gateway.http.request_log import about_request, log_request, trace_requests
 from pagewise_gateway.http.responses import (
     DetokenizeResponse,
     Health,
@@ -154,7 +154,7 @@ def _routes() -> list[web.RouteDef]:
 def _middlewares(config: GatewayConfig, metrics: Metrics, tracing: Tracing | None) -> list[Middleware]:
     recording: list[Middleware] = []  # the outermost first
     if tracing is not None:
-        recording.append(RequestTraces(tracing, config.served_model_name or config.model).middleware)
+        recording.append(trace_requests(tracing, config.served_model_name or config.model))
     if config.log_requests:
         recording.append(log_request)
     return [*recording, _shape_errors, access_check(config, metrics)]

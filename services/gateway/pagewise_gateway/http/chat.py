@@ -1,7 +1,5 @@
 """``POST /v1/chat/completions``: runs a chat, for other APIs too, and answers with its text as it is, or parsed."""
 
-import secrets
-import string
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -12,7 +10,7 @@ from pagewise_shared.protocol import Prompt
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import params, responses
-from pagewise_gateway.http.answers import Answer, OpenAIAnswer, generate, usage
+from pagewise_gateway.http.answers import Answer, ChatRun, OpenAIAnswer, cut, finish_reason, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
@@ -31,59 +29,7 @@ from pagewise_gateway.http.responses import (
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
 from pagewise_gateway.http.writing import EventTemplate, event
-from pagewise_gateway.scheduler_client import LiveRequest
-from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined, make_plain
-
-_ID_CHARACTERS = string.ascii_letters + string.digits
-_PIECE = 1024
-"""Characters of an output that are parsed at a time; other tasks may run in between."""
-
-
-@dataclass(slots=True, frozen=True)
-class ChatRun:
-    """A submitted chat.
-
-    Fields:
-        body: without its large fields.
-        parsing: the options of parsing its outputs; None: outputs are content as they are.
-        start, continues: the position at which an output begins, for ``MessageParser``.
-    """
-
-    service: Service
-    body: ChatRequest
-    live: LiveRequest
-    parsing: Parsing | None
-    start: Start
-    continues: bool
-
-    def parser(self) -> MessageParser:
-        """Return a parser of one output."""
-        if self.parsing is None:
-            return make_plain()
-        return self.parsing.parser(self.start, self.continues)
-
-    def new_id(self) -> str:
-        """Return an id for a tool call."""
-        if self.parsing is not None and (length := self.parsing.id_length) > 0:
-            return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
-        return f"call_{secrets.token_hex(12)}"
-
-
-def cut(text: str) -> Iterator[str]:
-    """Yield the pieces in which a text is parsed."""
-    for start in range(0, len(text), _PIECE):
-        yield text[start : start + _PIECE]
-
-
-def finish_reason(delta: SequenceDelta, parser: MessageParser) -> str | None:
-    """Return the finish reason of an output in OpenAI's words. An output whose last call is cut off has not ended with
-    tool calls.
-
-    ``delta``: the last delta. ``parser``: of the output.
-    """
-    if delta.finish_reason != "stop" or not parser.num_calls:
-        return delta.finish_reason
-    return "tool_calls" if parser.whole else "stop"
+from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined
 
 
 class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):

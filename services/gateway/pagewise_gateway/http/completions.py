@@ -13,6 +13,7 @@ from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import params, responses
 from pagewise_gateway.http.answers import OpenAIAnswer, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
+from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize
 from pagewise_gateway.http.logprobs import NO_LOGPROBS, CompletionLogprobsBuilder, LogprobColumns, columns_json
 from pagewise_gateway.http.parsing import read_request
@@ -44,7 +45,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     n = params.check_common(body, service.limits)
     params.check_priority(body, request[CLIENT])
     given = check_prompts(body)
-    params.check_num_sequences(len(given), n)
+    if (sequences := len(given) * n) > params.MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(given)} prompts with {n} sequences each are {sequences} sequences, "
+            f"the most that one request may have is {params.MAX_SEQUENCES}",
+            "n",
+        )
     check_segments(body, given)
     capacity = await service.scheduler_client.wait_for_capacity()
     params.check_output_length(body.max_tokens, capacity, "max_tokens")

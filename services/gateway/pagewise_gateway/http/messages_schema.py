@@ -5,16 +5,18 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from pagewise_gateway.http.schema import (
-    MAX_STOP_CHARACTERS,
+    MAX_MESSAGES,
     MAX_STOP_STRINGS,
     MAX_TOOLS,
     SCHEMAS,
+    CacheSalt,
     FunctionName,
+    Id,
+    StopString,
     TemplateKwargs,
 )
 
-MAX_MESSAGES = 4096
-Id = Annotated[str, Meta(min_length=1, max_length=256)]
+_IgnoredObject = Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")]
 
 
 class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -136,9 +138,7 @@ class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: TemplateKwargs | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
-    context_management: (
-        Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")] | None
-    ) = None
+    context_management: _IgnoredObject | None = None
 
 
 class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
@@ -148,18 +148,11 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Meta(max_length=MAX_STOP_STRINGS)
-        ]
-        | None
-    ) = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    metadata: Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")] | None = (
-        None
-    )
+    metadata: _IgnoredObject | None = None
     diagnostics: Annotated[dict[str, Any], Meta(description="Accepted, and without any effect.")] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class MessageUsage(Struct):

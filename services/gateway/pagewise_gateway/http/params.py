@@ -121,20 +121,6 @@ def check_priority(body: GenerationFields, client: Client) -> None:
         )
 
 
-def check_num_sequences(num_prompts: int, n: int) -> None:
-    """Check the number of sequences of a request, over all its prompts.
-
-    Raises:
-        InvalidRequestError: there are too many.
-    """
-    if num_prompts * n > MAX_SEQUENCES:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts with {n} sequences each are {num_prompts * n} sequences, "
-            f"the most that one request may have is {MAX_SEQUENCES}",
-            "n",
-        )
-
-
 def beam_params(body: GenerationFields, n: int) -> BeamParams | None:
     """Return the parameters of beam search, or None if the request does not ask for it."""
     if not body.use_beam_search:

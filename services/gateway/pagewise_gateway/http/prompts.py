@@ -135,12 +135,8 @@ def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
     return [Piece(texts.get(part, part), kinds[number % 2]) for number, part in enumerate(between)]
 
 
-def cut(text: str, segments: Segments | None) -> list[Piece]:
-    """Cut a prompt at its segments, which it contains in this order, and behind its root, if that is a text.
-
-    Raises:
-        InvalidRequestError: the prompt does not contain a segment, or does not begin with the root.
-    """
+def _cut(text: str, segments: Segments | None) -> list[Piece]:
+    """Cut a prompt at its segments, which it contains in this order, and behind its root, if that is a text."""
     pieces, at = [], 0
     if segments is not None and isinstance(segments.root, str):
         if not text.startswith(segments.root):
@@ -158,8 +154,7 @@ def cut(text: str, segments: Segments | None) -> list[Piece]:
     return [*pieces, Piece(text[at:])]
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool) -> Encoded:
-    """Return the token ids of a prompt, and the positions of its segments in them."""
+def _encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool) -> Encoded:
     tokens, ranges, root = array("i"), [], ALL_BEFORE
     for number, piece in enumerate(pieces):
         start = len(tokens)
@@ -224,13 +219,13 @@ async def encode_prompt(
     """
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
-            check_text_length(service, prompt, capacity, "prompt")
+            _check_text_length(service, prompt, capacity, "prompt")
         else:
             check_tokenizable(prompt, capacity, "prompt")
-        encoded = await encode_text(service, cut(prompt, body.segments), body.add_special_tokens is not False, key)
+        encoded = await encode_text(service, _cut(prompt, body.segments), body.add_special_tokens is not False, key)
         if not encoded.tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
-        check_vocabulary(service.tokenizer, encoded.tokens, capacity, "prompt")
+        _check_vocabulary(service.tokenizer, encoded.tokens, capacity, "prompt")
         return encoded
     if (largest := max(prompt)) >= capacity.vocab_size:
         raise InvalidRequestError(
@@ -252,7 +247,7 @@ async def encode_text(service: Service, pieces: Sequence[Piece], add_special_tok
     """
 
     def encoded() -> Encoded:
-        return encode_pieces(service.tokenizer, pieces, add_special_tokens)
+        return _encode_pieces(service.tokenizer, pieces, add_special_tokens)
 
     characters = sum(len(piece.text) for piece in pieces)
     if characters <= SHORT_CHARACTERS:
@@ -283,16 +278,16 @@ async def encode_chat(
     def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
         rendered = render_chat(service.tokenizer, body, messages, service.formats.template_kwargs)
-        parts = unmark(rendered, marked) if marked else cut(rendered, getattr(body, "segments", None))
+        parts = unmark(rendered, marked) if marked else _cut(rendered, getattr(body, "segments", None))
         text = "".join([part.text for part in parts])
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
-            check_text_length(service, text, capacity, "messages")
+            _check_text_length(service, text, capacity, "messages")
         # Chat templates contain the special tokens.
-        encoded = encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
+        encoded = _encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
         if capacity is not None and isinstance(body, ChatRequest):
-            check_vocabulary(service.tokenizer, encoded.tokens, capacity, "messages")
+            _check_vocabulary(service.tokenizer, encoded.tokens, capacity, "messages")
         return encoded._replace(text=text if whole_text else text[-_END_CHARACTERS:])
 
     try:
@@ -369,12 +364,8 @@ def _bad_word_tokens(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int,
     return tuple(found)
 
 
-def check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capacity, param: str) -> None:
-    """Refuse a text with tokens that the tokenizer has and the model does not have, such as those of images.
-
-    Raises:
-        InvalidRequestError: the text has such a token.
-    """
+def _check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capacity, param: str) -> None:
+    """Refuse a text with tokens that the tokenizer has and the model does not have, such as image tokens."""
     if tokenizer.vocab_size > capacity.vocab_size and (largest := max(tokens, default=0)) >= capacity.vocab_size:
         raise InvalidRequestError(
             f"{param}: the text has the token {tokenizer.token(largest)!r}, whose id {largest} is outside the model's "
@@ -383,12 +374,8 @@ def check_vocabulary(tokenizer: Tokenizer, tokens: Sequence[int], capacity: Capa
         )
 
 
-def check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:
-    """Refuse a text that would not fit even if all its tokens were as long as the longest token of the vocabulary.
-
-    Raises:
-        ContextLengthError: the text is that long.
-    """
+def _check_text_length(service: Service, text: str, capacity: Capacity, param: str) -> None:
+    """Refuse a text that would not fit even if all its tokens were as long as the longest token of the vocabulary."""
     if len(text) > (capacity.max_model_len + 1) * service.tokenizer.longest_token:
         raise ContextLengthError(
             f"This model's maximum context length is {capacity.max_model_len} tokens; "

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 from pagewise_shared.logs import BoundedLog, about, printable
 from pagewise_shared.tracing import Tracing, child_context, traceparent_of, wall_ns
 
@@ -196,20 +196,17 @@ class RequestTrace:
         self._span.end(wall_ns(now))
 
 
-class RequestTraces:
-    """Traces the POST requests of clients. ``model_name``: the model's name for clients."""
-
-    def __init__(self, tracing: Tracing, model_name: str) -> None:
-        self._tracing, self._model_name = tracing, model_name
-        self._complaints = BoundedLog(log)
+def trace_requests(tracing: Tracing, model_name: str) -> Middleware:
+    """Return the middleware that traces POST requests until they are answered, or their clients are gone. It has to be
+    the outermost. ``model_name``: the model's name for clients."""
+    complaints = BoundedLog(log)
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Trace the request until it has been answered, or its client is gone. This is the outermost middleware."""
+    async def trace_request(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.method != "POST":
             return await handler(request)
         began, status = monotonic(), _CLIENT_IS_GONE
-        parent = self._tracing.parent({name: request.headers[name] for name in _PROPAGATED if name in request.headers})
+        parent = tracing.parent({name: request.headers[name] for name in _PROPAGATED if name in request.headers})
         resource = request.match_info.route.resource
         attributes = {
             "http.request.method": request.method,
@@ -219,10 +216,10 @@ class RequestTraces:
         if resource is not None:  # else the client has chosen the path
             attributes["http.route"] = resource.canonical
         name = " ".join(filter(None, ("POST", attributes.get("http.route"))))
-        span = self._tracing.begin(name, parent, began, server=True, attributes=attributes)
+        span = tracing.begin(name, parent, began, server=True, attributes=attributes)
         if not span.is_recording():
             return await handler(request)
-        trace = request[RequestTrace.KEY] = RequestTrace(self._tracing, span, began, self._model_name)
+        trace = request[RequestTrace.KEY] = RequestTrace(tracing, span, began, model_name)
         try:
             response = await handler(request)
             status = response.status
@@ -231,7 +228,9 @@ class RequestTraces:
             try:
                 trace.end(request, status)
             except Exception:  # it is answered, whether there is a trace of it or not
-                self._complaints.warning("spans could not be made: %s", traceback.format_exc())
+                complaints.warning("spans could not be made: %s", traceback.format_exc())
+
+    return trace_request
 
 
 def about_request(request: web.Request, **fields: object) -> dict[str, object]:

@@ -5,10 +5,13 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from pagewise_gateway.http.schema import (
+    MAX_SCHEMA_NAME,
     MAX_TOOLS,
     SCHEMAS,
     CacheRetention,
+    CacheSalt,
     FunctionName,
+    Id,
     Ignored,
     ReasoningEffort,
     TemplateKwargs,
@@ -57,7 +60,7 @@ class FunctionCallItem(Struct, forbid_unknown_fields=True):
     """A function that the model has called."""
 
     type: Literal["function_call"]
-    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    call_id: Id
     name: FunctionName
     arguments: str
     id: str | None = None
@@ -68,7 +71,7 @@ class FunctionOutputItem(Struct, forbid_unknown_fields=True):
     """The result of a function."""
 
     type: Literal["function_call_output"]
-    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    call_id: Id
     output: str | list[InputText]
     id: str | None = None
     status: str | None = None
@@ -130,7 +133,7 @@ class JSONObject(Struct, forbid_unknown_fields=True, tag_field="type", tag="json
 class JSONSchemaText(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     """A JSON text that matches a schema."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_NAME)]
     schema: Annotated[dict[str, Any], Meta(description=SCHEMAS)]
     description: str | None = None
     strict: bool | None = None
@@ -190,7 +193,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     chat_template_kwargs: TemplateKwargs | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None

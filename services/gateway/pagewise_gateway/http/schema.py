@@ -59,6 +59,10 @@ CacheRetention = Annotated[
         "in_memory, which leaves it to the server. A hint, not a promise.",
     ),
 ]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt.")
+]
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
 _SEGMENT_TEXTS = (
     "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
     "conversations, parts of messages can be marked as segments instead."
@@ -240,15 +244,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="Lower runs earlier; API keys have a lowest one.")]
         | None
     ) = None
-    cache_salt: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt."
-            ),
-        ]
-        | None
-    ) = None
+    cache_salt: CacheSalt | None = None
     segments: Segments | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -317,7 +313,7 @@ class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
 class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):
     """A call in an earlier message of the assistant."""
 
-    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    id: Id
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
@@ -347,7 +343,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_CONTENT_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[AssistantToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_call_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    tool_call_id: Id | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
