@@ -15,6 +15,7 @@ from pagewise_shared.protocol import Adapter
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
+from pagewise_gateway.http import errors, schema
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.chat import create_chat_completion
@@ -23,14 +24,7 @@ from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.debug import debug_explain, debug_memory, debug_request
-from pagewise_gateway.http.errors import (
-    APIError,
-    InvalidRequestError,
-    NotFoundError,
-    UnsupportedEndpointError,
-    from_http_exception,
-    shortened,
-)
+from pagewise_gateway.http.errors import APIError, InvalidRequestError, NotFoundError, UnsupportedEndpointError
 from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, Intake
 from pagewise_gateway.http.listening import RefusedRequests
 from pagewise_gateway.http.loop_turns import LoopTurns
@@ -50,13 +44,6 @@ from pagewise_gateway.http.responses import (
     Version,
 )
 from pagewise_gateway.http.responses_api import create_response
-from pagewise_gateway.http.schema import (
-    ALWAYS_DETOKENIZED_TOKENS,
-    DETOKENIZED_CONTEXTS,
-    ChatRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from pagewise_gateway.http.writing import Deliveries, in_time, known_error, write_if_large
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.scheduler_client import SchedulerClient
@@ -248,9 +235,9 @@ async def _shaped(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
     """Return the error for a request that no handler takes. For an unknown path it lists the endpoints."""
-    asked = shortened(f"{request.method} {request.path}", _MAX_PATH)
+    asked = errors.shortened(f"{request.method} {request.path}", _MAX_PATH)
     if error.status != 404:
-        return from_http_exception(error, asked)
+        return errors.from_http_exception(error, asked)
     endpoints = ", ".join(
         f"{route.method} {route.resource.canonical}"
         for route in request.app.router.routes()
@@ -312,7 +299,7 @@ async def get_model(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """Answer with the tokens of a prompt or of messages."""
     service, key = request.app[Service.KEY], request[CLIENT].name
-    body, _ = await read_request(request, TokenizeRequest)
+    body, _ = await read_request(request, schema.TokenizeRequest)
     check_model(body.model, service.limits)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give a prompt or messages", "prompt")
@@ -338,7 +325,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def render(request: web.Request) -> web.Response:
     """Answer with the prompt that a chat completion would have, which is not run."""
     service, key = request.app[Service.KEY], request[CLIENT].name
-    body, _ = await read_request(request, ChatRequest)
+    body, _ = await read_request(request, schema.ChatRequest)
     check_common(body, service.limits)
     check_segments(body)
     service.formats.check(body)
@@ -349,10 +336,12 @@ async def render(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """Answer with the text of tokens, special tokens included."""
     service = request.app[Service.KEY]
-    body, _ = await read_request(request, DetokenizeRequest)
+    body, _ = await read_request(request, schema.DetokenizeRequest)
     check_model(body.model, service.limits)
     capacity = service.scheduler_client.capacity()
-    most = max(ALWAYS_DETOKENIZED_TOKENS, DETOKENIZED_CONTEXTS * (capacity.max_model_len if capacity else 0))
+    most = max(
+        schema.ALWAYS_DETOKENIZED_TOKENS, schema.DETOKENIZED_CONTEXTS * (capacity.max_model_len if capacity else 0)
+    )
     if len(body.tokens) > most:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many, the limit is {most}", "tokens")
     vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)

@@ -10,16 +10,9 @@ import msgspec
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
 
+from pagewise_gateway.http import schema
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
-from pagewise_gateway.http.schema import (
-    MAX_TEMPLATE_KWARGS_BYTES,
-    MAX_TEMPLATE_KWARGS_DEPTH,
-    ChatMessage,
-    ChatRequest,
-    NamedToolChoice,
-    TokenizeRequest,
-    Tool,
-)
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, NamedToolChoice, TokenizeRequest, Tool
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -43,9 +36,9 @@ def check_chat(body: ChatRequest | TokenizeRequest) -> None:
     _check_depth(kwargs, "chat_template_kwargs")
     if reserved := RESERVED_NAMES & kwargs.keys():
         raise InvalidRequestError(f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
-    if kwargs and (size := len(msgspec.json.encode(kwargs))) > MAX_TEMPLATE_KWARGS_BYTES:
+    if kwargs and (size := len(msgspec.json.encode(kwargs))) > schema.MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
-            f"chat_template_kwargs takes {size} bytes as JSON, the limit is {MAX_TEMPLATE_KWARGS_BYTES}",
+            f"chat_template_kwargs takes {size} bytes as JSON, the limit is {schema.MAX_TEMPLATE_KWARGS_BYTES}",
             "chat_template_kwargs",
         )
     for number, message in enumerate(body.messages or ()):
@@ -73,14 +66,14 @@ def _check_message(message: ChatMessage, location: str) -> None:
 def _check_depth(value: Any, name: str) -> None:
     """Check that a template can render a JSON value, which it cannot if the value is nested too deeply."""
     level: list[Any] = [value] if value else []
-    for _ in range(MAX_TEMPLATE_KWARGS_DEPTH):
+    for _ in range(schema.MAX_TEMPLATE_KWARGS_DEPTH):
         if not level:
             return
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:
         raise InvalidRequestError(
-            f"{name} is nested too deeply, the limit is {MAX_TEMPLATE_KWARGS_DEPTH}", name.partition("[")[0]
+            f"{name} is nested too deeply, the limit is {schema.MAX_TEMPLATE_KWARGS_DEPTH}", name.partition("[")[0]
         )
 
 

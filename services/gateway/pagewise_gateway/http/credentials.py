@@ -88,7 +88,7 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
-    """Add the keys in ``text`` to ``table``. ``usual``: the limits of names for which no line sets others.
+    """Add the keys in ``text`` to ``table``. ``usual``: the default limits of names.
 
     Raises:
         ConfigError: a line cannot be understood. The text names ``source`` and the line, never a key.
@@ -164,11 +164,6 @@ class Client:
         return self.rights.limits
 
     @property
-    def limited(self) -> bool:
-        """Whether this client has any limit."""
-        return self.limits != KeyLimits()
-
-    @property
     def view(self) -> str:
         """The name whose requests this client may see in ``/debug``; empty: the requests of all names."""
         return "" if self.rights.operator else self.name
@@ -192,11 +187,11 @@ ANONYMOUS = Client("", Rights(priority=None, operator=True), shares=True)
 
 
 class WatchedFiles:
-    """Files whose state is remembered, so that a change can be noticed."""
+    """Notices changes of files."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = tuple(paths)
-        self._seen = self._signature()
+        self._paths = paths
+        self._seen = [_file_state(path) for path in paths]
         self._next_check = monotonic() + CHECK_SECONDS
 
     def changed(self) -> bool:
@@ -205,11 +200,8 @@ class WatchedFiles:
         if now < self._next_check:
             return False
         self._next_check = now + CHECK_SECONDS
-        before, self._seen = self._seen, self._signature()
+        before, self._seen = self._seen, [_file_state(path) for path in self._paths]
         return self._seen != before
-
-    def _signature(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(map(_file_state, self._paths))
 
 
 def _file_state(path: Path) -> tuple[int, ...]:
@@ -235,10 +227,8 @@ class Keyring:
         *,
         share_cache: bool = False,
     ) -> None:
-        """Read the keys.
-
-        ``variable``: the value of PAGEWISE_API_KEYS. ``path``: of the key file. At least one of the two is given.
-        ``usual``: the limits of clients for which no others are set. ``share_cache``: all share cached KV.
+        """``variable``: the value of PAGEWISE_API_KEYS. ``path``: of the key file. At least one of the two is given.
+        ``usual``: the default limits of clients. ``share_cache``: all clients share cached KV.
 
         Raises:
             ConfigError: there is no key, or a line cannot be understood.
@@ -319,10 +309,8 @@ class Certificate:
     """
 
     def __init__(self, certfile: str, keyfile: str | None, metrics: Metrics) -> None:
-        """Read the files.
-
-        Raises:
-            ConfigError: they cannot be read, or do not belong together.
+        """Raises:
+        ConfigError: the files cannot be read, or do not belong together.
         """
         self._certfile, self._keyfile = certfile, keyfile
         self._metrics = metrics

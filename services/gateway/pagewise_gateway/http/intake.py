@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from aiohttp import web
-from pagewise_shared.protocol import Prompt, RequestParams, Submit
+from pagewise_shared.protocol import KeyLimits, Prompt, RequestParams, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import REPEATED_BYTES, TOKEN_BYTES, token_bytes
@@ -259,7 +259,7 @@ class Intake:
             OverloadedError: the key is over its limit with requests whose answers are not read yet.
         """
         client = self._client
-        if not client.limited:
+        if client.limits == KeyLimits():
             return
         self.counted = scheduler_client.submit(
             Submit(0, 0, self._request_id, (), RequestParams(SamplingParams(), key=client.name), client.limits)

@@ -6,18 +6,11 @@ from typing import Any
 import msgspec
 
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
+from pagewise_gateway.http import messages_schema as messages
 from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
-from pagewise_gateway.http.messages_schema import (
-    CountRequest,
-    Message,
-    MessageError,
-    MessageEvent,
-    MessagesRequest,
-    TokenCount,
-)
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.parsing import BODY_SECONDS, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 from pagewise_gateway.http.responses import (
@@ -33,21 +26,11 @@ from pagewise_gateway.http.responses import (
     Version,
 )
 from pagewise_gateway.http.responses_schema import Response, ResponseEvent, ResponsesRequest
-from pagewise_gateway.http.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 # Path -> its summary, its body, its answer, and the data of each event where the answer may be a stream.
 _POSTS: dict[str, tuple[str, type, type, type | None]] = {
-    "/v1/completions": (
-        "Complete one or several prompts.",
-        CompletionRequest,
-        CompletionResponse,
-        CompletionResponse,
-    ),
+    "/v1/completions": ("Complete one or several prompts.", CompletionRequest, CompletionResponse, CompletionResponse),
     "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
     **{path: (summary, body, str, None) for path, (_, summary, body) in ADAPTER_ENDPOINTS.items()},
     "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
@@ -59,8 +42,18 @@ _POSTS: dict[str, tuple[str, type, type, type | None]] = {
         None,
     ),
     "/v1/responses": ("Continue a conversation that consists of items.", ResponsesRequest, Response, ResponseEvent),
-    "/v1/messages": ("Continue a conversation of Anthropic's API.", MessagesRequest, Message, MessageEvent),
-    "/v1/messages/count_tokens": ("Count the tokens of a prompt of Anthropic's API.", CountRequest, TokenCount, None),
+    "/v1/messages": (
+        "Continue a conversation of Anthropic's API.",
+        messages.MessagesRequest,
+        messages.Message,
+        messages.MessageEvent,
+    ),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of a prompt of Anthropic's API.",
+        messages.CountRequest,
+        messages.TokenCount,
+        None,
+    ),
 }
 _GETS: dict[str, tuple[str, type | None]] = {
     "/v1/models": ("The model that is served, and its adapters.", ModelList),
@@ -111,7 +104,7 @@ def document(
         "repeated": REPEATED_BYTES,
     }
     types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind not in (None, str)}
-    _, components = msgspec.json.schema_components([*types, ErrorResponse, MessageError], ref_template=_REF)
+    _, components = msgspec.json.schema_components([*types, ErrorResponse, messages.MessageError], ref_template=_REF)
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
             components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
@@ -143,13 +136,13 @@ def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
         # As OpenAPI 3.2 describes streams of events. The last one's data is "[DONE]", unless they have names.
         chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
         item: dict[str, Any] = {"type": "object", "required": ["data"]}
-        if event in (MessageEvent, ResponseEvent):
+        if event in (messages.MessageEvent, ResponseEvent):
             item["required"].append("event")
             item["properties"] = {"event": {"type": "string"}, "data": chunk}
         else:
             item["properties"] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    shape = MessageError if path.startswith("/v1/messages") else ErrorResponse
+    shape = messages.MessageError if path.startswith("/v1/messages") else ErrorResponse
     responses |= {str(status): _error(text.format_map(sizes), shape) for status, text in _ERRORS.items()}
     body = {
         "required": True,

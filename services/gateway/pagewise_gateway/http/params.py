@@ -88,8 +88,7 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
     """Check the fields that can be checked without tokens, and return n.
 
     Raises:
-        ModelNotFoundError: the request names another model.
-        InvalidRequestError: n is over the limit, or fields contradict each other.
+        ModelNotFoundError, InvalidRequestError: a field is wrong, or fields contradict each other.
     """
     check_model(body.model, limits)
     n = body.n or 1

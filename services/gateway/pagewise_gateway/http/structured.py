@@ -8,30 +8,21 @@ import msgspec
 from pagewise_shared.json_errors import why_not_json
 
 from pagewise_gateway.generation import Capacity
+from pagewise_gateway.http import schema
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError, UnsupportedParameterError
 from pagewise_gateway.http.schema import (
     ChatRequest,
     GenerationFields,
-    JSONObjectFormat,
-    JSONSchemaFormat,
     NamedToolChoice,
     StructuralTag,
     StructuredOutputs,
 )
 from pagewise_gateway.metrics import GrammarKind
+from pagewise_gateway.structured import grammars
 from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
-from pagewise_gateway.structured.grammars import (
-    Make,
-    Validate,
-    choice_grammar,
-    context_free_grammar,
-    json_object_grammar,
-    json_schema_grammar,
-    regex_grammar,
-    structural_tag_grammar,
-)
+from pagewise_gateway.structured.grammars import Make, Validate
 from pagewise_gateway.structured.schemas import check_schema
 from pagewise_gateway.structured.tool_calls import Function, UnsupportedSchemaError, after_reasoning, tool_call_grammar
 from pagewise_gateway.structured.vocabulary import simplified
@@ -91,11 +82,13 @@ def wanted_grammar(body: GenerationFields) -> Wanted | None:
 
 def _of_format(given: object) -> Wanted | None:
     match given:
-        case JSONObjectFormat():
-            return Wanted("json_object", "response_format", lambda _: json_object_grammar())
-        case JSONSchemaFormat(json_schema):
-            schema = json_schema.schema
-            return Wanted("json", "response_format.json_schema.schema", lambda _: json_schema_grammar(schema))
+        case schema.JSONObjectFormat():
+            return Wanted("json_object", "response_format", lambda _: grammars.json_object_grammar())
+        case schema.JSONSchemaFormat(json_schema):
+            given_schema = json_schema.schema
+            return Wanted(
+                "json", "response_format.json_schema.schema", lambda _: grammars.json_schema_grammar(given_schema)
+            )
         case StructuralTag():
             return Wanted("structural_tag", "response_format", lambda _: _tag_grammar(given))
         case _:
@@ -124,16 +117,16 @@ def _of_outputs(outputs: StructuredOutputs) -> Wanted:
 def _grammar_of(kind: GrammarKind, outputs: StructuredOutputs, validate: Validate) -> str:
     match kind:
         case "regex":
-            return regex_grammar(outputs.regex or "")
+            return grammars.regex_grammar(outputs.regex or "")
         case "choice":
-            return choice_grammar(outputs.choice or ())
+            return grammars.choice_grammar(outputs.choice or ())
         case "grammar":
-            return context_free_grammar(outputs.grammar or "", validate)
+            return grammars.context_free_grammar(outputs.grammar or "", validate)
         case "structural_tag":
             assert outputs.structural_tag is not None
             return _tag_grammar(outputs.structural_tag)
         case _:
-            return json_schema_grammar(
+            return grammars.json_schema_grammar(
                 outputs.json if kind == "json" else {"type": "object"},
                 whitespace=not outputs.disable_any_whitespace,
                 whitespace_pattern=outputs.whitespace_pattern,
@@ -148,7 +141,7 @@ def _tag_grammar(given: StructuralTag | str) -> str:
         raise GrammarError(str(error)) from error
     except msgspec.DecodeError as error:
         raise GrammarError(why_not_json(str(given).encode(), error)) from error
-    return structural_tag_grammar([(one.begin, one.schema, one.end) for one in tag.structures], tag.triggers)
+    return grammars.structural_tag_grammar([(one.begin, one.schema, one.end) for one in tag.structures], tag.triggers)
 
 
 def answer_grammar(
