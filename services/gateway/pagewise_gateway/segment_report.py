@@ -100,7 +100,8 @@ def _prompts(where: str, number: int, line: bytes, tokenizer: Tokenizer | None) 
     if "messages" in body:
         request = parse_request(bytearray(msgspec.json.encode(body)), ChatRequest)
         check_chat(request)
-        special, prompts = bool(request.add_special_tokens), [render_chat(_needed(where, tokenizer), request)]
+        special = bool(request.add_special_tokens)
+        prompts = [render_chat(_needed(where, tokenizer), request, request.messages)]
     else:
         request = parse_request(bytearray(msgspec.json.encode(body)), CompletionRequest)
         special, prompts = request.add_special_tokens is not False, check_prompts(request)

@@ -226,7 +226,7 @@ async def run_chat(
     Raises:
         APIError, GenerationError: as ``create_chat_completion``.
     """
-    service = request.app[Service.KEY]
+    service, key = request.app[Service.KEY], request[CLIENT].name
     n = params.check_common(body, service.limits)
     params.check_priority(body, request[CLIENT])
     if body.top_logprobs is not None and not body.logprobs:
@@ -240,21 +240,19 @@ async def run_chat(
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
     params.check_output_length(wanted, capacity, given, least=1)
-    encoded = await encode_chat(service, body, capacity, request[CLIENT].name)
+    encoded = await encode_chat(service, body, capacity, key)
     start: Start = "main"
     if parsing is not None:
         start = parsing.format.start(encoded.text, _continued(body, parsing))
+    # The arguments are not named, because this frame would keep the tools in them until the response has ended.
     grammar = await grammar_of(
-        service,
-        answer_grammar(body, parsing, start, service.tokenizer.special_tokens),  # it holds the tools: no name for it
-        capacity,
-        request[CLIENT].name,
+        service, answer_grammar(body, parsing, start, service.tokenizer.special_tokens), capacity, key
     )
     sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
-        bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
+        bad_words=await encode_bad_words(service, body.bad_words or [], key),
         grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=None,
@@ -264,14 +262,14 @@ async def run_chat(
     default = size.default_tokens(len(tokens), repeated)
     budget = params.output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded))
-    continues = bool(body.continue_final_message)
     params.strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer, repeated)
     del encoded, tokens  # this frame lives until the response has ended
     shown = parsing.shown if parsing is not None else frozenset()
     with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
-        return await answer(ChatRun(service, body, live, parsing, start, continues)).respond(request)
+        run = ChatRun(service, body, live, parsing, start, bool(body.continue_final_message))
+        return await answer(run).respond(request)
 
 
 def _continued(body: ChatRequest, parsing: Parsing) -> str | None:

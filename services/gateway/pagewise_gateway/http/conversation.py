@@ -89,7 +89,7 @@ def _check_tools(tools: Sequence[Tool] | None) -> None:
 def render_chat(
     tokenizer: Tokenizer,
     body: ChatRequest | TokenizeRequest,
-    messages: Sequence[ChatMessage] | None = None,
+    messages: Sequence[ChatMessage],
     default_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of a conversation, rendered with the chat template. ``messages``: replace the body's messages.
@@ -98,32 +98,36 @@ def render_chat(
     Raises:
         ChatTemplateError: the template refuses it, or there is none.
     """
-    given = (body.messages if messages is None else messages) or ()
     template = tokenizer.chat_template
-    calls = any(message.tool_calls for message in given)
+    calls = any(message.tool_calls for message in messages)
     dialect = template.choose(body.tools).dialect if calls else Dialect()
     add_prompt = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    kwargs = {**default_kwargs, **(body.chat_template_kwargs or {})}
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     return template.render(
-        [_template_message(message, dialect) for message in given],
+        [_template_message(message, dialect) for message in messages],
         add_generation_prompt=add_prompt,
         continue_final_message=bool(body.continue_final_message),
         # In the given order, so that the same tools render to the same bytes.
-        tools=[{"type": "function", "function": _template_function(tool)} for tool in body.tools or ()] or None,
-        template_kwargs=kwargs or None,
+        tools=[_template_tool(tool) for tool in body.tools or ()] or None,
+        template_kwargs=_variables(body, default_kwargs) or None,
     )
 
 
-def _template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
-    content: str | list[dict[str, str]] | None
+def _variables(body: ChatRequest | TokenizeRequest, default: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = {**default, **(body.chat_template_kwargs or {})}
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return kwargs
+
+
+def _template_content(message: ChatMessage, dialect: Dialect) -> str | list[dict[str, str]] | None:
     if isinstance(message.content, list):
-        content = [{"type": "text", "text": part.text} for part in message.content]
-    else:
-        empty = message.content is None and (dialect.empty_content or not message.tool_calls)
-        content = "" if empty else message.content
-    fields: dict[str, Any] = {"role": message.role, "content": content}
+        return [{"type": "text", "text": part.text} for part in message.content]
+    empty = message.content is None and (dialect.empty_content or not message.tool_calls)
+    return "" if empty else message.content
+
+
+def _template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": _template_content(message, dialect)}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -142,10 +146,10 @@ def _template_message(message: ChatMessage, dialect: Dialect) -> dict[str, Any]:
     return fields
 
 
-def _template_function(tool: Tool) -> dict[str, Any]:
+def _template_tool(tool: Tool) -> dict[str, Any]:
     function = tool.function
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def _arguments(text: str, dialect: Dialect) -> dict[str, Any] | str:

@@ -4,6 +4,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams, SamplingParams, TokenConstraints, token_constraints
@@ -168,18 +169,14 @@ def sampling_params(
     Raises:
         InvalidRequestError: a value makes no sense; ``param`` names it.
     """
-    stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     ends = sorted(token for token in tokenizer.eos_token_ids if token < capacity.vocab_size)  # no others are sampled
-    if grammar and body.ignore_eos:
-        bad_words = [*bad_words, *((token,) for token in ends)]
+    stop_ids = _token_ids("stop_token_ids", body.stop_token_ids, capacity)
     if grammar or not body.ignore_eos:
         stop_ids = tuple(sorted({*stop_ids, *ends}))
-    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
-    # A top_p of 0 keeps the most likely token only.
-    if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
-        given |= {"temperature": 0.0, "top_p": 1.0}
+    if grammar and body.ignore_eos:
+        bad_words = [*bad_words, *((token,) for token in ends)]
     return SamplingParams(
-        **given,
+        **_values(body),
         top_k=max(0, body.top_k or 0),
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         stop_token_ids=stop_ids,
@@ -188,6 +185,14 @@ def sampling_params(
         constraints=_constraints(body, bad_words, capacity),
         grammar=grammar,
     )
+
+
+def _values(body: GenerationFields) -> dict[str, Any]:
+    given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    # A top_p of 0 keeps the most likely token only.
+    if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
+        given |= {"temperature": 0.0, "top_p": 1.0}
+    return given
 
 
 def _constraints(

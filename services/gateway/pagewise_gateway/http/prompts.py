@@ -8,6 +8,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from msgspec import structs
@@ -82,7 +83,10 @@ def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str 
         raise InvalidRequestError(
             "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
         )
-    asked = body.segments or Segments()
+    _check_names(body.segments or Segments(), marked, prompts)
+
+
+def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]]) -> None:
     named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "marks": marked > 0}
     ways = [way for way, used in named.items() if used]
     if len(ways) != 1:
@@ -241,10 +245,7 @@ async def encode_prompt(
 
 
 async def encode_text(service: Service, pieces: Sequence[Piece], add_special_tokens: bool, key: str) -> Encoded:
-    """Return the tokens of a text, and its segments. A long text is tokenized on another thread.
-
-    ``key``: name of the API key of the request.
-    """
+    """Return the tokens of a text, and its segments. A long text is tokenized on another thread."""
 
     def encoded() -> Encoded:
         return _encode_pieces(service.tokenizer, pieces, add_special_tokens)
@@ -330,10 +331,7 @@ async def encode_bad_words(service: Service, words: list[str], key: str) -> tupl
     """
     if not words:
         return ()
-
-    def encode() -> tuple[tuple[int, ...], ...]:
-        return _bad_word_tokens(words, service.tokenizer)
-
+    encode = partial(_bad_word_tokens, words, service.tokenizer)
     characters = 2 * sum(map(len, words))  # each is tokenized twice
     if characters <= SHORT_CHARACTERS:
         return await service.turns.call(key, encode)
