@@ -247,7 +247,7 @@ def _not_handled(request: web.Request, error: web.HTTPException) -> APIError:
 
 
 async def refuse_embeddings(_: web.Request) -> web.Response:
-    """Refuse a request for embeddings with an error that says so, and not that the path is unknown."""
+    """Refuse a request for embeddings with a clearer error than that of an unknown path."""
     raise UnsupportedEndpointError(
         "/v1/embeddings is not supported by Pagewise: it serves models that generate text, and has no pooling"
     )

@@ -171,9 +171,9 @@ class Client:
     def cache_salt(self, given: str | None) -> str | None:
         """Return the salt of a request's cached KV. ``given``: the salt in its body, which separates further.
 
-        The part before the first ``/`` says who shares the cache: all, one group, or one name. Names contain no ``/``
-        and clients choose only the part behind it, so no choice leads to the cache of others. Gateways without API keys
-        put their part there too, because they may serve the same executors.
+        The part before the first ``/`` names the clients that share the cache: all, one group, or one name. Names
+        contain no ``/``, and clients choose only the part behind it, so no choice leads to the cache of others.
+        Gateways without API keys put their part there too, because they may serve the same executors.
         """
         own = f"group:{self.rights.share}" if self.rights.share else f"key:{self.name}"
         sharing = "all" if self.shares else own

@@ -38,11 +38,11 @@ class MemoryBudget:
         used: the reserved bytes.
     """
 
-    def __init__(self, total: int, share: int, *, what: str, option: str, refused: Callable[[bool], None]) -> None:
-        """``what``: the purpose, in the plural, for errors. ``option``: the option that sets ``total``. ``refused`` is
+    def __init__(self, total: int, share: int, *, purpose: str, option: str, refused: Callable[[bool], None]) -> None:
+        """``purpose``: a plural noun, for errors. ``option``: the option that sets ``total``. ``refused`` is
         called when there are not enough bytes, with true if the reason is the key's share."""
         self.total, self.share, self.used = total, share, 0
-        self._what, self._option, self._refused = what, option, refused
+        self._purpose, self._option, self._refused = purpose, option, refused
         self._by_key: dict[str, int] = {}
 
     def reserve(self, key: str, size: int) -> None:
@@ -55,13 +55,13 @@ class MemoryBudget:
         if key and used + size > self.share:
             self._refused(True)
             raise OverloadedError(
-                f"API key {key}: {self._what} of its requests take {used} bytes, and this one needs {size}; the limit "
-                f"is {self.share} (a part of {self._option})"
+                f"API key {key}: {self._purpose} of its requests take {used} bytes, and this one needs {size}; the "
+                f"limit is {self.share} (a part of {self._option})"
             )
         if self.used + size > self.total:
             self._refused(False)
             raise OverloadedError(
-                f"{self._what} of requests take {self.used} bytes, and this one needs {size}; the limit is "
+                f"{self._purpose} of requests take {self.used} bytes, and this one needs {size}; the limit is "
                 f"{self.total} ({self._option})"
             )
         self.used += size
@@ -110,7 +110,7 @@ class BodyMemory(MemoryBudget):
         super().__init__(
             total,
             max(total // SHARE, largest_body),
-            what="the bodies",
+            purpose="the bodies",
             option="--max-body-memory",
             refused=lambda of_key: metrics.requests_refused("key_body_memory" if of_key else "body_memory").inc(),
         )
@@ -128,7 +128,7 @@ class AnswerMemory(MemoryBudget):
         super().__init__(
             total,
             total // SHARE,
-            what="the answers",
+            purpose="the answers",
             option="--max-answer-memory",
             refused=lambda of_key: metrics.requests_refused("key_answer_memory" if of_key else "answer_memory").inc(),
         )

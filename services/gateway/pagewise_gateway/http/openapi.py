@@ -60,7 +60,7 @@ _GETS: dict[str, tuple[str, type | None]] = {
     "/v1/models/{model}": ("The model, or an adapter, by its name.", Model),
     "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
     "/version": ("The version of this service.", Version),
-    "/debug/memory": ("What the KV memory of every executor holds; ?limit=N cuts lists.", None),
+    "/debug/memory": ("The contents of the KV memory of every executor; ?limit=N cuts lists.", None),
     "/debug/requests/{request_id}": ("A request's blocks and their history, by our id or your X-Request-Id.", None),
     "/debug/explain/{request_id}": ("Where a request's time went and its cached prefix was lost, in sentences.", None),
 }

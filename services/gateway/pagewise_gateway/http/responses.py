@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct):
-    """How many of the prompt's tokens were found in the cache."""
+    """The number of the prompt's tokens that were found in the cache."""
 
     cached_tokens: int
 
@@ -26,7 +26,7 @@ class Usage(Struct):
 class CompletionLogprobs(Struct):
     """Log-probabilities of text completions: one entry per token in each list.
 
-    ``text_offset``: where in the choice's text the token starts, in characters.
+    ``text_offset``: the position in the choice's text at which the token starts, in characters.
     """
 
     tokens: list[str]
@@ -36,7 +36,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One output of a text completion, or what is new in it."""
+    """One output of a text completion, or a part of it."""
 
     index: int
     text: str
@@ -79,7 +79,7 @@ class ChatLogprobs(Struct):
 
 
 class FunctionCall(Struct):
-    """A function that the model calls. ``arguments``: what it has written, which is a JSON object unless cut off."""
+    """A function that the model calls. ``arguments``: a JSON object as text, unless it was cut off."""
 
     name: str
     arguments: str
@@ -94,7 +94,7 @@ class ToolCall(Struct):
 
 
 class AssistantMessage(Struct):
-    """The reply. ``reasoning`` and ``reasoning_content`` are the same: vLLM's name for it and the one it had before."""
+    """The reply. ``reasoning`` and ``reasoning_content`` are the same: vLLM's name for it, and vLLM's former name."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -128,14 +128,14 @@ class ChatResponse(Struct):
 
 
 class FunctionCallDelta(Struct):
-    """What is new in a call: first its name, then its arguments in pieces."""
+    """A part of a call: first its name, then its arguments in pieces."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct):
-    """What is new in the call with this index. Its first one has its id and type."""
+    """A part of the call with this index. The first part has its id and type."""
 
     index: int
     function: FunctionCallDelta
@@ -144,7 +144,7 @@ class ToolCallDelta(Struct):
 
 
 class ChatDelta(Struct):
-    """What is new in the reply."""
+    """A part of the reply."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -154,7 +154,7 @@ class ChatDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """What is new in one output."""
+    """A part of one output."""
 
     index: int
     delta: ChatDelta
@@ -209,7 +209,7 @@ class TokenizeResponse(Struct):
 
 
 class RenderResponse(Struct):
-    """Answer of ``/v1/chat/completions/render``: what the chat template makes of a conversation, and its tokens."""
+    """Answer of ``/v1/chat/completions/render``: the rendered conversation, and its tokens."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -222,9 +222,9 @@ class DetokenizeResponse(Struct):
 
 
 class Health(Struct):
-    """Answer of ``/health``: how many executors are ready, and whether the scheduler answers.
+    """Answer of ``/health``: the number of ready executors, and whether the scheduler answers.
 
-    ``problems``: a sentence for each process of the server that is started again and again, and does not become ready.
+    ``problems``: a sentence for each process of the server that restarts repeatedly and does not become ready.
     """
 
     status: str

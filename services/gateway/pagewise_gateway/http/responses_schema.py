@@ -163,7 +163,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/responses``. Nothing is stored: ``store`` is false unless it says otherwise."""
+    """Body of ``POST /v1/responses``. Nothing is stored: ``store`` is false by default."""
 
     input: Annotated[str | list[dict[str, Any]], Meta(description=_ITEMS)]
     model: str | None = None
@@ -204,13 +204,13 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class InputDetails(Struct):
-    """How many tokens of the input were found in the cache."""
+    """The number of input tokens that were found in the cache."""
 
     cached_tokens: int
 
 
 class OutputDetails(Struct):
-    """How many tokens of the output are reasoning; they are not counted apart."""
+    """The number of reasoning tokens of the output, which are not counted separately."""
 
     reasoning_tokens: int = 0
 

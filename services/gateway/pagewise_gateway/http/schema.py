@@ -231,7 +231,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
             int,
             Meta(
                 ge=-1,
-                description=f"Keep only that many last tokens of the prompt; -1: what fits. {LONGEST_TEXT}",
+                description=f"Keep only that many last tokens of the prompt; -1: as many as fit. {LONGEST_TEXT}",
             ),
         ]
         | None
