@@ -130,7 +130,7 @@ class Fleet:
     def reset(self) -> None:
         """The executor starts over under a new epoch."""
         epoch = self.scheduler.epoch + 1
-        self.scheduler.fail(epoch, blame_step=False)
+        self.scheduler.fail(epoch, shrink_steps=False)
         self.executor.reset(epoch)
         self.slots.clear()
         self.rows.clear()

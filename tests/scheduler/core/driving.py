@@ -3,8 +3,8 @@
 from collections import deque
 from itertools import takewhile
 
+from pagewise_scheduler.core.features.beams import BeamSearch
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, hash_chain
-from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -34,7 +34,7 @@ def expected_beams(request: Request) -> list[list[int]]:
     while True:
         going_on = search.advance(living, [next_candidates((*prompt, *tokens), wanted) for tokens in living])
         if going_on is None:
-            return [ended.tokens for ended in search.results(request.params.n)]
+            return [ended.tokens for ended in search.ended[: request.params.n]]
         living = [[*living[one.parent], one.token] for one in going_on]
 
 

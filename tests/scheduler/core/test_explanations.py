@@ -351,7 +351,7 @@ def test_a_reset_of_what_runs_and_of_what_waits() -> None:
     reset = Reset(player.now, "e")
     for request in (runs, waits):
         request.timeline.interrupted(reset, player.now)
-    player.scheduler.fail(2, blame_step=False)
+    player.scheduler.fail(2, shrink_steps=False)
     player.executor = executor_for(player.scheduler)
     player.results.clear()
     player.finish(runs, waits)

@@ -205,7 +205,7 @@ def test_copies_that_fail_blame_no_request() -> None:
     scheduler.add(create_request(prompt=[1, 2], max_tokens=5))
     assert scheduler.schedule(0.0) is not None
     before = scheduler.limits.max_num_batched_tokens
-    assert scheduler.fail(2, blame_step=False) == []
+    assert scheduler.fail(2, shrink_steps=False) == []
     assert scheduler.num_waiting == 1
     assert scheduler.limits.max_num_batched_tokens == before
 

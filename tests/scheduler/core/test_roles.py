@@ -187,7 +187,7 @@ def test_who_stays_when_its_executor_is_reset_leaves_once_its_prompt_is_computed
     while served.moves[0].num_staying < 1:
         served.step(0)
     source = served.nodes[0]
-    source.scheduler.fail(source.scheduler.epoch + 1, blame_step=False)
+    source.scheduler.fail(source.scheduler.epoch + 1, shrink_steps=False)
     source.results.clear()
     source.executor.reset(source.scheduler.epoch)
     while second.sequences[0].status is not SequenceStatus.DECODE:  # its last chunk is in flight

@@ -191,7 +191,7 @@ class ExecutorHandle:
         if self._reset is not None:
             self._reset.ended, self._reset = now, None
         self._metrics.iteration_tokens.observe(output.num_tokens)
-        self.watch.num_generated += output.num_told
+        self.watch.num_generated += output.num_sent
         self._take_output(output, now)
         return output
 
@@ -229,13 +229,13 @@ class ExecutorHandle:
             message = printable(copied.error.message)
             running = {sequence.request.owner for sequence in self.scheduler.running}
             self._log_step(copied.step, running, "requested copies that failed")
-            self._start_over(f"copies of step {copied.step} failed: {message}", blame_step=False)
+            self._start_over(f"copies of step {copied.step} failed: {message}", shrink_steps=False)
             return
         try:
             self.scheduler.copied(copied)
         except ProtocolError as error:
             self._metrics.frames_dropped("undecodable").inc()
-            self._start_over(str(error), blame_step=False)
+            self._start_over(str(error), shrink_steps=False)
 
     def take_answer(self, message: Message, error: str = "") -> None:
         """Apply the answer to a feature's message. ``error``: for the requests that fail with it."""
@@ -271,15 +271,15 @@ class ExecutorHandle:
             del self._live[live.request_id]
         live.take_finish(sequence, now, report=report)
 
-    def _start_over(self, reason: str, *, blame_step: bool = True) -> None:
+    def _start_over(self, reason: str, *, shrink_steps: bool = True) -> None:
         """Reset the executor under a new epoch after a failure, and recompute from the tokens."""
         self._metrics.step_errors.inc()
-        log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if blame_step else "", reason)
+        log.warning("%s: starting over%s: %s", self.executor_id, " with smaller steps" if shrink_steps else "", reason)
         self.oldest_step_time, now = None, clock()
         self._reset = self._reset or Reset(now, self.executor_id)
         for live in self._live.values():
             live.timeline.interrupted(self._reset, now)
-        for request in self.scheduler.fail(self._next_epoch(), blame_step=blame_step):
+        for request in self.scheduler.fail(self._next_epoch(), shrink_steps=shrink_steps):
             self._live[request.request_id].log(logging.ERROR, f"cannot run even alone: {reason}")
             self.fail(request, f"the executor could not run it: {reason}")
         self._send(self.welcome())

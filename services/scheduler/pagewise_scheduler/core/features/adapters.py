@@ -1,17 +1,17 @@
-"""Which adapters an executor has on its device, and which requests wait for one.
+"""The adapters that an executor has on its device, and the requests that wait for one.
 
-An adapter is paged like KV. The device has a few slots; an adapter that is not in one is loaded into the slot that was
-used the longest ago and that no request needs. A request needs its adapter's slot from its admission until it ends,
-also while it is preempted, so that it can go on at any time. Requests whose adapter has no slot wait outside of the
-waiting queue: they hold up no other request, and cost nothing for requests without adapters.
+An adapter is paged like KV. The device has a few slots. An adapter that has none is loaded into the least recently used
+slot that no request needs. A request needs its adapter's slot from its admission until it ends, also while it is
+preempted, so that it can continue at any time. Requests whose adapter has no slot wait outside of the waiting queue:
+they hold up no other request, and cost nothing for requests without adapters.
 
-If all slots are needed, the request that is next claims the one that has been resident the longest. From then on
-nobody who comes after it is admitted to that adapter, so the slot becomes free when those who run there have ended:
-each adapter gets its turn. A slot is not claimed before its adapter has been there for ``STAY_LOADS`` times as long as
+If all slots are needed, the request that is next claims the slot whose adapter has been resident the longest. From then
+on no later request is admitted to that adapter, so the slot becomes free when its running requests have ended: each
+adapter gets its turn. A slot is not claimed before its adapter has been there for ``STAY_LOADS`` times as long as
 loading takes, so that adapters are not exchanged all the time.
 
-An executor loads one adapter after the other. If a load does not return, it and all behind it are given up, and nothing
-more is asked for until the executor tells of them after all: only what is in slots is served meanwhile.
+An executor loads one adapter after the other. If a load does not return, it and all loads behind it are given up. Until
+the executor reports them after all, no further adapter is loaded, and only adapters in slots are served.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _FROM_DISK, _FROM_HOST = (5e-3, 1e-9), (1e-3, 1e-10)
 
 
 class Checked(Protocol):
-    """Told when an adapter was loaded for a check."""
+    """Called when an adapter was loaded for a check."""
 
     def __call__(self, error: str | None, *, lost: bool = False) -> None:
         """``error``: why it could not be loaded. ``lost``: unknown, because the executor is gone."""
@@ -47,7 +47,7 @@ class Checked(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot with an adapter. ``since``: when it was loaded, NaN until it is. ``pins``: requests that need it.
+    """A slot with an adapter. ``since``: when it was loaded; NaN: it is not. ``pins``: requests that need it.
     ``free_after``: the last step that may use it. ``claimer``: the request that waits for the slot."""
 
     index: int
@@ -64,7 +64,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _AdapterLoad:
-    """``asked``: when the executor was asked for it, infinite until it is."""
+    """A load that has not ended. ``asked``: when it was sent to the executor; infinite: it was not."""
 
     adapter: Adapter
     slot: _Slot | None
@@ -73,11 +73,8 @@ class _AdapterLoad:
 
 
 class AdapterSlots(Feature):
-    """The adapters of one executor. ``capacity``: which it can serve.
-
-    ``waiting``: requests that wait for their adapters, and their sizes. ``num_loads``, ``num_load_errors``,
-    ``num_evictions``: so far.
-    """
+    """The adapters of one executor. ``capacity``: which adapters it can serve. ``waiting``: the requests that wait for
+    their adapters, and their sizes. ``num_loads``, ``num_load_errors``, ``num_evictions``: counters."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
@@ -91,13 +88,12 @@ class AdapterSlots(Feature):
         self.clear()
 
     def clear(self) -> None:
-        """The executor was reset, or is gone: its slots hold nothing, and no request is here."""
         self._free = list(range(self.capacity.slots - 1, -1, -1))
         self._slots: dict[bytes, _Slot] = {}  # the least recently used first
         self._pinned: dict[Request, _Slot] = {}
         self._loads: dict[int, _AdapterLoad] = {}
         self._late: set[int] = set()  # loads that were given up
-        self._last_answer = -inf  # when the executor told of a load last
+        self._last_answer = -inf  # when the executor last reported a load
         self._outbox: list[tuple[int, Adapter, int]] = []
         self._on_host: set[bytes] = set()
         self._changed, self._look_at = False, inf
@@ -120,7 +116,7 @@ class AdapterSlots(Feature):
         return self.capacity.slots > 0 and adapter.rank <= self.capacity.max_rank
 
     def can_take(self, adapter: Adapter) -> bool:
-        """Whether a request with that adapter may come now: the executor serves it, and loads or holds it."""
+        """Whether a request with that adapter may come now: the executor can serve it, and has it or can load it."""
         return self.serves(adapter) and (not self._late or self._holds(adapter))
 
     def _holds(self, adapter: Adapter) -> bool:
@@ -128,7 +124,6 @@ class AdapterSlots(Feature):
         return slot is not None and slot.loaded
 
     def kept(self, key: str | None) -> Kept:
-        """See ``Feature``."""
         if not self.waiting:
             return NOTHING_KEPT
         if key is not None:
@@ -150,7 +145,7 @@ class AdapterSlots(Feature):
             self._of_keys[request.params.key] = Kept(before.sequences - load.sequences, before.tokens - load.tokens)
 
     def seconds(self, adapter: Adapter) -> float:
-        """Until an adapter is there that is asked for now, as far as loading it and others before it takes."""
+        """The predicted seconds until an adapter is in a slot, for loading it and the adapters before it."""
         if self._holds(adapter):
             return 0.0
         others = (load.adapter for load in self._loads.values() if load.adapter.content != adapter.content)
@@ -164,7 +159,6 @@ class AdapterSlots(Feature):
     # ---- requests ------------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> bool:
-        """See ``Feature``. A request whose adapter is not in a slot waits here."""
         adapter = request.params.adapter
         assert adapter is not None
         if not self.serves(adapter):
@@ -172,17 +166,16 @@ class AdapterSlots(Feature):
                 f"{request.request_id} needs an adapter of rank {adapter.rank}, and the executor serves none"
             )
         slot = self._slots.get(adapter.content)
-        # What computes a segment uses the slot that the request holds for which it does.
+        # A request that computes a segment uses the slot that is pinned for the client's request.
         if slot is not None and (request.computes_for is not None or self._may_enter(request, slot)):
             self._pin(request, slot)
             return True
         self._park(request)
         self._changed = True
-        request.timeline.begin("adapter", request.executors[-1][0] if request.executors else request.arrival_time)
+        request.timeline.begin("adapter", request.placed_at)
         return False
 
     def leave(self, request: Request, last_step: int) -> None:
-        """See ``Feature``."""
         self._changed |= request in self.waiting  # a slot that it has claimed is open again
         self._unpark(request)
         if (slot := self._pinned.pop(request, None)) is not None:
@@ -191,7 +184,7 @@ class AdapterSlots(Feature):
             self._changed = True
 
     def messages(self, now: float) -> list[Message]:
-        """See ``Feature``. Lets requests enter whose adapters are there now, and begins loads."""
+        """Let requests enter whose adapters are in slots now; returns the loads to begin."""
         if self.waiting and (self._changed or now >= self._look_at):
             admitted, taken_back = self._advance(now)
             for request in taken_back:
@@ -205,8 +198,10 @@ class AdapterSlots(Feature):
         return [LoadAdapter(self.scheduler.epoch, number, adapter, slot) for number, adapter, slot in asked]
 
     def _advance(self, now: float) -> tuple[list[Request], list[Request]]:
-        """Begin loads; return the requests that may go to the waiting queue now, and those that have to come back
-        from there because their adapter gives its slot to another one."""
+        """Begin loads. Returns the requests that may enter the waiting queue now, and the requests to take back from
+        there because the slot of their adapter is claimed."""
+        # Slots are claimed anew each time, in the order of the requests: a request that has come meanwhile may go
+        # first, and a claimer may have ended.
         oldest = self.scheduler.oldest_step
         oldest_step = inf if oldest is None else oldest
         self._changed, self._look_at = False, inf
@@ -232,7 +227,7 @@ class AdapterSlots(Feature):
         return slot.loaded and (slot.claimer is None or self._rank(request) < self._rank(slot.claimer))
 
     def _rank(self, request: Request) -> tuple[float, float]:
-        """Who goes first: the key that has been served the least, and of one key the request that is next."""
+        """Sort key: the key that has been served the least first, and the requests of a key in the queue's order."""
         return self.scheduler.waiting.account(request.params.key).served, queue_time_of(request)
 
     def _pin(self, request: Request, slot: _Slot) -> None:
@@ -243,7 +238,7 @@ class AdapterSlots(Feature):
         self._slots[content] = self._slots.pop(content)
 
     def _make_slot(self, request: Request, adapter: Adapter, now: float, oldest_step: float) -> list[Request]:
-        """Begin to load an adapter if there is a slot, else claim one; returns the requests that come back for that."""
+        """Begin to load an adapter if there is a slot, else claim one; returns the requests to take back for that."""
         unused = [slot for slot in self._slots.values() if slot.loaded and not slot.pins and slot.claimer is None]
         if self._free:
             self._load(adapter, self._free.pop())
@@ -255,7 +250,7 @@ class AdapterSlots(Feature):
         return []
 
     def _exchange(self, slot: _Slot, request: Request, adapter: Adapter, now: float, oldest_step: float) -> None:
-        """Load an adapter into a slot that no request needs, once the steps in flight that use it are back."""
+        """Load an adapter into a slot that no request needs, after the steps in flight that use it have come back."""
         if slot.free_after < oldest_step:
             self.num_evictions += 1
             del self._slots[slot.adapter.content]
@@ -265,8 +260,8 @@ class AdapterSlots(Feature):
             slot.claimer = request
 
     def _claim(self, request: Request, adapter: Adapter, now: float, oldest_step: float) -> list[Request]:
-        """Claim the slot of the adapter that has been there the longest; returns the requests that come back for that,
-        because they have not begun."""
+        """Claim the slot of the adapter that has been there the longest; returns its requests that have not begun and
+        come after ``request``, which are taken back."""
         open_slots = [slot for slot in self._slots.values() if slot.loaded and slot.claimer is None]
         stays = {slot: slot.since + STAY_LOADS * self._seconds(slot.adapter) for slot in open_slots}
         due = [slot for slot, until in stays.items() if until <= now]
@@ -286,18 +281,16 @@ class AdapterSlots(Feature):
     # ---- loads ---------------------------------------------------------------------------------------
 
     def check(self, adapter: Adapter, checked: Checked) -> None:
-        """Have an adapter loaded to the host, to see whether that works."""
+        """Load an adapter to the host to check its files; ``checked`` is called with the result."""
         self._load(adapter, -1, checked)
 
     def close(self) -> None:
-        """See ``Feature``. Whether adapters can be loaded there stays open."""
         checks, self._checks = self._checks, []
         for check in checks:
             if check.checked is not None:
                 check.checked(None, lost=True)
 
     def take(self, message: Message, now: float) -> list[Request]:
-        """See ``Feature``. A load has ended; requests fail whose adapter could not be loaded."""
         if not isinstance(message, AdapterLoaded):
             return []
         self._last_answer, self._changed = now, True
@@ -309,7 +302,7 @@ class AdapterSlots(Feature):
             self._failed(load, message.error)
             if slot is None:
                 return []
-            # Equal files may lie under another path, too: who named that one has it tried.
+            # Requests that name an equal adapter by another path do not fail: that path is tried for them.
             return self._unpark_all(lambda one: (one.content, one.path) == (content, adapter.path))
         if load.checked is not None:
             self._checks.remove(load)
@@ -324,7 +317,6 @@ class AdapterSlots(Feature):
         return []
 
     def give_up(self, now: float, most: float) -> list[Request]:
-        """See ``Feature``. All loads are given up if the executor has reported none for more than ``most`` seconds."""
         oldest = next(iter(self._loads.values()), None)
         if oldest is not None and now - max(oldest.asked, self._last_answer) > most:
             for number, load in list(self._loads.items()):
@@ -336,8 +328,8 @@ class AdapterSlots(Feature):
         return self._unpark_all(lambda one: not self._holds(one)) if self._late else []
 
     def _failed(self, load: _AdapterLoad, error: str) -> None:
-        """A load has failed, or was given up: its slot is free. Loads follow one another, so what comes to a slot
-        late never comes over what was loaded into it afterwards."""
+        # The slot of a load that was given up is free. The executor loads in order, so a late load cannot overwrite an
+        # adapter that is loaded into the slot afterwards.
         self.num_load_errors += 1
         self._changed = True
         if load.slot is not None:
@@ -348,7 +340,7 @@ class AdapterSlots(Feature):
             load.checked(error)
 
     def _unpark_all(self, concerned: Callable[[Adapter], bool]) -> list[Request]:
-        """Let requests wait no more whose adapters these are."""
+        """Remove and return the waiting requests whose adapters are ``concerned``."""
         failed = [one for one in self.waiting if one.params.adapter is not None and concerned(one.params.adapter)]
         for request in failed:
             self._unpark(request)
@@ -365,7 +357,6 @@ class AdapterSlots(Feature):
         self._outbox.append((number, adapter, index))
 
     def counts(self) -> dict[str, int]:
-        """See ``Feature``."""
         return {
             "lora_loads": self.num_loads,
             "lora_load_errors": self.num_load_errors,

@@ -1,21 +1,21 @@
-"""Speculative decoding by prompt lookup: what may come next is looked up where the last tokens stood before.
+"""Speculative decoding by prompt lookup: a draft is a copy of the tokens that followed the last tokens earlier on.
 
-A draft goes out with a plan, and the step computes it like a chunk of known tokens and draws behind each of them.
-Drawing is a function of seed and position, so a drawn token that equals the draft's is the very token that would have
-been drawn without a draft, for sampled requests as for greedy ones. The tokens up to the first other one, and that one,
-are kept.
+A plan carries drafts. The step computes a draft like a chunk of known tokens and samples a token behind each of them.
+Sampling is a function of seed and position. So a sampled token that equals the draft's is the very token that would
+have been sampled without a draft, also where the temperature is above 0. The tokens up to the first different one are
+kept, and this one.
 
-The scheduler drafts, because it has the tokens and gives out the blocks. But it plans a step before the one in flight
-is back, and a draft has to continue tokens that are known. So where a draft is in sight (the last tokens known now
-stood somewhere before), the next plan waits for the step in flight. So it does while a step with drafts is in flight,
-because only its result says where its rows go on. Then one step is in flight instead of two, which costs the way from
-the executor to the scheduler and back. That pays where few sequences run and drafts are right: above
-``disable_by_batch_size`` running sequences nothing is drafted, and a sequence whose drafts are wrong pauses. The
-alternative is that executors draft, who know the tokens first. Two steps would stay in flight, but nobody would know
-where a row is when its next step is planned, neither its blocks nor its end.
+The scheduler drafts, because it has the tokens and allocates the blocks. But it plans a step before the step in flight
+is back, and a draft has to continue tokens that are known. So where a draft is in sight (the last known tokens occurred
+before), the next plan waits for the step in flight. It also waits while a step with drafts is in flight, because only
+the result says how far each row is. One step is in flight then instead of two, which costs a round trip between
+executor and scheduler per step. That pays where few sequences run and drafts are right: above ``disable_by_batch_size``
+running sequences nothing is drafted, and a sequence whose drafts are wrong pauses. The alternative is drafting in the
+executor, which knows the tokens first. Two steps would stay in flight, but the scheduler could plan neither a row's
+blocks nor its end.
 
-Nothing is drafted where the draw depends on more than the model (see ``is_draftable``). K and V of tokens that were not
-kept lie behind the last known token, where the next step writes, and blocks are cached up to that token only.
+Nothing is drafted where sampling depends on more than the model, see ``is_draftable``. The KV of tokens that were not
+kept is behind the last known token, where the next step overwrites it, and blocks are cached up to that token only.
 """
 
 from array import array
@@ -29,24 +29,25 @@ from pagewise_shared.segments import TOKEN_ID
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT
+from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
     from pagewise_scheduler.core.scheduling.step import StepInFlight
 
 _WINDOW = 16_384
-"""Of a sequence, the last tokens in which drafts are looked up: searching them takes some tens of microseconds."""
+"""The number of a sequence's last tokens in which drafts are looked up, which takes some tens of microseconds."""
 _LONGEST_PAUSE = 64
 _TOKEN_BYTES = 4
 _MOST_UNALIGNED = 64
-"""How often what is looked up may be found between two tokens: a prompt could be made of nothing else."""
+"""The most matches at unaligned bytes before a look-up is given up: a prompt could be made of such matches."""
 _TOKEN_IDS = int.from_bytes(TOKEN_ID.to_bytes(_TOKEN_BYTES, "little") * _WINDOW, "little")
 
 
 class Drafting(Feature):
     """Drafts for the sequences that decode on one executor.
 
-    ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``: of all steps that have come back.
+    ``num_drafts``, ``num_draft_tokens``, ``num_accepted_tokens``: in all steps that have come back.
     """
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -60,7 +61,6 @@ class Drafting(Feature):
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def may_plan(self) -> bool:
-        """See ``Feature``. Not while drafts are in flight or in sight."""
         in_flight = self.scheduler.steps_in_flight
         if not in_flight:
             return True
@@ -72,16 +72,15 @@ class Drafting(Feature):
         self._awaited = next(in_sight, None)
         return self._awaited is None
 
-    def draft(self, budget: int) -> int:
-        """See ``Feature``. Puts the blocks that drafts need into the plan, too. At least half of the budget is left, so
-        that prefills go on."""
+    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
         if self.scheduler.steps_in_flight:
             return 0
         awaited, self._awaited = self._awaited, None
         if (running := self.scheduler.num_running) > self._config.disable_by_batch_size:
             return 0
         drafts, before = self._plan.drafts, budget
-        # Executors reserve memory for the logits of max_num_seqs tokens. With few of them that much is not missed.
+        # Half of the budget is left for prefills. And executors reserve memory for the logits of max_num_seqs tokens;
+        # where that is less than the longest draft, the memory of one draft more does not matter.
         most = max(MAX_SPECULATIVE_TOKENS, self.scheduler.limits.max_num_seqs) - running
         reserved = max((budget + 1) // 2, budget - most)
         for sequence in self._decoding.order():
@@ -90,11 +89,10 @@ class Drafting(Feature):
                 drafts[sequence] = draft
                 budget -= len(draft)
         if awaited is not None and awaited not in drafts:
-            _pause(awaited)  # two steps could have been in flight
+            _pause(awaited)  # planning waited for a draft that was not made
         return before - budget
 
     def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
-        """See ``Feature``. Of each draft, the tokens are kept that would have been drawn without it."""
         if not step.drafts:
             return tokens
         offset = len(step.sampled) - len(step.completed) - step.num_draft_tokens - len(step.drafts)
@@ -121,43 +119,43 @@ class Drafting(Feature):
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        sequence.request.account.served += OUTPUT_WEIGHT * accepted  # the decode set has charged the other token
+        sequence.request.account.served += OUTPUT_WEIGHT * accepted  # the decode set charges one token per step
         if accepted:
             sequence.draft_pause = 0
         else:
             _pause(sequence)
 
     def _most(self, sequence: RequestSequence) -> int:
-        """The most tokens of a draft for this sequence, without regard to its blocks."""
+        """The most tokens of a draft for a sequence, regardless of its blocks."""
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
         return min(self._config.num_speculative_tokens, sequence.run_until - sequence.num_tokens - 1)
 
     def _found(self, sequence: RequestSequence, most: int) -> "array[int]":
-        """At most so many tokens that followed its last ones where those stood before; none that would end it."""
+        """At most ``most`` tokens that followed the last tokens of a sequence earlier on, up to a stop token."""
         config, stop = self._config, sequence.num_tokens
         if most <= 0:
             return array("i")
         tokens = sequence.tokens_between(max(0, stop - _WINDOW), stop)
-        if sequence.request.segments:  # without their marks; as one number, which takes a tenth of a millisecond
+        if sequence.request.segments:  # remove their marks; as one number this takes a tenth of a millisecond
             tokens = (int.from_bytes(tokens, "little") & _TOKEN_IDS).to_bytes(len(tokens), "little")
         found = look_up(tokens, config.prompt_lookup_min, config.prompt_lookup_max, most)
         if not sequence.stop_ids.isdisjoint(found):
             del found[next(index for index, token in enumerate(found) if token in sequence.stop_ids) :]
         if not found:
-            sequence.draft_after = stop + 1  # nor is there anything when it is asked for again
+            sequence.draft_after = stop + 1  # do not look up the same tokens again
         return found
 
     def _fitting(self, sequence: RequestSequence, draft: "array[int]") -> "array[int]":
-        """As much of a draft as there are slots for; further blocks are taken if that leaves one for each sequence, and
-        those that prefills have yet to take."""
+        """The part of a draft for which there are slots. Allocates further blocks only if that leaves a block for each
+        decode, and the blocks that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
         missing = table.blocks_missing(num_tokens + len(draft))
         if missing and missing + len(self._decoding) + self.scheduler.prefilling.blocks_owed() > kv.num_available:
             draft = draft[: table.num_slots - num_tokens]
         elif missing:
-            # Else a sequence whose drafts always bring it blocks would never come to the end of one.
+            # Full blocks are cached when a sequence gets its next block. If drafts always bring the block, it is here.
             self.scheduler.cache_full_blocks(sequence, num_tokens - 1)
             held = len(table.blocks)
             added, copies = kv.grow(table, num_tokens + len(draft))
@@ -166,7 +164,6 @@ class Drafting(Feature):
         return draft
 
     def counts(self) -> dict[str, int]:
-        """See ``Feature``."""
         return {
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
@@ -175,19 +172,18 @@ class Drafting(Feature):
 
 
 def _pause(sequence: RequestSequence) -> None:
-    """Let it take more and more tokens before anything is drafted for it again; the next one is on its way."""
+    """Let a sequence take tokens without drafts: twice as many as after its last wrong draft. One is in flight."""
     sequence.draft_pause = min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
     sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
 
 
 def is_draftable(sequence: RequestSequence) -> bool:
-    """Whether tokens of this sequence may be drafted.
+    """Whether tokens of a sequence may be drafted.
 
-    Not where the draw depends on the tokens drawn before it, other than through the model: with penalties, bad words of
-    several tokens, a grammar, or ends that are still held back (``min_tokens``). And not where what is told of each
-    step is more than its tokens: with log-probabilities and in beam searches.
+    Not where sampling depends on earlier tokens other than through the model: with penalties, bad words of several
+    tokens, a grammar, or stop tokens that ``min_tokens`` still forbids. And not where a step returns log-probabilities.
     """
-    sampling, request = sequence.sampling, sequence.request
+    sampling = sequence.sampling
     return not (
         sampling.logprobs is not None
         or sampling.grammar
@@ -196,24 +192,22 @@ def is_draftable(sequence: RequestSequence) -> bool:
         or sampling.repetition_penalty != 1.0
         or (sampling.constraints is not None and sampling.constraints.bad_words)
         or len(sequence.output_token_ids) < sampling.min_tokens
-        or request.params.beam is not None
-        or request.computes_for is not None
     )
 
 
 def look_up(tokens: bytes, shortest: int, longest: int, count: int) -> "array[int]":
-    """Return the ``count`` tokens that followed the last place where the end of ``tokens`` (int32 bytes) stood before;
-    none if it stood nowhere.
+    """The ``count`` tokens that followed the last earlier occurrence of the end of ``tokens`` (int32 bytes); none if
+    there is none.
 
-    As much of the end is looked up as is found again: at most ``longest`` tokens of it, and at least ``shortest``.
-    Where that place reaches into the end, the tokens between the two repeat.
+    The end is as long as possible: at most ``longest`` tokens, and at least ``shortest``. If the earlier occurrence
+    overlaps the end, the tokens between the two repeat.
     """
     end = len(tokens)
     after, stop = 0, end - 1
     for size in range(_TOKEN_BYTES * shortest, min(_TOKEN_BYTES * longest, end - 1) + 1, _TOKEN_BYTES):
         if (place := _last_place(tokens, size, stop)) < 0:
             break
-        after = stop = place + size  # where more of the end stood ends there or before
+        after = stop = place + size  # a longer end cannot occur later than a shorter one
     if not after:
         return array("i")
     followed = array("i", tokens[after : after + _TOKEN_BYTES * count])
@@ -224,11 +218,11 @@ def look_up(tokens: bytes, shortest: int, longest: int, count: int) -> "array[in
 
 
 def _last_place(tokens: bytes, size: int, stop: int) -> int:
-    """Return where the last ``size`` of ``tokens``, in bytes, stood last before ``stop``; -1 if nowhere."""
+    """The byte where the last ``size`` bytes of ``tokens`` occurred last before byte ``stop``; -1: nowhere."""
     tail = tokens[len(tokens) - size :]
     for _ in range(_MOST_UNALIGNED):
         place = tokens.rfind(tail, 0, stop)
         if place < 0 or not place % _TOKEN_BYTES:
             return place
-        stop = place + size - 1  # it was found between two tokens
+        stop = place + size - 1  # the match is not aligned to tokens
     return -1

@@ -1,10 +1,10 @@
-"""Shares of one executor's rows and blocks: a key that has less than its share need not wait for others to end.
+"""Fair shares of one executor's rows and blocks, by preemption.
 
 The waiting queue decides which key is next. That is not enough where the sequences of another key have all rows or all
-blocks, because those run for as long as their outputs are long. So sequences of keys that have more than their share
+blocks, because they run for as long as their outputs are long. So sequences of keys that have more than their share
 are preempted for the key that is next and has less. With one key, the feature is not in use.
 
-Preemption costs time, because the blocks that are dropped may have to be computed again. Three rules bound that cost:
+Preemption costs time, because the dropped blocks may have to be computed again. Three rules bound that cost:
 
 - A sequence has to be next for ``PATIENCE_STEPS`` steps without being able to start before others are preempted for it.
 - A sequence is preempted for another key only if it has generated ``LEAST_PROGRESS`` tokens since its last preemption.
@@ -33,8 +33,8 @@ class FairShares(Feature):
     """Chooses the sequences to preempt for other keys.
 
     All keys that have requests at the executor have the same share: its rows, and the blocks of its pool, divided by
-    the number of these keys. The sequence for which others were preempted last is ``Admission.favoured``, until it
-    starts or another one is next: when it starts, it may take blocks that the watermark keeps free from others.
+    the number of these keys. The sequence for which others were preempted last is ``Admission.favoured`` until it
+    starts or another one is next: it may take the blocks of the watermark, so that the preemption was not in vain.
     """
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -42,28 +42,24 @@ class FairShares(Feature):
         self._kv, self._admission = scheduler.kv, scheduler.prefilling.admission
         self._requests_of: dict[Account, set[Request]] = {}
         self.clear()
-        for request in scheduler.requests:  # of the first key, alone up to now
+        for request in scheduler.requests:  # of the first key, which was alone up to now
             request.features = (*request.features, self)
         for request in scheduler.entered.values():
             self.entered(request)
 
     def clear(self) -> None:
-        """See ``Feature``."""
         self._requests_of.clear()
         self._next: RequestSequence | None = None
         self._admission.favoured = None
         self._preempts_at = 0
 
     def entered(self, request: Request) -> None:
-        """See ``Feature``."""
         self._requests_of.setdefault(request.account, set()).add(request)
 
     def leave(self, request: Request, last_step: int) -> None:
-        """See ``Feature``."""
         self.taken_back(request)
 
     def taken_back(self, request: Request) -> None:
-        """See ``Feature``."""
         requests = self._requests_of.get(request.account, set())
         requests.discard(request)
         if not requests:
@@ -75,7 +71,7 @@ class FairShares(Feature):
         return len(self._requests_of) > 1
 
     def may_rejoin(self, sequence: RequestSequence) -> bool:
-        """See ``Feature``. Not if its key has its share of the rows, and a sequence of another key is next."""
+        # Otherwise a beam search, whose hypotheses leave their rows after each token, would keep its rows for ever.
         head, account = self.scheduler.waiting.peek(), sequence.request.account
         if head is None or head.request.account is account or not self.contended:
             return True
@@ -86,8 +82,8 @@ class FairShares(Feature):
         return max(1, number // len(self._requests_of))
 
     def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
-        """See ``Feature``. Among sequences of the lowest priority, one of the key that has the most blocks, if these
-        are more than its share."""
+        """Among sequences of the lowest priority, a sequence of the key that has the most blocks, if it has more than
+        its share."""
         if not self.contended:
             return None
         lowest = max(sequence.request.params.priority for sequence in running)
@@ -97,7 +93,7 @@ class FairShares(Feature):
         return self.scheduler.recoveries.choose_victim(running, account) if over else None
 
     def begin_step(self, step: int) -> None:
-        """See ``Feature``. Preempts for the sequence that is next, if it has waited long enough and can start then."""
+        """Preempt for the sequence that is next, if it has waited long enough and can start then."""
         head = self.scheduler.waiting.peek()
         if head is not self._next:
             if not self.contended:
@@ -111,8 +107,8 @@ class FairShares(Feature):
             self.scheduler.preempt(victim, "another key has less than its share", head)
 
     def _victims(self, head: RequestSequence, step: int, needed: int) -> list[RequestSequence]:
-        """The sequences to preempt before ``step`` so that ``head``, which takes ``needed`` blocks, can start soon;
-        none if that would not suffice."""
+        """The sequences to preempt before ``step`` so that ``head`` can start soon, which takes ``needed`` blocks; none
+        if no choice suffices."""
         scheduler, pool = self.scheduler, self._kv.pool
         self._preempts_at = step + PATIENCE_STEPS
         running = scheduler.running
@@ -145,7 +141,8 @@ class FairShares(Feature):
         """Whether a sequence that takes ``needed`` blocks lacks a row, and how many blocks it lacks."""
         scheduler, kv = self.scheduler, self._kv
         num_decoding, in_flight = len(scheduler.decoding), len(scheduler.steps_in_flight)
-        # Decoding sequences go on taking blocks until those that are freed now have returned from the steps in flight.
+        # Blocks that are freed now are available only after the steps in flight. Until then decoding sequences take
+        # further blocks, ``coming`` on average.
         coming = 1 + (1 + in_flight) * num_decoding // kv.block_size
         owed = scheduler.prefilling.blocks_owed()
         missing = needed + owed + coming - kv.num_available - kv.num_retiring
@@ -154,9 +151,9 @@ class FairShares(Feature):
     def _victim_above_share(
         self, over: dict[Account, int], candidates: list[RequestSequence]
     ) -> RequestSequence | None:
-        """The candidate to preempt, of the key that is the furthest above its share; None: there is no such candidate.
+        """The candidate to preempt, of the key that is the furthest above its share; None: no key is above its share.
 
-        ``over``: rows or blocks by which keys exceed their shares.
+        ``over``: the rows or blocks by which each key exceeds its share.
         """
         accounts = {sequence.request.account for sequence in candidates}
         most = max(filter(accounts.__contains__, over), key=over.__getitem__, default=None)
@@ -168,15 +165,15 @@ class FairShares(Feature):
 def _is_preemptible(sequence: RequestSequence, head: RequestSequence) -> bool:
     """Whether a running sequence may be preempted for ``head``, of another key: it is not more urgent, and has made
     progress."""
-    if sequence.request.account is head.request.account:
+    request = sequence.request
+    if request.account is head.request.account or request.params.priority < head.request.params.priority:
         return False
-    decodes = sequence.status is SequenceStatus.DECODE or sequence.request.params.beam is not None
-    progress = len(sequence.output_token_ids) - sequence.num_tokens_preempted
-    return decodes and sequence.request.params.priority >= head.request.params.priority and progress >= LEAST_PROGRESS
+    # Sequences that never decode, such as hypotheses, run one token at a time too.
+    decodes = sequence.status is SequenceStatus.DECODE or not all(one.decodes(sequence) for one in request.features)
+    return decodes and len(sequence.output_token_ids) - sequence.num_tokens_preempted >= LEAST_PROGRESS
 
 
 def _rows_of(running: Iterable[RequestSequence]) -> Counter[Account]:
-    """The number of rows of each key."""
     return Counter(sequence.request.account for sequence in running)
 
 

@@ -1,12 +1,12 @@
-"""The interface of features, and its recipe.
+"""The interface of features.
 
 The scheduler's loop plans decodes, prefills, blocks and preemption. A feature changes that at a few points, which are
 the methods of ``Feature``; each of them does nothing unless a feature overrides it. The loop calls the features of a
 request (``Request.features``) for that request and its sequences, and the features in use (``Features.in_use``) once a
-step. So a feature costs nothing for the requests without it, and nothing at all, not even its import, before the first
+step. So a feature costs nothing for requests without it, and nothing at all, not even its import, before the first
 request that uses it.
 
-To add one, write a class in a module of this folder, with the methods that it needs, and register it in ``Features``.
+To add a feature, write a class in a module of this folder and register it in ``Features``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """A number of sequences that a feature keeps from the queue, and of the tokens of their prompts."""
+    """A number of sequences that a feature keeps from the waiting queue, and of the tokens of their prompts."""
 
     sequences: int
     tokens: int
@@ -35,13 +35,13 @@ NOTHING_KEPT = Kept(0, 0)
 
 
 class Feature:
-    """One feature of one scheduler. The methods stand in the order in which a request meets them.
+    """A feature of a scheduler. The methods stand in the order in which a request meets them.
 
-    ``requests``: of the feature's own, which no client has sent.
+    ``requests``: the feature's own requests, which no client has sent.
     """
 
     cause: WaitCause | None = None
-    """What a sequence waits for that ``may_start`` refuses."""
+    """The cause of waiting that is reported for a sequence that ``may_start`` refuses."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self.scheduler = scheduler
@@ -50,7 +50,7 @@ class Feature:
     # ---- a request arrives ---------------------------------------------------------------------------
 
     def enter(self, request: Request) -> bool:
-        """Whether the sequences of a request may wait to run now; it has its sequences already.
+        """Whether the sequences of a request, which exist already, may join the waiting queue now.
 
         False: the feature keeps the request, and calls ``Scheduler.enter`` later.
 
@@ -60,32 +60,27 @@ class Feature:
         return True
 
     def entered(self, request: Request) -> None:
-        """The sequences of a request wait."""
-
-    def arrive(self, sequence: RequestSequence) -> None:
-        """A sequence of a request that arrives waits from now on."""
+        """The sequences of a request have joined the waiting queue."""
 
     def kept(self, key: str | None) -> Kept:
-        """The requests that the feature keeps, of one API key or (None) of all."""
+        """The size of the requests that the feature keeps: of one API key, or of all (None)."""
         return NOTHING_KEPT
 
     def taken_back(self, request: Request) -> None:
-        """Another feature keeps a request again that had entered, and of which nothing has begun."""
+        """A request that had entered, and of which nothing has begun, is kept by another feature again."""
 
     # ---- a step is planned ---------------------------------------------------------------------------
 
     def may_plan(self) -> bool:
-        """Whether the next step may be planned now; False: it is planned when a step in flight has come back."""
+        """Whether the next step may be planned now; False: it is planned after a step in flight has come back."""
         return True
 
     def begin_step(self, step: int) -> None:
         """``step`` is planned next: the feature may preempt sequences before decodes take their blocks."""
 
-    def request_loads(self, step: int, loads: Loads) -> None:
-        """Add to ``loads`` the copies to the device that ``step`` makes for the feature; called before prefills."""
-
-    def draft(self, budget: int) -> int:
-        """Put drafts into the plan, of at most ``budget`` tokens; returns the number of their tokens."""
+    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
+        """Add copies to the device to ``loads``, or drafts of at most ``budget`` tokens to the plan; called before
+        prefills are planned. Returns the number of tokens of the drafts."""
         return 0
 
     def wants_step(self) -> bool:
@@ -98,7 +93,7 @@ class Feature:
     # ---- a sequence starts ---------------------------------------------------------------------------
 
     def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
-        """Block tables whose next blocks are on their way, and the tokens (int32 bytes) that they will hold."""
+        """Block tables whose next blocks are being fetched, and the tokens (int32 bytes) that they will hold."""
         return ()
 
     def may_start(self, sequence: RequestSequence) -> bool:
@@ -114,27 +109,25 @@ class Feature:
         return True
 
     def is_preparing(self, sequence: RequestSequence) -> bool:
-        """Whether that has begun."""
+        """Whether the feature has begun to make the sequence ready."""
         return False
 
     def holds(self, sequence: RequestSequence, num_cached: int) -> bool:
-        """The same as ``is_ready``, for a sequence that starts."""
+        """The same as ``is_ready`` for a sequence that starts now; changes nothing."""
         return True
-
-    def starts(self, sequence: RequestSequence) -> None:
-        """The sequence has taken its cached prefix, and takes a row next."""
 
     def joined(self, sequence: RequestSequence) -> None:
         """The sequence has taken a row in the next plan."""
 
     def started(self, sequence: RequestSequence, num_cached: int) -> int:
-        """It begins behind ``num_cached`` tokens; returns how many more tokens it takes from the feature."""
+        """The sequence begins for the first time, behind ``num_cached`` tokens; returns how many more tokens it takes
+        from the feature."""
         return 0
 
     # ---- a step computes -----------------------------------------------------------------------------
 
     def chunk_end(self, sequence: RequestSequence, start: int, end: int, budget: int) -> int:
-        """Up to which token a chunk goes that begins at ``start``; without the feature to ``end``.
+        """The end of a chunk that begins at token ``start``; without the feature it is ``end``.
 
         ``budget``: the number of tokens that the step may compute.
         """
@@ -155,7 +148,7 @@ class Feature:
         return True
 
     def num_candidates(self, sequence: RequestSequence) -> int:
-        """The number of log-probabilities without which a sequence cannot go on, whose prefill a step has ended."""
+        """The number of log-probabilities that a sequence needs to go on, once a step has ended its prefill."""
         return 0
 
     def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
@@ -164,18 +157,18 @@ class Feature:
         return tokens
 
     def take_logprobs(self, sequence: RequestSequence, entry: TokenLogprobs, output: "StepOutput") -> bool:
-        """A sequence has sampled a token with these; returns whether the feature keeps them, and the token, from the
-        client."""
+        """A sequence has sampled a token with these log-probabilities; returns whether the feature takes both, so that
+        the client does not get them."""
         return False
 
     # ---- blocks are scarce ---------------------------------------------------------------------------
 
     def make_room(self) -> bool:
-        """Let go of blocks for which no running sequence waits; returns whether there were any."""
+        """Release blocks for which no running sequence waits; returns whether there were any."""
         return False
 
     def unblock(self) -> bool:
-        """Nothing can be planned, and nothing is in flight: let go of something; returns whether there was anything."""
+        """Nothing can be planned, and nothing is in flight: release blocks; returns whether there were any."""
         return False
 
     def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
@@ -191,14 +184,14 @@ class Feature:
         """A sequence is about to end; its blocks are still there."""
 
     def frees(self, sequence: RequestSequence) -> None:
-        """A sequence that ends lets go of its blocks, of which the full ones are cached."""
+        """A sequence that ends releases its blocks, of which the full ones are cached."""
 
     def aborted(self, request: Request, ended: list[RequestSequence]) -> list[RequestSequence]:
         """A request was aborted, which ended its sequences ``ended``; returns the outputs that the client has."""
         return ended
 
     def leave(self, request: Request, last_step: int) -> None:
-        """A request has ended or moves; harmless the second time. ``last_step``: the last one that was planned."""
+        """A request has ended or migrates; harmless the second time. ``last_step``: the last one that was planned."""
 
     # ---- the executor --------------------------------------------------------------------------------
 
@@ -211,15 +204,15 @@ class Feature:
         return ()
 
     def give_up(self, now: float, most: float) -> Iterable[Request]:
-        """Give up questions that the executor has not answered for ``most`` seconds; returns requests as ``take``
-        does."""
+        """Give up questions that the executor has not answered for ``most`` seconds; returns the requests that fail
+        for it."""
         return ()
 
     def peer_lost(self, peer: str) -> None:
-        """The executor at that block endpoint is gone."""
+        """The executor with the block endpoint ``peer`` is gone."""
 
     def clear(self) -> None:
-        """The executor was reset, or is gone: nothing is there, and no request."""
+        """The executor was reset, or is gone: forget its state and all requests."""
 
     def close(self) -> None:
         """The executor is gone for good."""

@@ -1,8 +1,8 @@
-"""Which grammars an executor has compiled: no sequence starts before its own is, or steps would wait for it.
+"""The grammars that an executor has compiled. No sequence starts before its grammar is: steps would wait for it.
 
-An executor compiles grammars beside its steps when it is asked to, and keeps those that it was asked for or that joined
-last. Which these are is not told, but counted along here, with half of the room: so what is still on its way to the
-executor, in another order perhaps, makes no difference.
+An executor compiles grammars beside its steps when it is asked to. It keeps the grammars that were asked for or joined
+most recently. It does not report which: the scheduler keeps an LRU list of its own, half as long. So messages that are
+still on their way to the executor, possibly in another order, make no difference.
 """
 
 from collections import OrderedDict
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_ASKED = 16
-"""Grammars that the executor is asked for at a time, so that a request that becomes next does not wait for all
-others."""
+"""Grammars that the executor is asked for at a time: a request that becomes next does not wait for all others."""
 
 
 class CompiledGrammars(Feature):
-    """The grammars of one executor. ``num_kept``: how many it keeps."""
+    """The grammars of one executor. ``num_kept``: how many grammars it keeps compiled."""
 
     cause = "grammar"
 
@@ -38,7 +37,7 @@ class CompiledGrammars(Feature):
         self._numbers = count(1)
 
     def may_start(self, sequence: RequestSequence) -> bool:
-        """See ``Feature``. A grammar that is not compiled is asked for."""
+        """Whether the sequence's grammar is compiled; asks the executor for it if not."""
         grammar = sequence.sampling.grammar
         known = self._known.get(grammar)
         if known is None and len(self._asked) < min(_MOST_ASKED, -(-self._most // 2)):
@@ -49,25 +48,21 @@ class CompiledGrammars(Feature):
         return known is True
 
     def messages(self, now: float) -> list[Message]:
-        """See ``Feature``: the grammars that the executor compiles next."""
         epoch, unsent = self.scheduler.epoch, self._unsent
         self._unsent = []
         return [CompileGrammar(epoch, number, self._asked[number]) for number in unsent]
 
     def take(self, message: Message, now: float) -> tuple[()]:
-        """See ``Feature``. A grammar has been compiled; an answer to no question is ignored."""
-        if isinstance(message, GrammarCompiled):
+        if isinstance(message, GrammarCompiled):  # an answer to an unknown question is ignored
             grammar = self._asked.pop(message.number, None)
             if grammar is not None and grammar in self._known:
                 self._known[grammar] = True
         return ()
 
     def joined(self, sequence: RequestSequence) -> None:
-        """See ``Feature``. The executor keeps this grammar longer than others."""
         self._note(sequence.sampling.grammar, compiled=True)
 
     def clear(self) -> None:
-        """See ``Feature``. The executor answers no question any more."""
         self._known.clear()
         self._asked.clear()
         self._unsent.clear()

@@ -1,6 +1,6 @@
-"""All features of a scheduler: here they are registered, and made when they are used for the first time."""
+"""All features of a scheduler: they are registered here, and created when they are used for the first time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
 
-from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
-from pagewise_scheduler.core.requests.request import Request, RequestSequence
-from pagewise_scheduler.core.tiers.transfers import Loads
+from pagewise_scheduler.core.features.feature import Feature, Kept
+from pagewise_scheduler.core.requests.request import Request
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.features.adapters import AdapterSlots
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.features.segments import Segments
     from pagewise_scheduler.core.features.write_back import WriteBack
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-    from pagewise_scheduler.core.scheduling.step import StepInFlight
 
 _CLASSES = {
     "adapters": "AdapterSlots",
@@ -34,16 +32,17 @@ _CLASSES = {
     "segments": "Segments",
     "write_back": "WriteBack",
 }
-"""The features by their modules in this folder, by whose names they are also attributes of ``Features``."""
+"""The class of each feature, by its module in this folder; ``Features`` has an attribute of the module's name."""
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """What an executor can do beside the loop.
+    """Abilities of an executor that features use.
 
     Fields:
-        adapters: which it can serve. max_grammars: those that it keeps compiled; 0: it compiles a grammar when a
-            sequence joins. speculative: how tokens are drafted; None: they are not.
+        adapters: the adapters that it can serve.
+        max_grammars: how many grammars it keeps compiled; 0: it compiles a grammar when a sequence joins.
+        speculative: how tokens are drafted; None: they are not.
     """
 
     adapters: AdapterCapacity = NO_ADAPTERS
@@ -52,7 +51,7 @@ class FeatureOptions:
 
 
 class Features:
-    """The features of one scheduler. ``in_use``: those that have been made, in this order."""
+    """The features of a scheduler. ``in_use``: the features that have been created, in this order."""
 
     adapters: "AdapterSlots"
     beams: "BeamGroups"
@@ -70,7 +69,8 @@ class Features:
         self._keys: set[str] = set()
 
     def of(self, request: Request) -> tuple[Feature, ...]:
-        """The features that a request uses. Makes those that concern all requests once a request makes them of use."""
+        """The features that a request uses. Creates features that concern all requests when the first request needs
+        them."""
         params, made = request.params, self.__dict__
         self._keys.add(params.key)
         used = {
@@ -86,7 +86,7 @@ class Features:
         return tuple(getattr(self, name) for name, uses in used.items() if uses)
 
     def __getattr__(self, name: str) -> Feature:
-        """Make a feature when it is used for the first time."""
+        """Create a feature when it is used for the first time."""
         if name not in _CLASSES:
             raise AttributeError(name)
         feature: Feature = getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])(self._scheduler)
@@ -94,77 +94,22 @@ class Features:
         self.in_use.append(feature)
         return feature
 
-    def requests(self) -> list[Request]:
-        """Requests of the features' own."""
-        return [request for feature in self.in_use for request in feature.requests]
-
-    def clear(self) -> None:
-        """The executor was reset, or is gone."""
-        for feature in self.in_use:
-            feature.clear()
-
-    def may_plan(self) -> bool:
-        """See ``Feature``: whether all of them let the next step be planned now."""
-        return all(feature.may_plan() for feature in self.in_use)
-
-    def begin_step(self, step: int) -> None:
-        """See ``Feature``."""
-        for feature in self.in_use:
-            feature.begin_step(step)
-
-    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
-        """Let them add copies to the device to ``loads``, and drafts to the plan; returns the tokens of the drafts."""
-        left = budget
-        for feature in self.in_use:
-            feature.request_loads(step, loads)
-            left -= feature.draft(left)
-        return budget - left
-
-    def wants_step(self) -> bool:
-        """See ``Feature``: whether one of them needs a step that computes nothing."""
-        return any(feature.wants_step() for feature in self.in_use)
-
-    def planned(self, step: int) -> None:
-        """See ``Feature``."""
-        for feature in self.in_use:
-            feature.planned(step)
-
-    def verify(self, step: "StepInFlight", tokens: Sequence[int]) -> Sequence[int]:
-        """See ``Feature``."""
-        for feature in self.in_use:
-            tokens = feature.verify(step, tokens)
-        return tokens
-
-    def victim(self, running: list[RequestSequence]) -> RequestSequence | None:
-        """See ``Feature``: the choice of the first of them that has a preference."""
-        return next(filter(None, (feature.victim(running) for feature in self.in_use)), None)
-
-    def make_room(self) -> bool:
-        """See ``Feature``: whether one of them has let go of blocks."""
-        return any(feature.make_room() for feature in self.in_use)
-
-    def unblock(self) -> bool:
-        """See ``Feature``: whether one of them has let go of something."""
-        return any(feature.unblock() for feature in self.in_use)
-
     def kept(self, key: str | None = None) -> Kept:
-        """See ``Feature``; together."""
-        kept = NOTHING_KEPT
-        for feature in self.in_use:
-            more = feature.kept(key)
-            kept = Kept(kept.sequences + more.sequences, kept.tokens + more.tokens)
-        return kept
+        """The size of the requests that features keep: of one API key, or of all (None)."""
+        kept = [feature.kept(key) for feature in self.in_use]
+        return Kept(sum(one.sequences for one in kept), sum(one.tokens for one in kept))
 
     def messages(self, now: float) -> list[Message]:
-        """See ``Feature``; of all of them."""
+        """Messages to the executor beside plans; to be sent before and after planning. ``now``: seconds."""
         return [message for feature in self.in_use for message in feature.messages(now)]
 
     def take(self, message: Message, now: float) -> list[Request]:
-        """See ``Feature``; ends the requests that fail."""
+        """Take an answer of the executor; returns the requests that fail for it, which have ended then."""
         return self._fail(request for feature in self.in_use for request in feature.take(message, now))
 
     def give_up(self, now: float, most: float) -> list[Request]:
-        """See ``Feature``; ends the requests that fail."""
+        """Give up questions that the executor has not answered for ``most`` seconds; returns the requests that fail
+        for it, which have ended then."""
         return self._fail(request for feature in self.in_use for request in feature.give_up(now, most))
 
     def _fail(self, requests: Iterable[Request]) -> list[Request]:
@@ -180,5 +125,5 @@ class Features:
             feature.close()
 
     def counts(self) -> dict[str, int]:
-        """The counters of all of them, by the name of the metric."""
+        """The counters of all features, by the name of the metric."""
         return {name: number for feature in self.in_use for name, number in feature.counts().items()}

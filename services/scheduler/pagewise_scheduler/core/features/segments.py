@@ -1,9 +1,9 @@
-"""The KV of segments: kept in blocks of its own, the *original*, and moved from there to wherever a segment stands.
+"""The KV of segments: it has blocks of its own, the *original*, and is moved from there to each place of the segment.
 
 An original is an ordinary prefix: the tokens of the root and of the segment, and padding to the end of a block. So it
-lies in the prefix tree, is shared, evicted, demoted, fetched and stored like any other. What a sequence lacks of it is
-computed by a request of its own, which no client sees, before the sequence starts; until its moves have been planned
-the sequence holds references on the blocks. That is the same whether an original was found or computed.
+is in the prefix tree, and is shared, evicted, demoted, fetched and stored like any other. If an original is not cached,
+a request of the feature's own computes it before the sequence starts. Whether it was found or computed, the sequence
+holds references on its blocks until its moves have been planned.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _EARLIER = 1e-4
 """Seconds by which requests that compute originals go before the sequences that wait for them."""
 _MOST_AT_ONCE = 16
-"""Originals that wait to be computed, or are, for one sequence."""
+"""The most originals of a sequence that wait to be computed or are being computed at a time."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -35,8 +35,8 @@ class _Original:
 
     Fields:
         segment: one of them. keys: the tokens of each block behind the full blocks of the root.
-        blocks: these blocks, referenced for the sequence; empty until they are there.
-        request: that computes it. found: nothing had to be computed.
+        blocks: these blocks, referenced for the sequence; empty until they are computed.
+        request: the request that computes it. found: it was cached already.
     """
 
     segment: Segment
@@ -48,7 +48,7 @@ class _Original:
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """The originals of a sequence, by its segments, as far as it needs them.
+    """The originals that a sequence needs, by its segments.
 
     Fields:
         moves_left: segments that are still to be moved, in order.
@@ -69,9 +69,9 @@ class _Prepared:
 class Segments(Feature):
     """The originals of all sequences of one executor that wait for them or hold them.
 
-    ``requests``: those that compute originals, waiting and running. ``num_moved``: tokens whose KV was moved;
-    ``num_wanted``: tokens of segments that sequences started with, ``num_found``: those of them whose original was
-    there. ``num_requests``: that were to compute originals, ``num_withdrawn``: those of them that did not have to.
+    ``requests``: waiting and running requests that compute originals. ``num_moved``: tokens whose KV was moved.
+    ``num_wanted``: tokens of segments that sequences started with; ``num_found``: how many of them had their original
+    cached. ``num_requests``: requests for originals; ``num_withdrawn``: how many of them were withdrawn.
     """
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -86,72 +86,68 @@ class Segments(Feature):
 
     @property
     def num_held(self) -> int:
-        """References on blocks of originals."""
+        """The number of references on blocks of originals."""
         held = sum(len(prepared.root_blocks) for prepared in self._prepared.values())
         return held + sum(len(one.blocks) for prepared in self._prepared.values() for one in prepared.distinct)
 
     def num_slots(self, segments: Sequence[Segment]) -> int:
-        """The most slots that the originals of a prompt's segments take beside the prompt itself, all at once."""
+        """The most slots that all originals of a prompt's segments take together, beside the prompt itself."""
         size, blocks = self._kv.block_size, 0
         for segment in segments:
             if segment.moved < segment.stop:
-                # The root's blocks are shared; whatever computes an original computes one token more.
+                # The root's blocks are shared. A request for an original computes one token more.
                 blocks += self._kv.blocks_for(segment.num_original_tokens) - segment.root // size + 1
         return (blocks + segments[0].root // size) * size if segments else 0
 
     def longest_original(self, segments: Sequence[Segment]) -> int:
-        """The most tokens that computing one of these segments takes."""
+        """The most tokens of a request that computes an original of these segments."""
         size = self._kv.block_size
         moved = (one.num_original_tokens for one in segments if one.moved < one.stop)
         return max((self._kv.blocks_for(length) * size + 1 for length in moved), default=0)
 
     # ---- before a sequence starts --------------------------------------------------------------------
 
-    def arrive(self, sequence: RequestSequence) -> None:
-        """See ``Feature``.
-
-        If a peer has a prefix of the sequence with segments in their places, and their originals are not here, that
-        prefix is fetched before the sequence starts, where it is expected to take less time than computing: otherwise
-        the sequence would wait for originals that it then does not need.
-        """
-        prefix, start = self.scheduler.prefilling.admission.cached_prefix(sequence)
-        plan = self.scheduler.recoveries.choose(prefix, 1.0, sequence)
-        if plan.peer is not None and plan.method != "recompute" and self.lacks(sequence, start):
-            prefetches = self.scheduler.features.prefetches
-            prefetches.want(sequence, plan.end * self._kv.block_size)
-            if prefetches not in sequence.request.features:
-                sequence.request.features = (*sequence.request.features, prefetches)
+    def entered(self, request: Request) -> None:
+        # A peer may have a longer prefix of a sequence, with segments in their places, while their originals are not
+        # here. If fetching it takes less time than computing, it is fetched before the sequence starts: otherwise the
+        # sequence would wait for originals that it then does not need.
+        for sequence in request.sequences:
+            if sequence.finished:
+                continue
+            prefix, start = self.scheduler.prefilling.admission.cached_prefix(sequence)
+            plan = self.scheduler.recoveries.choose(prefix, 1.0, sequence)
+            if plan.peer is not None and plan.method != "recompute" and self.lacks(sequence, start):
+                prefetches = self.scheduler.features.prefetches
+                prefetches.want(sequence, plan.end * self._kv.block_size)
+                if prefetches not in request.features:
+                    request.features = (*request.features, prefetches)
 
     def is_preparing(self, sequence: RequestSequence) -> bool:
-        """See ``Feature``: whether originals are held or computed for the sequence."""
         return sequence in self._prepared
 
     def is_ready(self, sequence: RequestSequence, num_cached: int) -> bool:
-        """See ``Feature``: whether the sequence holds the originals of all segments behind its first tokens.
-
-        Those that have come meanwhile are held from now on.
-        """
+        """Whether the sequence holds the originals of all segments behind its first ``num_cached`` tokens. References
+        originals that have been computed meanwhile."""
         needed = _needed(sequence, num_cached)
         if not needed:
             return True
         if (prepared := self._prepared.get(sequence)) is None:
             return False
         if any(segment not in prepared.originals for segment in needed):
-            self.release(sequence)  # what was cached of it is not there any more: it has to be prepared anew
+            self.release(sequence)  # less of its prefix is cached than before: it has to be prepared anew
             return False
-        self._go_on(sequence, prepared)
+        self._hold_or_compute(sequence, prepared)
         return all(prepared.originals[segment].blocks for segment in needed)
 
     def prepare(self, sequence: RequestSequence, num_cached: int, room: int) -> bool:
-        """See ``Feature``. Hold the originals of the segments that end behind the cached tokens, and have the others
-        computed."""
+        """Reference the cached originals of the segments that end behind the cached tokens, and compute the others."""
         prepared = self._drafted(sequence, num_cached)
         last, root = self._root(sequence, prepared)
         references = self._kv.pool.references
         more = len(prepared.root)
         for original in prepared.distinct:
             path = self._on_device(last, original)
-            # Whatever computes an original computes one token more.
+            # A request for an original computes one token more.
             more += len(original.keys) + 1 if path is None else sum(references(node.block) == 0 for node in path)
         if self._kv.blocks_for(sequence.num_tokens) + more > room - self._reserved():
             return False
@@ -159,7 +155,7 @@ class Segments(Feature):
         self._prepared[sequence] = prepared
         for original in prepared.distinct:
             original.found = self._hold(prepared, original, last, root)
-        self._go_on(sequence, prepared)
+        self._hold_or_compute(sequence, prepared)
         return all(original.found for original in prepared.distinct)
 
     def lacks(self, sequence: RequestSequence, start: int) -> bool:
@@ -171,7 +167,7 @@ class Segments(Feature):
         return any(self._on_device(last, original) is None for original in prepared.distinct)
 
     def _drafted(self, sequence: RequestSequence, start: int) -> _Prepared:
-        """Made once, and kept for the next steps until there is room."""
+        # A sequence that lacks room asks again in each step: its originals are kept meanwhile.
         draft = self._draft
         if draft is None or draft[:2] != (sequence, start):
             draft = self._draft = sequence, start, self._originals(sequence, start)
@@ -190,7 +186,7 @@ class Segments(Feature):
         return _Prepared(originals, needed, list(block_keys(prompt[:first].tobytes(), size)))
 
     def _root(self, sequence: RequestSequence, prepared: _Prepared) -> tuple[CachedBlock | None, list[CachedBlock]]:
-        """What originals follow in the tree, None if that is not there; and the blocks up to there."""
+        """The node behind which originals are in the tree, None if it is not cached; and the blocks up to there."""
         tree = self._kv.pool.tree
         last = tree.root_of(sequence.request.params.cache_salt)
         path = tree.walk(last, prepared.root)
@@ -206,7 +202,7 @@ class Segments(Feature):
     def _hold(
         self, prepared: _Prepared, original: _Original, last: CachedBlock | None, root: list[CachedBlock]
     ) -> bool:
-        """Reference the blocks of an original for a sequence, if it is there. ``last``, ``root``: see ``_root``."""
+        """Reference the blocks of an original, if it is on the device. ``last``, ``root``: from ``_root``."""
         path = self._on_device(last, original)
         if path is None:
             return False
@@ -218,8 +214,8 @@ class Segments(Feature):
         self._need_no_more(original)
         return True
 
-    def _go_on(self, sequence: RequestSequence, prepared: _Prepared) -> None:
-        """Hold the originals that have come, and let some more be computed of those that lack."""
+    def _hold_or_compute(self, sequence: RequestSequence, prepared: _Prepared) -> None:
+        """Reference the originals that have been computed, and compute some of the others."""
         last, root = self._root(sequence, prepared)
         lacking = [one for one in prepared.distinct if not one.blocks and not self._hold(prepared, one, last, root)]
         room = _MOST_AT_ONCE - sum(one.request is not None for one in lacking)
@@ -229,7 +225,8 @@ class Segments(Feature):
                 self._compute(sequence, original)
 
     def _need_no_more(self, original: _Original) -> None:
-        """An original need not be computed any more. What runs goes on: the plan that is being made may have it."""
+        """An original need not be computed any more: end its request if it waits. A running request continues, because
+        the next plan may have it already."""
         request, original.request = original.request, None
         if request is not None and request.sequences[0].status is SequenceStatus.WAITING:
             self._waiting.take(request.sequences[0], SequenceStatus.FINISHED)
@@ -241,10 +238,10 @@ class Segments(Feature):
         self.requests.pop(request, None)
         for feature in request.features:
             feature.leave(request, max((sequence.last_step for sequence in request.sequences), default=0))
-        request.replace_sequences([])  # else they would wait for the garbage collector, with all their tokens
+        request.replace_sequences([])  # breaks a cycle: otherwise all its tokens wait for the garbage collector
 
     def _compute(self, sequence: RequestSequence, original: _Original) -> None:
-        """Let a request wait that computes an original."""
+        """Queue a request that computes an original."""
         self.num_requests += 1
         parent = sequence.request
         tokens = original_tokens(parent.prompt_token_ids, original.segment, self._kv.block_size)
@@ -271,7 +268,7 @@ class Segments(Feature):
         self._waiting.push(computing)
 
     def ended(self, sequence: RequestSequence, reason: FinishReason) -> None:
-        """See ``Feature``. The sequence needs no originals any more, or has computed one, which is held from now on."""
+        # A sequence of a client needs its originals no more. A sequence that has computed an original hands it over.
         self.release(sequence)
         request, owner = sequence.request, sequence.request.computes_for
         if owner is None:
@@ -285,7 +282,7 @@ class Segments(Feature):
                     self._hold(prepared, original, *self._root(owner, prepared))
 
     def _reserved(self) -> int:
-        """Blocks that the waiting sequences have yet to take whose originals are held or computed."""
+        """The number of blocks that waiting sequences with originals have yet to take."""
         reserved = 0
         for sequence, prepared in self._prepared.items():
             if sequence.status is SequenceStatus.WAITING:
@@ -295,14 +292,15 @@ class Segments(Feature):
         return reserved
 
     def make_room(self) -> bool:
-        """See ``Feature``. What waiting sequences hold is let go; they ask again later."""
-        return self._let_waiting_go(None)
+        return self._release_waiting(None)
 
     def unblock(self) -> bool:
-        """See ``Feature``. If nothing runs, the sequence that is next keeps what it holds."""
-        return self._let_waiting_go(None if self.scheduler.prefilling else self._waiting.peek())
+        # If nothing runs, the head of the queue keeps its originals. Otherwise no sequence would ever hold all of its
+        # originals: two could take them from each other for ever.
+        return self._release_waiting(None if self.scheduler.prefilling else self._waiting.peek())
 
-    def _let_waiting_go(self, head: RequestSequence | None) -> bool:
+    def _release_waiting(self, head: RequestSequence | None) -> bool:
+        """Release the originals of waiting sequences, except ``head``; they are prepared again later."""
         kept = None if head is None else head.request.computes_for or head
         waiting = [one for one in self._prepared if one.status is SequenceStatus.WAITING and one is not kept]
         for sequence in waiting:
@@ -312,7 +310,6 @@ class Segments(Feature):
     # ---- while it is computed ------------------------------------------------------------------------
 
     def started(self, sequence: RequestSequence, num_cached: int) -> int:
-        """See ``Feature``; returns how many tokens come from segments whose originals were found."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
             return 0
@@ -323,23 +320,21 @@ class Segments(Feature):
             self.num_wanted += wanted
             found += wanted if prepared.originals[segment].found else 0
         self.num_found += found
-        self._let_go(sequence, prepared)
+        self._release_moved(sequence, prepared)
         return found
 
     def holds(self, sequence: RequestSequence, num_cached: int) -> bool:
-        """See ``Feature``: whether it holds the originals of all segments that end behind the cached tokens."""
         prepared = self._prepared.get(sequence)
         held = prepared.originals if prepared is not None else {}
         return all(segment in held and held[segment].blocks for segment in _needed(sequence, num_cached))
 
     def chunk_end(self, sequence: RequestSequence, start: int, end: int, budget: int) -> int:
-        """See ``Feature``. Tokens that are moved cost nothing of the budget; a plan moves so many at most."""
+        # Moved tokens cost nothing of the budget, but a plan moves a bounded number of them.
         if not (segments := sequence.request.segments):
             return end
         return start if self._plan.moves_enough else furthest(segments, start, sequence.num_tokens, budget)
 
     def add_chunk(self, sequence: RequestSequence, start: int, end: int) -> None:
-        """See ``Feature``: the next plan moves the parts of segments there."""
         prepared = self._prepared.get(sequence)
         if prepared is None:
             return
@@ -355,15 +350,16 @@ class Segments(Feature):
             self._plan.move(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
             self.num_moved += last - first
         prepared.moves_left = [one for one in prepared.moves_left if one.stop > end]
-        self._let_go(sequence, prepared)
+        self._release_moved(sequence, prepared)
 
-    def _let_go(self, sequence: RequestSequence, prepared: _Prepared) -> None:
-        """Let go of the originals that no move is left for, once the step that makes the last move has returned."""
+    def _release_moved(self, sequence: RequestSequence, prepared: _Prepared) -> None:
+        """Release the originals that have no moves left, after the step that makes the last move (see ``planned``)."""
         kept = {prepared.originals[segment] for segment in prepared.moves_left}
         for original in prepared.distinct:
             if original not in kept:
                 self._moved += original.blocks
-                if original.found and (pool := self._kv.pool).policy.learns:  # else what computed it has told
+                # The use of an original that was computed is counted when its request ends.
+                if original.found and (pool := self._kv.pool).policy.learns:
                     nodes = filter(None, map(pool.node, original.blocks))
                     pool.policy.used(nodes, sequence.request.ending(()))
         prepared.originals = {segment: prepared.originals[segment] for segment in prepared.moves_left}
@@ -372,16 +368,13 @@ class Segments(Feature):
             del self._prepared[sequence]
 
     def planned(self, step: int) -> None:
-        """See ``Feature``. The plan makes the moves: until it has returned, nothing overwrites what they read.
-
-        Not even a copy of the same plan may, because copies come before moves.
-        """
+        # The plan makes the moves. Nothing may overwrite the originals before it has returned, not even copies of this
+        # plan, because a plan's copies come before its moves.
         if self._moved:
             blocks, self._moved = self._moved, []
             self._kv.drop(blocks, step)
 
     def release(self, sequence: RequestSequence, in_flight_step: int | None = None) -> None:
-        """See ``Feature``; harmless for a sequence that holds nothing."""
         if self._draft is not None and self._draft[0] is sequence:
             self._draft = None
         if (prepared := self._prepared.pop(sequence, None)) is not None:
@@ -391,7 +384,6 @@ class Segments(Feature):
             self._kv.drop(prepared.root_blocks, in_flight_step)
 
     def clear(self) -> None:
-        """See ``Feature``."""
         for sequence in list(self._prepared):
             self.release(sequence)
         for request in self.requests:
@@ -399,7 +391,6 @@ class Segments(Feature):
         self.requests.clear()
 
     def counts(self) -> dict[str, int]:
-        """See ``Feature``."""
         return {
             "segment_tokens_found": self.num_found,
             "segment_tokens_computed": self.num_wanted - self.num_found,
@@ -408,5 +399,5 @@ class Segments(Feature):
 
 
 def _needed(sequence: RequestSequence, start: int) -> list[Segment]:
-    """The segments of a sequence from which tokens behind ``start`` are moved."""
+    """The segments of a sequence that have moved tokens behind ``start``."""
     return [one for one in sequence.request.segments if one.moved < one.stop and one.stop > start]

@@ -17,11 +17,11 @@ from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.requests.beam_search import BeamSearch
 from pagewise_scheduler.core.requests.timeline import Timeline
 from pagewise_scheduler.core.requests.virtual_tokens import Account
 
 if TYPE_CHECKING:
+    from pagewise_scheduler.core.features.beams import BeamSearch
     from pagewise_scheduler.core.features.feature import Feature
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -32,7 +32,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring sequence
 
 
 class TokenSink(Protocol):
-    """Where tokens are told: parallel lists of the streams that they belong to, and of the tokens."""
+    """Receives the tokens that come back: parallel lists of the streams to which they belong, and of the tokens."""
 
     streams: list[int]
     tokens: list[int]
@@ -41,7 +41,8 @@ class TokenSink(Protocol):
 class SequenceStatus(Enum):
     """WAITING (for admission, fresh or preempted) -> PREFILL -> DECODE -> FINISHED; preemption leads back to WAITING.
 
-    A sequence whose last permitted token is in flight is DRAINING: it runs no more, and finishes when the token comes.
+    A sequence that leaves its row while its last token there is in flight is DRAINING. When the token comes, it
+    finishes, migrates, or waits again.
     """
 
     WAITING = auto()
@@ -53,8 +54,8 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Preempted:
-    """It lost its ``blocks``, ``freed`` of which nobody else held, to ``by``. ``time``: seconds of the caller's
-    clock."""
+    """A preemption for the request ``by``: the sequence dropped its ``blocks``, of which ``freed`` were not shared.
+    ``time``: seconds of the caller's clock."""
 
     time: float
     reason: str
@@ -68,23 +69,23 @@ class RequestSequence:
     """One of a request's n outputs.
 
     Fields:
-        output_token_ids: tokens that came back, in order. Tokens are the truth: with the prompt they are all that
-            is needed to go on elsewhere.
-        sink, stream: where its tokens are told as they come back, and under which number, until it ends; None: nowhere.
-        row: the executor's row it occupies while it runs, else -1.
+        output_token_ids: tokens that came back, in order. With the prompt they are all that is needed to continue the
+            sequence elsewhere.
+        sink, stream: the receiver of its tokens, and the number of its stream there, until it ends; None: no receiver.
+        row: the executor's row that it occupies while it runs, else -1.
         num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
             (kept up to date while PREFILL only: while DECODE each step computes one more).
-        decode_base: position it computes in the first step in which it decodes.
+        decode_base: the position that it computes in the first step in which it decodes.
         num_computed_tokens: leading known tokens that steps which came back have computed, while it prefills.
         prefilled: whether its prefill has come back; from then on all its tokens but the newest are computed.
-        block_due, length_due: steps in which it needs its next block, and in which it has no more to run.
-        last_step: last step planned that runs it.
-        path: cached blocks it was last seen to begin with, while it waits.
+        block_due, length_due: steps in which it needs its next block, and in which it has nothing more to compute.
+        last_step: the last planned step in which it takes part.
+        path: the cached blocks that it was last seen to begin with, while it waits.
         num_tokens_preempted: output tokens that it had when it was preempted last.
-        history: what happened to its memory, the newest last, see ``note``.
-        num_passed: times others were started before it while it was the first to wait.
-        draft_after, draft_pause: number of tokens from which on tokens may be drafted for it, and how many it has let
-            pass after its last draft.
+        history: the events of its memory, the newest last, see ``note``.
+        num_passed: how often others started before it while it was the head of the queue.
+        draft_after, draft_pause: the number of tokens from which on tokens may be drafted for it, and how many tokens
+            it has taken without a draft after its last one.
     """
 
     request: "Request"
@@ -115,12 +116,12 @@ class RequestSequence:
     draft_pause: int = 0
 
     def note(self, event: object) -> None:
-        """Remember what happens to its memory: a ``Recovery`` with which it begins or comes back, or ``Preempted``."""
-        # A tuple: there are thousands of sequences to which nothing has happened yet, and an empty one takes no memory.
+        """Remember an event of its memory: a ``Recovery`` with which it begins or comes back, or ``Preempted``."""
+        # A tuple, because an empty one takes no memory, and thousands of sequences have no events yet.
         self.history = (*self.history[1 - _HISTORY :], event)
 
     def came_back(self, num_computed: int) -> bool:
-        """A step has computed its leading tokens up to this one; False: it was preempted or has ended meanwhile."""
+        """A step has computed its first ``num_computed`` tokens; False: it was preempted or has ended meanwhile."""
         drains = self.status is SequenceStatus.DRAINING
         if self.row < 0 and not drains:
             return False
@@ -129,7 +130,7 @@ class RequestSequence:
         return True
 
     def end(self, reason: FinishReason | None, stop_reason: str | int | None = None) -> None:
-        """Let it take no more tokens. ``reason``: None if that was told before."""
+        """Let it take no more tokens. ``reason``: None if no client is to be informed."""
         self.status, self.sink = SequenceStatus.FINISHED, None
         self.finish_reason, self.stop_reason = reason, stop_reason
 
@@ -150,12 +151,12 @@ class RequestSequence:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens at which it ends for its length."""
+        """The number of tokens at which it ends for its length."""
         return len(self.request.prompt_token_ids) + self.request.max_tokens
 
     @property
     def cache_salt(self) -> str | None:
-        """What it shares the cache of now: that of its request, and another one beyond ``short_rope_len``."""
+        """The salt of the cache that it may share now: its request's, or another one beyond ``short_rope_len``."""
         return rope_salt(self.request.params.cache_salt, self.num_tokens, self.request.short_rope_len)
 
     @property
@@ -165,7 +166,7 @@ class RequestSequence:
 
     @property
     def run_until(self) -> int:
-        """Tokens at which it leaves its row: for its length, or because all its KV has to be computed anew."""
+        """The number of tokens at which it leaves its row: for its length, or because LongRoPE makes its KV useless."""
         border, most = self.request.short_rope_len, self.max_num_tokens
         return border + 1 if self.num_tokens <= border < most else most
 
@@ -176,14 +177,14 @@ class RequestSequence:
 
     @property
     def ending(self) -> int | None:
-        """How this use of its blocks ends, from which eviction learns, or None if another sequence of its request tells
-        that: the outputs of one request are one use of its prompt."""
+        """How this use of its blocks ends, from which eviction learns; None if it is not the last sequence of its
+        request to end, because all outputs of a request are one use of its prompt."""
         request = self.request
         last = not request.num_pending and all(other.finished or other is self for other in request.sequences)
         return request.ending(self.output_token_ids) if last and request.params.beam is None else None
 
     def num_to_compute(self, size: int) -> int:
-        """Of the last ``size`` scheduled tokens, how many are computed and not moved."""
+        """The number of the last ``size`` scheduled tokens that are computed, not moved from segments."""
         segments, stop = self.request.segments, self.num_scheduled_tokens
         return num_computed(segments, stop - size, stop) if segments else size
 
@@ -205,24 +206,27 @@ class RequestSequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt from which n sequences are generated.
+    """One prompt from which n sequences are generated. Times are seconds of the caller's clock; NaN: not known yet.
 
-    Times are seconds of whatever clock the caller passes in; NaN until they are known. ``params``: those
-    that its gateway gave, with the adapter's content in their ``cache_salt``. ``num_cached_tokens``: of
-    the prompt, found in the cache when it first ran; ``loaded_tokens``: those of them that were not on the device, by
-    where they lay (one of ``SOURCES``). ``search``: how far its beam search has come; ``num_sampled_tokens``: of all
-    its hypotheses. ``account``: of its API key, which its scheduler charges. ``queue_number``: by which those that
-    arrived at the same time keep their order.
-    ``sequences``: those created so far, by index; ``num_pending``: how many are still to be created (see
-    ``create_sequences``). ``sink``, ``stream``: where the tokens of its outputs go, and the stream of the first one.
-    ``stored``: blocks of its first sequence that were found in storage when it was placed, by the storage's identity.
-    ``segments``: of its prompt, which are marked in ``prompt_token_ids``; ``stored_originals``: what ``stored`` is, of
-    what they are moved from, by its tokens (int32 bytes). ``computes_for``: the sequence for which it
-    computes a segment; then nobody is told of it, and it has no output.
-    ``first_token_time``: when the first token of its first output was there. ``executors``: on which it was placed, and
-    when, the last few. ``adapter_slot``: where its adapter is at the executor that runs it. ``timeline``: what explains
-    its times; ``features``: those that it uses at its scheduler; ``ref``: what is remembered of it where it leaves
-    traces. ``short_rope_len``: see ``rope_salt``; of the model that serves it.
+    Fields:
+        params: from its gateway, with the adapter's content in their ``cache_salt``.
+        sequences: the sequences created so far, by index. num_pending: how many are still to be created.
+        sink, stream: the receiver of its outputs' tokens, and the stream of the first output.
+        search: the state of its beam search. num_sampled_tokens: the tokens of all its hypotheses.
+        scheduled_time, first_token_time: when it first ran, and when the first token of its first output came.
+        num_cached_tokens: tokens of the prompt that were in the cache when it first ran.
+        loaded_tokens: how many of these were not on the device, by their source (one of ``SOURCES``).
+        account: of its API key, which its scheduler charges.
+        queue_number: orders requests that arrived at the same time.
+        stored: how many blocks of its first sequence were in storage when it was placed, by the storage's identity.
+        segments: of its prompt; they are marked in ``prompt_token_ids``.
+        stored_originals: the same as ``stored`` for the originals of segments, by their tokens (int32 bytes).
+        computes_for: the sequence for which it computes a segment. Then it has no output, and no client knows it.
+        executors: the last executors on which it was placed, each with the time.
+        adapter_slot: the slot of its adapter at the executor that runs it.
+        timeline: explains its times. features: that it uses at its scheduler.
+        short_rope_len: of the model that serves it, see ``rope_salt``.
+        ref: identifies it in records of the cache and of other requests that outlive it.
     """
 
     request_id: str
@@ -234,7 +238,7 @@ class Request:
     num_pending: int = 0
     sink: TokenSink | None = None
     stream: int = 0
-    search: BeamSearch | None = None
+    search: "BeamSearch | None" = None
     scheduled_time: float = float("nan")
     num_cached_tokens: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
@@ -258,14 +262,19 @@ class Request:
         self.ref = RequestRef(self.request_id, self.params.key, adapter.name if adapter is not None else "")
 
     def placed(self, executor_id: str, now: float) -> None:
-        """Note that an executor takes it on at ``now``, in seconds."""
+        """Note that it is placed on an executor at ``now``, in seconds."""
         self.executors = (*self.executors[1 - _PLACEMENTS :], (now, executor_id))
 
-    def create_sequences(self, *, every: bool = False) -> None:
-        """Create its first sequence, unless there are some: a request that moves goes on with those it has.
+    @property
+    def placed_at(self) -> float:
+        """When it was placed on its executor, or when it arrived, if it was not placed yet."""
+        return self.executors[-1][0] if self.executors else self.arrival_time
 
-        The others are created one by one, each when the one before starts, because there may be thousands of them, of
-        which few run at a time. ``every``: create all of them now.
+    def create_sequences(self, *, every: bool = False) -> None:
+        """Create its first sequence, unless it has sequences: a request that migrates continues with them.
+
+        Each further one is created when the one before starts, because there may be thousands of them, of which few run
+        at a time. ``every``: create all of them now.
         """
         if not self.sequences:
             self.num_pending = 1 if self.params.beam is not None else self.params.n
@@ -292,31 +301,29 @@ class Request:
         return made
 
     def replace_sequences(self, sequences: list[RequestSequence]) -> None:
-        """Have these sequences from now on, and forget what happened to the others.
-
-        They refer to the request, and what happened to them refers to them: else they would wait for the garbage
-        collector, which looks seldom.
-        """
+        """Have these sequences from now on."""
+        # A sequence and the events of its history refer to each other. Without this, the others would stay in memory
+        # until the garbage collector runs, which is seldom.
         for sequence in self.sequences:
             if sequence not in sequences:
                 sequence.history = ()
         self.sequences = sequences
 
     def fail(self) -> None:
-        """End what has not finished."""
+        """End all sequences that have not finished."""
         self.num_pending = 0
         for sequence in self.sequences:
             if not sequence.finished:
                 sequence.end("error")
 
     def aborted(self, index: int) -> RequestSequence:
-        """An output that has nothing to show."""
+        """A new output without tokens that was aborted."""
         sequence = RequestSequence(self, index, self.params.sampling, BlockTable(1))
         sequence.end("abort")
         return sequence
 
     def ending(self, output_token_ids: Sequence[int]) -> int:
-        """How a use of its prefix ends that has brought this output (see ``eviction.ending``)."""
+        """How a use of its prefix ends with this output, see ``eviction.ending``."""
         reuse = self.params.reuse
         return eviction.ending(
             len(output_token_ids),
@@ -332,7 +339,7 @@ class Request:
 
     @property
     def cached_tokens(self) -> dict[str, int]:
-        """Tokens of the prompt that were found when it first ran, by where they lay (see ``SOURCES``)."""
+        """Tokens of the prompt that were in the cache when it first ran, by their source (see ``SOURCES``)."""
         on_device = {tier_name(DEVICE): self.num_cached_tokens - sum(self.loaded_tokens.values())}
         return dict.fromkeys(SOURCES, 0) | on_device | self.loaded_tokens
 
@@ -343,20 +350,20 @@ class Request:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: who is served first, and who is preempted last."""
+        """Sort key: the least is served first and preempted last."""
         return (self.params.priority, self.arrival_time)
 
     @property
     def finished(self) -> bool:
         """Whether all its sequences have finished."""
-        # Looks at the last one first: sequences mostly end in their order, and this is asked after each of them.
+        # The last sequence first, because sequences mostly end in their order, and this runs after the end of each.
         return not self.num_pending and all(
             sequence.status is SequenceStatus.FINISHED for sequence in reversed(self.sequences)
         )
 
 
 def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Sampling parameters of sequence ``index``: its own random stream, and prompt logprobs reported once."""
+    """Sampling parameters of sequence ``index``: each has its own random stream; only the first has prompt logprobs."""
     if index == 0:
         return sampling
     seed = (sampling.seed + index * _SEED_STRIDE) % 2**64
@@ -365,5 +372,6 @@ def sequence_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
 
 @lru_cache(maxsize=16)
 def _stop_set(stop_token_ids: tuple[int, ...]) -> frozenset[int]:
-    """What each token is looked up in: one set for all requests that end alike, because it is touched so often."""
+    # Each token is looked up in such a set. Requests with equal stop tokens share one, which then stays in the
+    # processor's cache.
     return frozenset(stop_token_ids)

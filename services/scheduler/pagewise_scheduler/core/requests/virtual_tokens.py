@@ -1,48 +1,43 @@
-"""Virtual token counters: who has been served how much, so that no key gets more than its share while others wait.
+"""Virtual token counters, so that no key gets more than its share while others wait.
 
-Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each key has a counter of the tokens it has been
-served, weighted; of the keys that wait, the one with the least goes first. Two keys that both wait all the time are
-then served amounts that differ by a bounded number of tokens, however many requests each sends.
+Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Each key has a counter of the weighted tokens
+that it has been served. Of the keys that wait, the one with the smallest counter is served first. If two keys wait all
+the time, their counters differ by a bounded number of tokens, however many requests each sends.
 """
+
+from collections import defaultdict
+from dataclasses import dataclass
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-"""An output token takes a place in a step of its own; prompt tokens are computed many at a time."""
+"""An output token takes a row of a step; prompt tokens are computed many at a time."""
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    """What one key has been served. ``served``: weighted tokens. ``num_waiting``: its sequences that wait, anywhere;
-    ``num_prompt_tokens``: prompt tokens of their requests.
-    """
+    """The service of one key. ``served``: weighted tokens. ``num_waiting``: its waiting sequences in all queues;
+    ``num_prompt_tokens``: prompt tokens of their requests."""
 
-    __slots__ = ("num_prompt_tokens", "num_waiting", "served")
-
-    def __init__(self) -> None:
-        self.served = 0.0
-        self.num_waiting = 0
-        self.num_prompt_tokens = 0
+    served: float = 0.0
+    num_waiting: int = 0
+    num_prompt_tokens: int = 0
 
 
 class VirtualTokens:
-    """The accounts of all keys. The schedulers of one fleet share them: a key is not served twice for coming twice."""
+    """The accounts of all keys, which all schedulers share: a key with requests at two executors has one share."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._waiting: dict[Account, None] = {}
         self._last_to_leave: Account | None = None
 
     def account(self, key: str) -> Account:
         """The account of a key, by its name."""
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = Account()
-        return account
+        return self._accounts[key]
 
     def arrive(self, account: Account) -> None:
-        """A request comes in: a key that did not wait is lifted to those that do, because unused turns are not saved.
-
-        Where nobody waits, to the one that waited last.
-        """
+        """A request arrives. If its key did not wait, its counter is raised to the smallest one of the waiting keys, or
+        of the key that waited last: a key cannot save up turns that it did not use."""
         if account.num_waiting:
             return
         if self._waiting:
@@ -51,13 +46,13 @@ class VirtualTokens:
             account.served = max(account.served, self._last_to_leave.served)
 
     def wait(self, account: Account, prompt_tokens: int, count: int = 1) -> None:
-        """``count`` more of its sequences wait, which count for so many prompt tokens."""
+        """``count`` more sequences of a key wait, whose requests have ``prompt_tokens`` prompt tokens."""
         account.num_waiting += count
         account.num_prompt_tokens += prompt_tokens
         self._waiting[account] = None
 
     def leave(self, account: Account, prompt_tokens: int, count: int = 1) -> None:
-        """``count`` of its sequences wait no more."""
+        """``count`` sequences of a key wait no more."""
         account.num_waiting -= count
         account.num_prompt_tokens -= prompt_tokens
         if not account.num_waiting:

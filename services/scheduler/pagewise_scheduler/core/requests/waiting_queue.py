@@ -10,22 +10,22 @@ from pagewise_scheduler.core.requests.request import Request, RequestSequence, S
 from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
 
 AGEING_SECONDS = 60.0
-"""A request overtakes those of the next better priority that arrived this much after it, so that nothing starves."""
+"""A request overtakes requests of the next better priority that arrived this much after it, so that none starves."""
 
 _Entry = tuple[float, int, int, int, RequestSequence]
-"""Queue time, number of the request, index of the output, a number of its own, and the sequence."""
+"""Queue time, number of the request, index of the output, number of the entry, and the sequence."""
 
 
 def queue_time(sequence: RequestSequence) -> float:
-    """Who has the smaller one goes first, among those of one key.
-
-    Linear ageing never changes the order of two sequences, so it is fixed: no queue has to be sorted again.
-    """
+    """See ``queue_time_of``, for the sequence's request."""
     return queue_time_of(sequence.request)
 
 
 def queue_time_of(request: Request) -> float:
-    """The same of a request: seconds."""
+    """Seconds. Of the requests of a key, the one with the smallest queue time is served first.
+
+    Linear ageing never changes the order of two requests, so the time is fixed: no queue has to be sorted again.
+    """
     return request.arrival_time + AGEING_SECONDS * request.params.priority
 
 
@@ -35,10 +35,10 @@ class WaitingQueue:
     The sequence with the smallest ``queue_time`` determines the priority that is next. Among the keys with sequences of
     that priority or a better one, the key that has been served the least is next, with its sequence of the smallest
     ``queue_time``. With one key, this is the order of ``queue_time``. Better priorities take part because otherwise a
-    priority that is next by its age would go before all keys that have no sequence of that priority.
+    priority that is next by its age would overtake all keys that have no sequence of that priority.
 
-    ``num_prompt_tokens``: prompt tokens of the requests that wait, each counted once. ``num_changes``: how often a
-    sequence has come or gone.
+    ``num_prompt_tokens``: prompt tokens of the waiting requests. ``num_changes``: how often a sequence has come or
+    gone.
     """
 
     def __init__(self, virtual_tokens: VirtualTokens | None = None) -> None:
@@ -52,27 +52,26 @@ class WaitingQueue:
         self._num_pending = self._num_uncounted = 0
 
     def __len__(self) -> int:
-        """Sequences that wait, and those of requests that are still to be created; not what computes segments for
-        them."""
+        """The waiting sequences of clients' requests, including sequences that are still to be created."""
         return len(self._entries) - self._num_uncounted + self._num_pending
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
     def account(self, key: str) -> Account:
-        """What is known of a key: over all queues that share their virtual tokens."""
+        """The account of a key, which all queues with the same virtual tokens share."""
         return self._virtual_tokens.account(key)
 
     def arrive(self, request: Request) -> None:
-        """A request comes in; those of its sequences that have been created are pushed next."""
+        """A request arrives; the caller pushes its sequences that have been created next."""
         request.account = self._virtual_tokens.account(request.params.key)
         request.queue_number = next(self._numbers)
         self._virtual_tokens.arrive(request.account)
         self.count_pending(request)
 
     def push(self, sequence: RequestSequence) -> None:
-        """Let a sequence wait; a preempted one comes before those of its key that arrived after it, and before the
-        later outputs of its own request."""
+        """Let a sequence wait. A preempted one comes before sequences of its key that arrived after it, and before
+        later outputs of its request."""
         sequence.status = SequenceStatus.WAITING
         request = sequence.request
         entry = queue_time(sequence), request.queue_number, sequence.index, next(self._numbers), sequence
@@ -87,7 +86,7 @@ class WaitingQueue:
         self.num_prompt_tokens += tokens
 
     def count_pending(self, request: Request) -> None:
-        """Count the sequences of a request that are still to be created as waiting: as many as these are now."""
+        """Update how many sequences of a request count as waiting because they are still to be created."""
         more = request.num_pending - self._pending.pop(request, 0)
         if request.num_pending:
             self._pending[request] = request.num_pending
@@ -109,7 +108,7 @@ class WaitingQueue:
         return [line[0][-1] for line in lines.values()]
 
     def window(self, head: RequestSequence, number: int) -> list[RequestSequence]:
-        """``head`` and those of its key and priority among the ``number`` that follow in the order of one key."""
+        """Of the first ``number`` sequences of the head's key, from ``head`` on, the ones of its priority."""
         account, priority, start = head.request.account, head.request.params.priority, self._entries[head]
         lines = [line for lines in self._lines.values() if (line := lines.get(account)) is not None]
         if len(lines) == 1:
@@ -119,7 +118,7 @@ class WaitingQueue:
         return [entry[-1] for entry in entries if entry[-1].request.params.priority == priority]
 
     def take(self, sequence: RequestSequence, status: SequenceStatus) -> None:
-        """Take a waiting sequence out and give it another status. The next one of its request, if one is pending, is
+        """Remove a waiting sequence and give it another status. If a further sequence of its request is pending, it is
         created and waits from now on."""
         request = sequence.request
         self._remove(sequence)
@@ -129,14 +128,14 @@ class WaitingQueue:
             self.count_pending(request)
 
     def withdraw(self, request: Request) -> None:
-        """Let none of a request's sequences wait here any more, nor those that are still to be created."""
+        """Remove all sequences of a request, also the ones that are still to be created."""
         for sequence in request.sequences:
             if sequence in self._entries:
                 self._remove(sequence)
         self.forget_pending(request)
 
     def forget_pending(self, request: Request) -> None:
-        """Do not count the sequences of a request any more that are still to be created: it is not here any more."""
+        """Stop counting the sequences of a request that are still to be created."""
         if pending := self._pending.pop(request, 0):
             self._num_pending -= pending
             self._virtual_tokens.leave(request.account, 0, pending)
@@ -159,7 +158,7 @@ class WaitingQueue:
         self.num_prompt_tokens -= tokens
 
     def clear(self) -> None:
-        """Let nobody wait any more."""
+        """Remove all sequences."""
         for sequence in self._entries:
             if sequence.request.computes_for is not None:
                 continue
@@ -172,21 +171,21 @@ class WaitingQueue:
         self.num_prompt_tokens = self._num_pending = self._num_uncounted = 0
 
     def __iter__(self) -> Iterator[RequestSequence]:
-        """Waiting sequences by ``queue_time``, whosever they are."""
+        """Waiting sequences of all keys by ``queue_time``."""
         return (entry[-1] for entry in sorted(self._entries.values()))
 
     def _prompt_tokens(self, sequence: RequestSequence, change: Literal[1, -1]) -> int:
-        """Prompt tokens that one sequence more or less stands for: those of its request, once."""
+        """The prompt tokens by which the queue changes with a sequence: a request's prompt counts once."""
         if sequence.index:
             return 0
         request = sequence.request
-        before = self._first_ones.pop(request, 0)  # hypotheses of a beam search all are the first output
+        before = self._first_ones.pop(request, 0)  # several: all hypotheses of a beam search have the index 0
         if before + change:
             self._first_ones[request] = before + change
         return sequence.num_prompt_tokens if min(before, before + change) == 0 else 0
 
     def _next_lines(self) -> dict[Account, list[_Entry]]:
-        """For each key that may be next, the line that begins with its first sequence."""
+        """For each key that may be next, the line with its first sequence."""
         if len(self._lines) > 1:
             last = min(self._lines, key=lambda priority: min(line[0] for line in self._lines[priority].values()))
             first: dict[Account, list[_Entry]] = {}

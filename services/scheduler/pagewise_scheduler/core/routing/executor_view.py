@@ -1,6 +1,7 @@
-"""One executor as routing sees it: what it holds of a prompt, and what was placed there and waits.
+"""An executor as routing sees it: the cached part of a prompt, and the load of the requests that were placed there.
 
-A placement counts at once, before the executor's scheduler has heard of it: else a burst would land in one place.
+A placement counts at once, before the executor's scheduler has the request: otherwise a burst of requests would all go
+to the same executor.
 """
 
 from bisect import bisect_left, insort
@@ -21,17 +22,17 @@ from pagewise_scheduler.core.tiers.cost_model import CostModel
 
 _BYTES_PER_TOKEN = 4
 _MOST_TOKENS = 1 << 17
-"""Tokens of the originals of a prompt's segments that are looked at: each has the root once more."""
+"""The most tokens of originals of a prompt's segments that are looked up: each original contains the root."""
 _LOOKED_AT = 8
-"""Of those that wait, so many of the oldest are looked at for what is computed of them already."""
+"""The number of waiting placements, the oldest first, of which the part that is computed already is estimated."""
 _LATELY = 60.0
 """Seconds over which an executor's use is averaged."""
 _MOST_BUSY = 0.9
 
 
 class OriginalQuery(NamedTuple):
-    """What some ``segments`` of a prompt, which are alike, are moved from: ``tokens`` int32 bytes, whole blocks, of
-    which the first ``num_tokens`` tokens count. ``keys``: the tokens of each block."""
+    """The original of equal ``segments`` of a prompt. ``tokens``: int32 bytes, padded to whole blocks, of which the
+    first ``num_tokens`` tokens count. ``keys``: the tokens of each block."""
 
     segments: list[Segment]
     num_tokens: int
@@ -42,8 +43,8 @@ class OriginalQuery(NamedTuple):
 class PrefixQuery:
     """All known tokens of a request that is to be placed, cut into block keys once for all executors.
 
-    ``tokens``: int32 bytes. ``cache_salt``: whose cache it may use: that of its ``params``, and another one beyond
-    ``short_rope_len``. ``stored``: blocks of them that were found in storage, by its identity.
+    ``tokens``: int32 bytes. ``cache_salt``: of the cache that it may use, from ``params`` and its length (see
+    ``RequestSequence.cache_salt``). ``stored``: blocks that were found in storage, by the storage's identity.
     """
 
     __slots__ = (
@@ -51,22 +52,22 @@ class PrefixQuery:
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
-        # One that moves goes on from its tokens: the outputs of its sequences count as well, the first one's here.
+        # A request that migrates continues from its tokens, so the output of its first sequence counts as well.
         sequence = next((one for one in request.sequences if not one.finished), None)
         self.tokens = sequence.token_bytes() if sequence is not None else request.prompt_token_ids.tobytes()
         self.num_tokens = len(self.tokens) // _BYTES_PER_TOKEN
         self.cache_salt = rope_salt(request.params.cache_salt, self.num_tokens, request.short_rope_len)
         self.params = request.params
-        self.uses_cache = request.params.sampling.prompt_logprobs is None  # those come from computing the prompt
+        self.uses_cache = request.params.sampling.prompt_logprobs is None  # prompt logprobs need a computed prompt
         self.stored = request.stored if self.uses_cache else {}
         self._keys: dict[int, list[bytes]] = {}
         self._request = request
         self._originals: dict[int, list[OriginalQuery]] = {}
 
     def keys(self, block_size: int) -> list[bytes]:
-        """The tokens of each full block; the newest token, which is always computed, is in none of them.
+        """The tokens of each full block, without the newest token, which is always computed.
 
-        Made once for each block size: look-ups in many trees hash the same objects, whose hash is kept.
+        Created once for each block size: ``bytes`` keep their hash, which look-ups in many trees use.
         """
         keys = self._keys.get(block_size)
         if keys is None:
@@ -75,10 +76,7 @@ class PrefixQuery:
         return keys
 
     def originals(self, block_size: int) -> list[OriginalQuery]:
-        """What the segments of the prompt are moved from, each content once.
-
-        Of a prompt whose segments have very many tokens together with their roots, only the first ones.
-        """
+        """The originals of the prompt's segments, each content once: the first ones, up to ``_MOST_TOKENS`` tokens."""
         if not self._request.segments:
             return []
         if (found := self._originals.get(block_size)) is None:
@@ -101,7 +99,8 @@ class PrefixQuery:
 
 
 class PendingPrefixes:
-    """A sorted list of prompts for each cache salt: the longest common prefix of one more is with its neighbours."""
+    """The prompts that will be computed, as a sorted list for each cache salt: the longest common prefix of another
+    prompt is with one of its neighbours in the list."""
 
     def __init__(self) -> None:
         self._prompts: dict[str | None, list[bytes]] = {}
@@ -118,9 +117,9 @@ class PendingPrefixes:
             del self._prompts[cache_salt]
 
     def shared(self, cache_salt: str | None, tokens: bytes, known: int, unit: int) -> int:
-        """The most leading tokens, ``known`` plus whole ``unit``s of them, that ``tokens`` shares with any of them.
+        """The most leading tokens, ``known`` plus whole ``unit``s, that ``tokens`` shares with any of the prompts.
 
-        At least ``known``, whether they are shared or not: who has so many elsewhere asks only for more.
+        At least ``known``, whether they are shared or not, because the caller has so many cached.
         """
         prompts = self._prompts.get(cache_salt)
         if prompts is None:
@@ -133,7 +132,7 @@ class PendingPrefixes:
 
 
 def _common(one: bytes, other: bytes, start: int, unit: int) -> int:
-    """Units of bytes that are equal from ``start`` on: doubles the span until it differs, then halves it."""
+    """The number of units of bytes that are equal from ``start`` on, by exponential and binary search."""
     found, end, span = 0, (min(len(one), len(other)) - start) // unit, 16
     while found < end:
         stop = min(found + span, end)
@@ -146,10 +145,10 @@ def _common(one: bytes, other: bytes, start: int, unit: int) -> int:
 
 
 class Match(NamedTuple):
-    """Leading tokens of a prompt: ``device`` of them lie on the device, ``lower`` more in tiers below it.
+    """Leading tokens of a prompt that are cached: ``device`` on the device, ``lower`` more in tiers below it.
 
-    ``expected``: tokens that are cached or will be when the prompts placed before are computed, at least those.
-    ``spared``: further tokens that need not be computed, because the originals of segments are cached, or will be.
+    ``expected``: the tokens that are cached or will be when the prompts placed before are computed.
+    ``spared``: further tokens that need not be computed, because the originals of segments are cached or will be.
     ``gap``, ``offloaded``: see ``CachedPrefix``.
     """
 
@@ -170,14 +169,14 @@ _NO_MATCH = Match(0, 0, 0)
 
 
 class CostEstimate(NamedTuple):
-    """What is predicted for a prompt on one executor; times in seconds.
+    """The predicted costs of a prompt on an executor; times in seconds.
 
     Fields:
-        queue: until there is room for it, what was placed before it is computed, and its adapter is there.
-        recovery: from then on until its own KV is there, loaded or computed.
-        evicted: what getting back the blocks that give way for it is expected to cost others.
-        busy: the share of its time that the executor computes prompts, with this one.
-        start: tokens of it that are not computed there, because others compute them or because they are fetched.
+        queue: until earlier placements are computed, there is room for the prompt, and its adapter is in a slot.
+        recovery: from then on until its own KV is loaded or computed.
+        evicted: the expected cost of recovering the blocks that are evicted for it.
+        busy: the share of its time in which the executor computes prompts, including this one.
+        start: leading tokens that are not computed for it, because others compute them or because they are fetched.
     """
 
     queue: float
@@ -188,22 +187,22 @@ class CostEstimate(NamedTuple):
 
     @property
     def first_token(self) -> float:
-        """Until its first token."""
+        """Seconds until its first token."""
         return self.queue + self.recovery
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """A request at the executor it was placed on, and what it was thought to take there.
+    """A request at the executor on which it was placed, and its predicted costs there.
 
     Fields:
-        reason: why there. predicted: seconds from ``time`` to its first token.
-        start: tokens of its prompt that others have computed or will, here or where they are fetched from.
-        seconds: computing the rest, without the fixed costs of steps, which are shared.
-        num_blocks: blocks that it takes beside what is there or expected.
-        decoder: where it is to go on once its prompt is computed; None: it stays.
-        on_end: called once, with the request, when it is not the executor's any more.
-        waits: its first token has not come back. ended: it is not the executor's any more.
+        reason: of the choice. predicted: seconds from ``time`` to its first token.
+        start: leading tokens that are not computed for it, see ``CostEstimate``.
+        seconds: for computing the other tokens, without the fixed costs of steps, which are shared.
+        num_blocks: blocks that it takes beside the blocks that are cached or expected.
+        decoder: the executor to which it migrates after its prompt; None: it stays.
+        on_end: called once with the request when it has left the executor or ended.
+        waits: its first token has not come back. ended: it has left the executor or ended.
     """
 
     executor: "ExecutorView"
@@ -221,7 +220,7 @@ class Placement:
     ended: bool = False
 
     def answered(self, now: float) -> None:
-        """Its first token is back: its prompt is computed and cached. Harmless the second time."""
+        """Its first token has come back: its prompt is computed and cached. Harmless the second time."""
         if self.waits:
             self.waits = False
             self.executor.answered(self, now)
@@ -232,20 +231,20 @@ class Placement:
         if not self.ended:
             self.ended = True
             self.executor.ended(self, now)
-            self.goes_on_at(None)
+            self.set_decoder(None)
             if self.on_end is not None:
                 self.on_end(self.request)
 
-    def goes_on_at(self, decoder: "ExecutorView | None") -> None:
-        """After its prompt it goes on there, where it counts from now on; None: it does not, or has left."""
+    def set_decoder(self, decoder: "ExecutorView | None") -> None:
+        """Set the executor to which it migrates after its prompt, and which expects it from now on; None: none."""
         for view, change in ((self.decoder, -1), (decoder, 1)):
             if view is not None:
                 view.num_expected += change * self.query.params.num_sequences
         self.decoder = decoder
 
 
-class _Lately:
-    """A sum in which what is older weighs less, by 1/e in ``_LATELY`` seconds."""
+class _DecayingSum:
+    """A sum whose addends decay by 1/e in ``_LATELY`` seconds."""
 
     def __init__(self) -> None:
         self._sum = self._at = 0.0
@@ -258,15 +257,12 @@ class _Lately:
 
 
 class ExecutorView:
-    """One executor. ``scheduler``: its own; ``costs``: what computing and loading take there; ``role``: what it is for;
-    ``grammars``: whether its outputs can be made to match grammars.
+    """An executor for routing. ``costs``: of computing and loading there. ``grammars``: whether it supports grammars.
 
-    Routing plans nothing there. It only reads, but for one thing: looking for a prompt enters blocks with its content
-    into the prefix tree that the executor offered by hash.
+    Routing only reads the scheduler, with one exception: ``find`` may enter blocks into its prefix tree.
 
-    ``load``: sequences placed and unfinished; ``num_expected``: those that are to go on here after their prompts, which
-    are computed elsewhere. ``num_decoding``: sequences placed that have begun to answer: each takes a token of every
-    step.
+    ``load``: unfinished sequences that were placed here. ``num_expected``: sequences that migrate here after their
+    prompts. ``num_decoding``: placed sequences whose first token has come back, and which take a token of every step.
     """
 
     def __init__(self, scheduler: Scheduler, role: Role = "both", *, grammars: bool = True) -> None:
@@ -275,31 +271,28 @@ class ExecutorView:
         self.load = self.num_expected = 0
         self.num_decoding = 0
         self._waiting: dict[Placement, None] = {}
-        self._work: dict[int, tuple[int, float]] = {}  # tokens and seconds, by priority
+        self._work: dict[int, tuple[int, float]] = {}  # waiting tokens, and seconds to compute them, by priority
         self._num_blocks = 0
         self._answered_at = 0.0
         self._pending = PendingPrefixes()
         self._victim: CachedBlock | None = None
         self._victim_seconds = 0.0
-        self._computed = _Lately()
-        self._ended = _Lately()
+        self._computed = _DecayingSum()
+        self._ended = _DecayingSum()
 
-    # ---- what is there -------------------------------------------------------------------------------
+    # ---- cached blocks -------------------------------------------------------------------------------
 
     def serves(self, request: Request) -> bool:
-        """Whether the outputs of a request can match its grammar here, and be computed with its adapter."""
+        """Whether the executor supports the request's grammar and adapter, if it has any."""
         if request.params.sampling.grammar and not self.grammars:
             return False
         return request.params.adapter is None or self.scheduler.features.adapters.can_take(request.params.adapter)
 
     def find(self, query: PrefixQuery) -> Match:
-        """How much of a prompt is cached. O(blocks found).
-
-        Blocks that the executor offered by hash after a restart count too. Their content is known only once a prompt
-        has it, so they enter the prefix tree here: a prompt is placed where its blocks are, and what is placed finds
-        them.
-        """
+        """How much of a prompt is cached. O(blocks found)."""
         kv = self.scheduler.kv
+        # After a scheduler's restart an executor reports the hashes of its cached blocks, not their tokens. Blocks of
+        # this prompt enter the prefix tree now, so that the prompt is placed where they are.
         kv.restore(query.cache_salt, lambda: query.tokens)
         size, keys, tree = kv.block_size, query.keys(kv.block_size), kv.pool.tree
         path = tree.walk(tree.root_of(query.cache_salt), keys)
@@ -307,7 +300,7 @@ class ExecutorView:
             spared = self._spared(query, 0)
             return _NO_MATCH._replace(spared=spared) if spared else _NO_MATCH
         prefix = kv.begin_with(query.cache_salt, path, b"")
-        lower = 0 if prefix.gap else len(prefix.offloaded) * size  # blocks behind a gap have to wait for those in it
+        lower = 0 if prefix.gap else len(prefix.offloaded) * size  # blocks behind a gap wait until it is computed
         expected = prefix.num_tokens + lower
         if self._waiting and expected < len(keys) * size:
             expected = min(self._pending.shared(query.cache_salt, query.tokens, expected, size), len(keys) * size)
@@ -315,8 +308,7 @@ class ExecutorView:
         return Match(prefix.num_tokens, lower, expected, spared, prefix.gap, tuple(prefix.offloaded))
 
     def _spared(self, query: PrefixQuery, expected: int) -> int:
-        """Of the tokens behind the first ``expected`` ones of a prompt, how many fewer are computed than without
-        segments."""
+        """The number of tokens behind the first ``expected`` ones that need not be computed thanks to segments."""
         kv, spared = self.scheduler.kv, 0
         for original in query.originals(kv.block_size):
             moved = sum(max(0, one.stop - max(one.moved, expected)) for one in original.segments)
@@ -330,17 +322,17 @@ class ExecutorView:
             spared += moved - max(0, original.num_tokens - found)
         return max(0, spared)
 
-    # ---- what it would take --------------------------------------------------------------------------
+    # ---- predictions ---------------------------------------------------------------------------------
 
     @property
     def share(self) -> float:
-        """The part of a step's token budget that is left for prompts."""
+        """The share of a step's token budget that decodes leave for prompts."""
         budget = self.scheduler.limits.max_num_batched_tokens
         return max(1.0, budget - self.num_decoding) / budget
 
     def queue_seconds(self, priority: int, now: float) -> float:
-        """Until everything that goes before a prompt of this priority is computed."""
-        # The steps under way come back first, with whatever decodes in them.
+        """Seconds until all prompts that come before a prompt of this priority are computed."""
+        # The steps in flight come back first.
         steps, seconds = len(self.scheduler.steps_in_flight), 0.0
         if self._waiting:
             tokens, seconds = self._work_before(priority, now)
@@ -349,28 +341,26 @@ class ExecutorView:
         return seconds + steps * (constants[0] + constants[1] * self.num_decoding)
 
     def _work_before(self, priority: int, now: float) -> tuple[int, float]:
-        """Prompt tokens that wait before a prompt of this priority, and the seconds that are left of computing them."""
+        """Prompt tokens that are computed before a prompt of this priority, and the seconds that this still takes."""
         tokens, seconds = 0, 0.0
         for level, work in self._work.items():
             if level <= priority:
                 tokens += work[0]
                 seconds += work[1]
-        # Results come back step by step, but the first of those that wait has been computing since it was planned,
-        # or since the one before it was done.
+        # A prompt counts until its first token comes back. The oldest ones are partly computed: they have been
+        # computing since they were first scheduled, or since the prompt before them was done.
         begun, since = 0.0, now
         for placement in islice(self._waiting, _LOOKED_AT):
             when = placement.request.scheduled_time
-            if when >= placement.time and placement.query.params.priority <= priority:  # it is NaN before
+            if when >= placement.time and placement.query.params.priority <= priority:  # NaN: it is not scheduled yet
                 begun += placement.seconds
                 since = min(since, when)
         done = min(now - max(since, self._answered_at), begun) if begun else 0.0
         return tokens, max(0.0, seconds - done)
 
     def room_seconds(self, query: PrefixQuery, num_blocks: int, now: float) -> float:
-        """Until there is a row and blocks for a prompt that takes ``num_blocks``, if that takes others to end.
-
-        Going by how many have ended lately.
-        """
+        """Seconds until there are a row and ``num_blocks`` blocks for a prompt, predicted from the rate at which
+        sequences have ended lately."""
         scheduler = self.scheduler
         pool = scheduler.kv.pool
         rows = self.load + query.params.num_sequences - scheduler.limits.max_num_seqs
@@ -381,18 +371,16 @@ class ExecutorView:
         return missing * _LATELY / max(1.0, self._ended.sum(now))
 
     def adapter_seconds(self, query: PrefixQuery) -> float:
-        """Until the adapter of a prompt is there, if it has one."""
+        """Seconds until the adapter of a prompt is in a slot, if it has one."""
         return 0.0 if query.params.adapter is None else self.scheduler.features.adapters.seconds(query.params.adapter)
 
     def busy(self, seconds: float, now: float) -> float:
-        """The share of its time, lately, that the prompts placed on it take to compute, with one of ``seconds`` more.
-
-        At most ``_MOST_BUSY``.
-        """
+        """The share of its time in which it has computed prompts lately, with a further prompt of ``seconds``. At most
+        ``_MOST_BUSY``."""
         return min(_MOST_BUSY, (self._computed.sum(now) + seconds) / _LATELY)
 
     def eviction_seconds(self, num_blocks: int) -> float:
-        """What it is expected to cost others if a prompt takes ``num_blocks`` blocks; free ones cost nothing."""
+        """The expected seconds for recovering the blocks that are evicted if a prompt takes ``num_blocks`` blocks."""
         pool = self.scheduler.kv.pool
         evicted = num_blocks - max(0, pool.num_free - self._num_blocks)
         victim = pool.next_evicted() if evicted > 0 else None
@@ -403,17 +391,17 @@ class ExecutorView:
             self._victim, self._victim_seconds = victim, pool.policy.probability(victim) * lost
         return evicted * self._victim_seconds
 
-    # ---- what is placed ------------------------------------------------------------------------------
+    # ---- placements ----------------------------------------------------------------------------------
 
     def place(
         self, request: Request, query: PrefixQuery, match: Match, estimate: CostEstimate, reason: str, now: float
     ) -> Placement:
-        """The request is the executor's from now on. ``estimate``: what was predicted for it there."""
+        """Place a request on the executor. ``estimate``: its predicted costs there. ``now``: seconds."""
         kv, start = self.scheduler.kv, estimate.start
         num_tokens = query.num_tokens - start
         steps, *features = self.costs.features(start, num_tokens, self.share)
         seconds = self.costs.prefill.predict(0, *features)
-        # What is fetched takes blocks too.
+        # Fetched tokens take blocks too.
         num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
         predicted = estimate.first_token
         placement = Placement(self, request, query, reason, predicted, now, start, seconds, num_blocks)
@@ -429,12 +417,12 @@ class ExecutorView:
         return placement
 
     def _cached_later(self, query: PrefixQuery) -> Iterator[bytes]:
-        """What of a prompt will be cached: its tokens, and the originals of its segments (int32 bytes)."""
+        """The contents that a prompt will leave in the cache: its tokens, and its segments' originals (int32 bytes)."""
         yield query.tokens
         yield from (original.tokens for original in query.originals(self.scheduler.kv.block_size))
 
     def answered(self, placement: Placement, now: float) -> None:
-        """A placement does not wait any more."""
+        """The first token of a placement has come back."""
         self._answered_at = now
         query = placement.query
         del self._waiting[placement]
@@ -442,14 +430,14 @@ class ExecutorView:
         self._num_blocks -= placement.num_blocks
         tokens, seconds = self._work.pop(query.params.priority)
         tokens -= query.num_tokens - placement.start
-        if tokens:  # else nobody waits any more: what is left of the seconds is rounding
+        if tokens:  # without tokens, the rest of the seconds is a rounding error
             self._work[query.params.priority] = tokens, seconds - placement.seconds
         if query.uses_cache:
             for cached in self._cached_later(query):
                 self._pending.remove(query.cache_salt, cached)
 
     def ended(self, placement: Placement, now: float) -> None:
-        """A placement is not the executor's any more."""
+        """A placement has left the executor or ended."""
         self.load -= placement.query.params.num_sequences
         self.num_decoding -= placement.query.params.num_sequences
         self._ended.add(placement.query.params.num_sequences, now)

@@ -1,8 +1,8 @@
-"""Where a request goes: policies behind one interface.
+"""Routing policies: which executor a request is placed on.
 
-The default is the least predicted time to first token. Nothing in it knows of sessions or of hot prefixes: a session
-goes where its prefix is because that is the soonest, and a prefix comes to a second executor when its holder's queue is
-longer than what computing it there costs, and pushing others out for it.
+The default is the least predicted time to first token. It has no rules for sessions or hot prefixes. A session returns
+to the executor with its prefix, because that is the fastest. A prefix gets a second copy when the queue of its holder
+takes longer than computing it elsewhere, including the cost of the blocks that are evicted there.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
 
 Reason = Literal["only", "turn", "load", "cached", "elsewhere", "decode"]
-"""Why a request was placed where it is: there is one executor only; it was its turn; nobody holds any of the prompt, or
-that was not asked; the executor holds the most of it; another one holds more, but would take longer; its prompt is
-computed, and it goes on there."""
+"""Why a request was placed on its executor: it is the only one; it was its turn; it has the least load, and no executor
+holds any of the prompt, or the policy ignores that; it holds the most of the prompt; another one holds more, but would
+take longer; the request has migrated there after its prompt."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 _MOST_PREDICTED = 8
 _reused = attrgetter("match.reused")
-"""Of a candidate: what it holds of the prompt, or will."""
+"""The number of tokens that a candidate need not compute."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """An executor that could take the prompt of ``query``, and what it holds of it."""
+    """An executor that could take the prompt of ``query``, and how much of it is cached there."""
 
     executor: ExecutorView
     query: PrefixQuery
@@ -42,25 +42,25 @@ class Candidate:
 
 
 def look_up(executor: ExecutorView, query: PrefixQuery) -> Candidate:
-    """Ask an executor's prefix tree."""
+    """Look a prompt up in an executor's prefix tree."""
     return Candidate(executor, query, executor.find(query))
 
 
 class PredictedRecovery(NamedTuple):
-    """How a candidate would get the KV of its prompt if it began now: in ``seconds``, of which it does not compute
-    ``start`` tokens."""
+    """The predicted ``seconds`` until a candidate has the KV of its prompt if it began now, and the number of leading
+    tokens, ``start``, that are not computed for it."""
 
     seconds: float
     start: int
 
 
 RecoveryPredictor = Callable[[Candidate, Candidate], PredictedRecovery]
-"""Predicts the recovery of a candidate (the first). The second one holds the most of its prompt: where KV can come from
-another executor, that is where from."""
+"""Predicts the recovery of a candidate (the first argument). The second one holds the most of its prompt: blocks that
+can be fetched from another executor come from there."""
 
 
 class Choice(NamedTuple):
-    """A candidate, why, and what was predicted for it, if anything was."""
+    """The chosen candidate, the reason, and its predicted costs, if the policy predicts any."""
 
     candidate: Candidate
     reason: Reason
@@ -68,24 +68,24 @@ class Choice(NamedTuple):
 
 
 Continues = Callable[[ExecutorView, CostEstimate], Continuation]
-"""How a request goes on after its prompt, if that is computed by an executor at that cost."""
+"""How a request continues after its prompt, if that executor computes it at those costs."""
 
 
 class RoutingPolicy(Protocol):
     """Chooses among executors, at least two of them, for the prompt of ``query``.
 
-    ``continues``: if they have roles. What comes after the prompt counts where the policy goes by predictions.
+    ``continues``: given if executors have roles; a policy that predicts costs adds the cost after the prompt.
     """
 
     def choose(
         self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
-        """The one, and why."""
+        """The chosen executor. ``now``: seconds."""
         ...
 
 
 class RoundRobin:
-    """One after the other."""
+    """The executors in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -93,7 +93,7 @@ class RoundRobin:
     def choose(
         self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
-        """The next one."""
+        """The next executor."""
         self._turn += 1
         return Choice(look_up(executors[self._turn % len(executors)], query), "turn")
 
@@ -104,7 +104,7 @@ class LeastLoaded:
     def choose(
         self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
-        """The first of those with the least load."""
+        """The first executor with the least load."""
         return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
 
 
@@ -114,26 +114,26 @@ class LongestPrefix:
     def choose(
         self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
-        """Who holds the most of the prompt, or will when the prompts before it are computed."""
+        """The executor that has the most of the prompt cached, or will when the prompts before it are computed."""
         candidates = [look_up(executor, query) for executor in executors]
         best = max(candidates, key=lambda candidate: (candidate.match.reused, -candidate.executor.load))
         return Choice(best, "cached" if best.match.reused else "load")
 
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
-    """The recovery that the candidate would choose now, and computing the rest; or waiting for the prompts that were
-    placed before and have more in common with it, if that is sooner."""
+    """The recovery that the candidate would choose now, and computing the rest; or waiting until the prompts that were
+    placed before have computed the common part, if that is faster."""
     executor, match, num_tokens = candidate.executor, candidate.match, candidate.query.num_tokens
     recoveries, costs, share = executor.scheduler.recoveries, executor.costs, executor.share
     size = costs.block_size
     rest = costs.compute_seconds(match.reused, num_tokens - match.reused, share)
     computed = PredictedRecovery(rest, match.reused)
-    num_remote_pins = (holder.match.device + holder.match.lower) // size
-    if not match.offloaded and not candidate.query.stored and num_remote_pins <= match.device // size:
-        return computed  # no other place has more of it: most prompts, so nothing else is looked at
+    num_fetchable = (holder.match.device + holder.match.lower) // size
+    if not match.offloaded and not candidate.query.stored and num_fetchable <= match.device // size:
+        return computed  # most prompts: neither a lower tier nor a peer has more of it
     known = Known(num_tokens, match.device // size, match.gap, match.offloaded, candidate.query.stored)
-    lender = holder.executor.scheduler.recoveries.endpoint, num_remote_pins
-    plan = recoveries.predict(known, share, lender)
+    peer = holder.executor.scheduler.recoveries.endpoint, num_fetchable
+    plan = recoveries.predict(known, share, peer)
     if not plan.parts:
         return computed
     there = max(plan.end * size, match.reused)
@@ -149,7 +149,7 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
 def estimate_costs(
     candidate: Candidate, holder: Candidate, now: float, predict: RecoveryPredictor = cheapest_recovery
 ) -> CostEstimate:
-    """What is predicted for a candidate at the time ``now``."""
+    """The predicted costs of a candidate at the time ``now``, in seconds."""
     executor, query = candidate.executor, candidate.query
     kv, match = executor.scheduler.kv, candidate.match
     num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
@@ -166,8 +166,8 @@ def estimate_costs(
 
 
 def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Of many candidates, those that hold the most of the prompt, and those with the least load: predicting takes
-    time."""
+    """If there are many candidates, only the ones with the most of the prompt and the ones with the least load, because
+    predicting takes time."""
     if len(candidates) <= 2 * _MOST_PREDICTED:
         return candidates
     held = nlargest(_MOST_PREDICTED, candidates, key=_reused)
@@ -176,11 +176,11 @@ def _most_promising(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 class LeastTimeToFirstToken:
-    """The least sum of queue, recovery, and what the placement pushes out; load breaks ties.
+    """The least sum of the seconds for the queue, the recovery, and recovering evicted blocks; load breaks ties.
 
-    What is computed, now or again later, also delays whoever comes next. On a device that is busy a share r of its
-    time, work of w seconds delays others by w r / (1 - r) altogether (exact where they share the device equally), so
-    work counts 1 / (1 - r) times. That keeps a fleet under load from computing everything everywhere.
+    Computing, now or again later, also delays the following requests. On a device that is busy a share r of its time,
+    work of w seconds delays others by w r / (1 - r) altogether (exact where they share the device equally), so work
+    counts 1 / (1 - r) times. That keeps executors under load from all computing the same prefixes.
     """
 
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
@@ -189,7 +189,7 @@ class LeastTimeToFirstToken:
     def choose(
         self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
     ) -> Choice:
-        """The one whose first token is predicted to cost the least."""
+        """The executor with the least predicted cost."""
         candidates = [look_up(executor, query) for executor in executors]
         holder = max(candidates, key=_reused)
         best, least = Choice(holder, "load"), (inf, 0)
@@ -212,7 +212,7 @@ class LeastTimeToFirstToken:
 
 
 def make_routing(name: RoutingName) -> RoutingPolicy:
-    """The policy of that name."""
+    """Create the policy of that name."""
     policies: dict[RoutingName, Callable[[], RoutingPolicy]] = {
         "ttft": LeastTimeToFirstToken,
         "prefix": LongestPrefix,
@@ -231,13 +231,13 @@ def place(
 ) -> Placement:
     """Place a request on one of ``executors``, at least one, all of which could hold it. ``now``: seconds.
 
-    ``roles``: what is known of those that executors have; None: they do not count.
+    ``roles``: statistics for executors with roles; None: roles are ignored.
     """
     query = PrefixQuery(request)
     continues: Continues | None = None
     if roles is not None and any(executor.role != "both" for executor in executors):
         continues = roles.after(request, query, executors, now).best
-        # Only prompts that are short, or cached, are computed where others decode.
+        # Predictions keep all but short or cached prompts away from decoders. Other policies do not use decoders.
         allowed = [one for one in executors if one.role != "decode"] or executors
         executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
     if len(executors) > 1:
@@ -248,12 +248,12 @@ def place(
     estimate = choice.estimate or estimate_costs(best, best, now)
     placement = best.executor.place(request, query, best.match, estimate, choice.reason, now)
     if continues is not None:
-        placement.goes_on_at(continues(best.executor, estimate).decoder)
+        placement.set_decoder(continues(best.executor, estimate).decoder)
     return placement
 
 
 def place_decoding(request: Request, source: ExecutorView, executor: ExecutorView, now: float) -> Placement:
-    """Place a request on ``executor`` that has left ``source``, where its prompt was computed. ``now``: seconds."""
+    """Place a request on ``executor`` that migrates from ``source``. ``now``: seconds."""
     query = PrefixQuery(request)
     candidate = look_up(executor, query)
     estimate = estimate_costs(candidate, look_up(source, query), now)

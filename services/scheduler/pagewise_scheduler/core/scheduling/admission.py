@@ -1,6 +1,7 @@
-"""Which sequence starts next, and with which cached prefix: from the cache, or of another output of its request.
+"""Chooses the sequence that starts next, and the prefix behind which it starts: from the cache, or from the first
+output of its request.
 
-Inside a window of the queue the sequence with the longest cached prefix goes first, while its prefix is still there. A
+Inside a window of the queue the sequence with the longest cached prefix starts first, before its prefix is evicted. A
 sequence whose next block another one is computing waits for it instead of computing it twice. A sequence also waits for
 its features, until its grammar is compiled for instance.
 """
@@ -21,23 +22,26 @@ _MOST_PASSED = 32
 
 
 class Admission:
-    """Chooses from the waiting queue. Nothing changes there but how often the head has been passed over, and the
-    requests of features, which compute segments for instance.
+    """Chooses from the waiting queue. Only changes how often the head has been passed over. (Features that prepare a
+    sequence may add requests of their own, for segments for instance, or remove them.)
 
-    ``held``: the sequences that were not started since ``computing`` was called, and the cause: a feature's, or that
-    another request, where it is known, computes the prefix. ``lacked_room``: whether the last one was not started for
-    want of blocks. ``favoured``: a sequence that may use the blocks of the watermark."""
+    ``held``: the sequences that could not start since ``computing`` was called, each with the cause, and with the
+    request that computes its prefix, if that is the cause and the request is known. ``lacked_room``: whether the last
+    sequence was not started because blocks were lacking. ``favoured``: a sequence that may use the blocks of the
+    watermark.
+    """
 
     def __init__(self, kv: KVCacheManager, waiting: WaitingQueue) -> None:
         self._kv = kv
         self._waiting = waiting
+        # Blocks that are being computed or fetched, by parent and tokens, and the request that computes each.
         self._busy: dict[tuple[Hashable, bytes], RequestRef | None] = {}
         self.held: dict[RequestSequence, tuple[WaitCause, RequestRef | None]] = {}
         self.lacked_room = False
         self.favoured: RequestSequence | None = None
 
     def computing(self, sequences: Iterable[RequestSequence]) -> None:
-        """The prompts of these sequences are being computed when a step is planned; called before ``next``."""
+        """Begin a step in which the prompts of ``sequences`` are being computed; called before ``next``."""
         self._busy.clear()
         self.held.clear()
         self.lacked_room = False
@@ -45,7 +49,7 @@ class Admission:
             self.computing_too(sequence)
 
     def computing_too(self, sequence: RequestSequence) -> None:
-        """One more: its next full block is known by where it hangs in the tree, and its tokens."""
+        """Note that the prompt of one more sequence is being computed, beginning with its next full block."""
         start = sequence.table.num_known * self._kv.block_size
         stop = start + self._kv.block_size
         if stop <= sequence.num_tokens:
@@ -53,7 +57,8 @@ class Admission:
             self._busy[parent, sequence.tokens_between(start, stop)] = sequence.request.owner.ref
 
     def coming(self, table: BlockTable, tokens: bytes) -> None:
-        """The next blocks of ``table``, which is to hold ``tokens`` (int32 bytes), come from another executor."""
+        """Note that the next blocks of ``table``, which will hold ``tokens`` (int32 bytes), come from another
+        executor."""
         start, size = 4 * table.num_known * self._kv.block_size, 4 * self._kv.block_size
         if start + size <= len(tokens):
             self._busy[self._parent(table.cache_salt, table.last_node), tokens[start : start + size]] = None
@@ -64,15 +69,18 @@ class Admission:
         """The sequence that starts, and the longest prefix it begins with; None: none can start.
 
         ``room``: the number of free blocks, of which ``watermark`` stay free unless ``favoured`` is next.
-        ``oldest_step``: the oldest step in flight, if any; a sequence that takes part in it or a later one has to wait.
+        ``oldest_step``: the oldest step in flight, if any; a sequence that takes part in it or a later step has to
+        wait.
         """
         if room <= (watermark if self.favoured is None else 0):
             self.lacked_room = True
             return None
         changes = self._waiting.num_changes
-        for head in self._waiting.heads(_WINDOW):
+        for head in self._waiting.heads(_WINDOW):  # of several keys, until one of them can start a sequence
+            # Preparing the sequences of an earlier head may have ended this one: it was to compute a segment that
+            # another request has computed meanwhile.
             if head.status is not SequenceStatus.WAITING:
-                break  # it was to compute a segment, which another request has computed meanwhile
+                break
             own_room = room if head is self.favoured else room - watermark
             available = self._kv.num_available
             best = self._best(head, oldest_step, own_room)
@@ -86,13 +94,13 @@ class Admission:
         return self.next(room, oldest_step, watermark)  # the queue has changed meanwhile
 
     def cached_prefix(self, sequence: RequestSequence) -> tuple[CachedPrefix, int]:
-        """The prefix with which a waiting sequence would begin now, and how many tokens of it features need not
-        prepare."""
+        """The prefix with which a waiting sequence would begin now, and for how many of its tokens features have to
+        prepare nothing."""
         found = self._find(sequence)
         return self._longest_prefix(sequence), self._num_cached(found)
 
     def num_needed(self, sequence: RequestSequence, oldest_step: int | None) -> int | None:
-        """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
+        """The blocks that a waiting sequence takes when it starts; None: it could not start if it had more room."""
         if not self._may_begin(sequence, oldest_step):
             return None
         found = self._find(sequence)
@@ -101,8 +109,8 @@ class Admission:
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
     def _may_begin(self, sequence: RequestSequence, oldest_step: int | None) -> bool:
-        """Whether a sequence waits that may start, whatever is cached of it. Notes it in ``held`` if a feature does not
-        let it."""
+        """Whether a waiting sequence may start, whatever is cached of it. Notes it in ``held`` if a feature does not
+        permit that."""
         # A sequence that was to compute a segment has ended, and its request has no sequences any more, if another
         # request has computed the segment meanwhile.
         if sequence.status is not SequenceStatus.WAITING or not _first_has_begun(sequence):
@@ -113,10 +121,12 @@ class Admission:
         return holding is None and not _is_in_flight(sequence, oldest_step)
 
     def _best(self, head: RequestSequence, oldest_step: int | None, room: int) -> RequestSequence | None:
-        """The sequence of the window of ``head`` that can start with the longest prefix; None: all of them wait for
-        something, and it is the next key's turn. ``room``: blocks that they may take."""
+        """The sequence of the window of ``head`` that can start with the longest cached prefix; None: none can, and it
+        is the turn of the next key. ``room``: the number of blocks that it may take."""
         best, longest = None, -1
-        for sequence in self._candidates(head) if not _is_in_flight(head, oldest_step) else ():
+        if _is_in_flight(head, oldest_step):
+            return None
+        for sequence in [head] if head.num_passed >= _MOST_PASSED else self._waiting.window(head, _WINDOW):
             if not self._may_begin(sequence, oldest_step):
                 continue
             found = self._find(sequence)
@@ -124,15 +134,15 @@ class Admission:
                 continue
             if self._is_ready(sequence, found) or self._prepare(sequence, found, room):
                 best, longest = sequence, len(found)
-            elif sequence is head and not _is_preparing(head):
-                return None  # it is next: the sequences after it do not take the room that it waits for
+            elif sequence is head and not any(feature.is_preparing(head) for feature in head.request.features):
+                return None  # the head lacks room to prepare: later sequences must not take the room it waits for
         return best
 
     def _start(
         self, head: RequestSequence, best: RequestSequence, room: int
     ) -> tuple[RequestSequence, CachedPrefix] | None:
-        """``best`` if there is room for it, else ``head`` if there is, else none: the head is not passed over because
-        it is large."""
+        """``best`` if there is room for it, else ``head`` if there is, else none. No other sequence of the window is
+        tried, because a large head would wait for ever while smaller sequences take the room."""
         prefix = self._fitting(best, room)
         if prefix is None and best is not head:
             best, found = head, self._find(head)
@@ -147,32 +157,30 @@ class Admission:
         return best, prefix
 
     def _is_ready(self, sequence: RequestSequence, found: list[CachedBlock]) -> bool:
-        """Whether it could be computed behind the blocks ``found`` of its prefix, with all that its features need."""
+        """Whether the features have prepared everything that a sequence needs behind its cached blocks ``found``."""
         if not (features := sequence.request.features) or self._shares_with_first(sequence):
             return True
         num_cached = self._num_cached(found)
         return all(feature.is_ready(sequence, num_cached) for feature in features)
 
     def _prepare(self, sequence: RequestSequence, found: list[CachedBlock], room: int) -> bool:
-        """Let its features begin to prepare it, if there is room; returns whether it is ready now."""
+        """Let the features begin to prepare a sequence, if there is room; returns whether it is ready now."""
         features, num_cached = sequence.request.features, self._num_cached(found)
         return all(not one.is_preparing(sequence) and one.prepare(sequence, num_cached, room) for one in features)
 
     def _num_cached(self, found: list[CachedBlock]) -> int:
-        """Tokens of a prefix for which features have to prepare nothing: those in lower tiers too, if nothing between
-        them is lacking."""
+        """Tokens of a cached prefix for which features have to prepare nothing.
+
+        Blocks in lower tiers count if the prefix has no gap, because then they are loaded.
+        """
         size = self._kv.block_size
         if all(node.num_tiers for node in found):
             return len(found) * size
         return size * next(number for number, node in enumerate(found) if node.block < 0)
 
-    def _candidates(self, head: RequestSequence) -> list[RequestSequence]:
-        if head.num_passed >= _MOST_PASSED:
-            return [head]
-        return self._waiting.window(head, _WINDOW)
-
     def _find(self, sequence: RequestSequence) -> list[CachedBlock]:
-        """Cached full blocks, its newest token left out; the blocks found before are only checked for changes."""
+        """The cached full blocks of a sequence, without its newest token. Blocks that were found before are only
+        checked for changes."""
         tree, size = self._kv.pool.tree, self._kv.block_size
         path, most = sequence.path, (sequence.num_tokens - 1) // size
         del path[most:]
@@ -180,7 +188,7 @@ class Admission:
         if len(path) < most:
             last = path[-1] if path else tree.root_of(sequence.cache_salt)
             start = len(path) * size
-            # Most prompts share nothing more: one look before all their tokens are put into one piece.
+            # Most prompts share no further block: look for one before cutting all their tokens into keys.
             if last is not None and sequence.tokens_between(start, start + size) in last.children:
                 path += tree.walk(last, block_keys(sequence.tokens_between(start, most * size), size))
         return path
@@ -200,13 +208,14 @@ class Admission:
         return True
 
     def _parent(self, salt: str | None, last_node: CachedBlock | None) -> Hashable:
-        """The parent, in the tree, of the next block of a sequence that has found blocks up to ``last_node``: that
-        block, or the root of ``salt``, or a stand-in for a root that the tree does not have yet."""
+        """The parent in the tree of the block after ``last_node``: ``last_node``, the root of ``salt``, or a stand-in
+        for a root that the tree does not have yet."""
         return last_node or self._kv.pool.tree.root_of(salt) or ("root", salt)
 
     def _fitting(self, sequence: RequestSequence, room: int) -> CachedPrefix | None:
-        """The longest prefix to begin with, or None if all known tokens take more than ``room`` blocks."""
+        """The longest prefix of a sequence, or None if its known tokens take more than ``room`` blocks beside it."""
         kv, num_tokens = self._kv, sequence.num_tokens
+        # A first output has no blocks to share but the cached ones: often enough to see that it does not fit.
         if kv.blocks_for(num_tokens) - len(sequence.path) > room and sequence is sequence.request.sequences[0]:
             return None
         prefix = self._longest_prefix(sequence)
@@ -225,7 +234,7 @@ class Admission:
 
     @staticmethod
     def _shares_with_first(sequence: RequestSequence) -> bool:
-        """Whether it begins with all of its prompt, which the first output of its request holds."""
+        """Whether a sequence begins with its whole prompt, because the first output of its request holds it."""
         first = sequence.request.sequences[0]
         if sequence is first or sequence.output_token_ids or first.table.cache_salt != sequence.cache_salt:
             return False
@@ -237,17 +246,12 @@ def _is_in_flight(sequence: RequestSequence, oldest_step: int | None) -> bool:
     return oldest_step is not None and sequence.last_step >= oldest_step
 
 
-def _is_preparing(sequence: RequestSequence) -> bool:
-    """Whether one of its features prepares it."""
-    return any(feature.is_preparing(sequence) for feature in sequence.request.features)
-
-
 def _first_has_begun(sequence: RequestSequence) -> bool:
-    """Whether it need not wait for another one: later outputs of a request wait for the first one's prefill.
+    """Whether a sequence need not wait for the first output of its request, whose prefill the other outputs share.
 
-    The first output may have lost its row in the middle of that. Log-probabilities of the prompt are sent with it
-    alone, before any token, so that the others then wait until it has begun again. Sequences of which any may go first,
-    as the hypotheses of a beam search, all have the index 0.
+    If the first output was preempted during its prefill, the others may start before it, except where the client gets
+    log-probabilities of the prompt: they come with the first output, before any token. Sequences of which any may start
+    first, such as the hypotheses of a beam search, all have the index 0.
     """
     request, first = sequence.request, sequence.request.sequences[0]
     if not sequence.index or first.prefilled or first.finished:

@@ -1,4 +1,4 @@
-"""Why a prompt's prefix was not cached when it first ran: lost, left by another token, or under another salt."""
+"""Why a prompt's prefix was not cached when it first ran: evicted, different tokens, or another cache salt."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -21,10 +21,10 @@ _BLOCKS_BEYOND = 4096
 
 
 def find_missed(kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None) -> MissedPrefix | None:
-    """What became of the prefix of a sequence that starts; None: there is nothing to tell.
+    """The reason why no more of the prefix of a starting sequence is cached; None: none is known.
 
-    ``last_node``: the last block of it that is cached, wherever it lies. Takes a few look-ups, and one for each
-    block that was lost or lies under another salt: less than computing these blocks by orders of magnitude.
+    ``last_node``: the last block of it that is cached, in any tier. Takes a few look-ups, and one for each block that
+    was evicted or is cached under another salt: less than computing these blocks by orders of magnitude.
     """
     size, request = kv.block_size, sequence.request
     found = 0 if last_node is None else last_node.depth
@@ -61,7 +61,7 @@ def _look_for_lost(
 def _divergence(
     kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, found: int
 ) -> Divergence | None:
-    """Where the prompt leaves the cached prompt that it has the most in common with."""
+    """The place where the prompt differs from the cached prompt that it has the most in common with."""
     tree, size = kv.pool.tree, kv.block_size
     start = found * size
     node = last_node or tree.root_of(sequence.cache_salt)
@@ -72,7 +72,7 @@ def _divergence(
     child, shared = closest or (next(reversed(node.children.values())), 0)
     position = start + shared
     if position < _LEAST_TOKENS or shared == len(rest) // 4:
-        return None  # with nothing in common, or nothing else, there is no place where they part
+        return None  # they have nothing in common, or do not differ
     behind = list(islice(_newest_line(child), _BLOCKS_BEYOND + 1))
     theirs, beyond = [one.tokens for one in behind[:_COMPARED_BLOCKS]], len(behind) * size - shared
     mine = memoryview(sequence.tokens_between(position, start + len(theirs) * size)).cast("i")
@@ -82,7 +82,7 @@ def _divergence(
 
 
 def _newest_line(node: CachedBlock) -> Iterator[CachedBlock]:
-    """A block, and the blocks behind it, where they fork the newest one."""
+    """A block, and its newest descendants one after the other."""
     yield node
     while node.children:
         node = next(reversed(node.children.values()))
@@ -90,7 +90,7 @@ def _newest_line(node: CachedBlock) -> Iterator[CachedBlock]:
 
 
 def _other_salt(tree: PrefixTree, sequence: RequestSequence, found: int, most: int) -> OtherSalt | None:
-    """Whether another salt has more of the prompt cached. Only the newest salts are asked."""
+    """The salt under which more of the prompt is cached, if there is one among the newest salts."""
     size, salt = tree.block_size, sequence.request.params.cache_salt
     first = sequence.tokens_between(0, size)
     salts = [one for one in islice(tree.newest_salts(), _SALTS_TRIED) if without_rope(one) != salt]

@@ -27,7 +27,7 @@ _WATERMARK = 0.01
 class PrefillSet:
     """Ordered set of sequences in prefill.
 
-    ``admission``: chooses which sequences start. ``activity``: counts the work for which others wait.
+    ``admission``: chooses which sequences start. ``activity``: counts the work for which waiting sequences wait.
     ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
     """
 
@@ -47,23 +47,15 @@ class PrefillSet:
         return iter(self._members)
 
     def clear(self) -> None:
-        """All requests leave; those on rows have left them."""
+        """All requests leave; their sequences have left their rows."""
         self._held.clear()
 
-    def arrive(self, sequence: RequestSequence) -> None:
-        """A sequence waits from now on."""
-        self._waiting.push(sequence)
-        request = sequence.request
-        request.timeline.queued(self.activity, request.executors[-1][0] if request.executors else request.arrival_time)
-        for feature in request.features:
-            feature.arrive(sequence)
-
     def remove(self, sequence: RequestSequence) -> None:
-        """Take a member out."""
+        """Remove a member."""
         del self._members[sequence]
 
     def rejoin(self, sequence: RequestSequence) -> bool:
-        """Take a sequence back that has kept its blocks and knows one more token; False: there is no room for it."""
+        """Give a row to a sequence that has kept its blocks and knows one more token; False: there is no room."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
         if sequence.table.cache_salt != sequence.cache_salt:
@@ -88,11 +80,11 @@ class PrefillSet:
         sequence.prefilled = False
 
     def has_row(self, num_decoding: int) -> bool:
-        """Whether a sequence could take a row beside ``num_decoding`` that decode."""
+        """Whether a sequence could take a row beside the members and ``num_decoding`` decoding sequences."""
         return bool(self._free_rows) and num_decoding + len(self._members) < self._limits.max_num_seqs
 
     def num_needed(self, head: RequestSequence, in_flight: Sequence[StepInFlight]) -> int | None:
-        """The number of blocks that a waiting sequence takes when it starts; None: more room would not let it start."""
+        """See ``Admission.num_needed``."""
         self._note_computing(in_flight)
         return self.admission.num_needed(head, in_flight[0].step if in_flight else None)
 
@@ -101,11 +93,13 @@ class PrefillSet:
     ) -> list[tuple[RequestSequence, int]]:
         """The known tokens that a step computes, at most ``budget``: chunks of members and of sequences that start.
 
-        In the order of the waiting queue: the sequence that is next there goes before members that come after it.
+        ``now``: seconds.
         """
         for sequence, num_computed in self._recoveries.settle(now):
             sequence.num_scheduled_tokens = num_computed
             self._plan.set_computed(sequence.row, num_computed)
+        # All in the order of the waiting queue: members that come before its head, then the sequences that start, then
+        # the other members. Otherwise a long prompt would hold up an urgent one for all of its chunks.
         members, head = sorted(self._members, key=queue_time), self._waiting.peek()
         first = len(members) if head is None else bisect_right(members, queue_time(head), key=queue_time)
         chunks = self._continued(members[:first], budget)
@@ -120,7 +114,7 @@ class PrefillSet:
         return chunks
 
     def _note_held(self, now: float) -> None:
-        """Note the requests that wait for a grammar or a prefix from this step on, and those that waited up to now."""
+        """Note in timelines which requests wait for a grammar or a prefix from this step on, or do not any more."""
         before, self._held = self._held, set()
         for sequence, (cause, computes) in self.admission.held.items():
             if sequence.index == 0 and sequence.status is SequenceStatus.WAITING:
@@ -130,8 +124,7 @@ class PrefillSet:
             sequence.request.timeline.released(now)
 
     def _cause(self, budget: int, num_decoding: int) -> WaitCause:
-        """The resource that the waiting sequences lack when a step has been planned; ``budget``: tokens that it had
-        left."""
+        """The resource that waiting sequences lack. ``budget``: the tokens that the planned step has left."""
         if not self.has_row(num_decoding):
             return "rows"
         if budget <= 0 or self._plan_is_full:
@@ -139,7 +132,7 @@ class PrefillSet:
         return "memory" if self.admission.lacked_room else "turn"
 
     def _continued(self, members: list[RequestSequence], budget: int) -> list[tuple[RequestSequence, int]]:
-        """Next chunks of ``members``, as far as tokens and blocks last, and booked as scheduled."""
+        """Schedule the next chunks of ``members``, as far as tokens and blocks suffice."""
         chunks = []
         for sequence in members:
             table = sequence.table
@@ -159,11 +152,14 @@ class PrefillSet:
     def _started(
         self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float
     ) -> list[tuple[RequestSequence, int]]:
-        """First chunks of waiting sequences, while all their known tokens fit beside the running ones."""
+        """Start waiting sequences and schedule their first chunks, while all their known tokens fit beside the running
+        sequences."""
         chunks: list[tuple[RequestSequence, int]] = []
         if budget <= 0 or not self._waiting:
             self.admission.held.clear()  # no sequence is chosen in this step
             return chunks
+        # Running prefills take their blocks chunk by chunk. The blocks that they have yet to take count as taken:
+        # otherwise sequences would start that preempt each other before they have computed anything.
         owed = self.blocks_owed()
         self._note_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
@@ -182,13 +178,13 @@ class PrefillSet:
         return chunks
 
     def _chunk(self, sequence: RequestSequence, size: int) -> tuple[RequestSequence, int]:
-        """A chunk of the last ``size`` tokens that were booked."""
+        """The chunk of the last ``size`` tokens that were scheduled."""
         for feature in sequence.request.features:
             feature.add_chunk(sequence, sequence.num_scheduled_tokens - size, sequence.num_scheduled_tokens)
         return sequence, size
 
     def num_spare(self, num_decoding: int) -> int:
-        """Blocks that are available beside those that members have yet to take, and those that stay free."""
+        """The available blocks, without the blocks that members have yet to take and the watermark."""
         return self._kv.num_available - self.blocks_owed() - self._watermark(num_decoding + len(self._members))
 
     def blocks_owed(self) -> int:
@@ -196,14 +192,14 @@ class PrefillSet:
         return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
 
     def _note_computing(self, in_flight: Sequence[StepInFlight]) -> None:
-        """Tell admission which prompts are being computed, by a step in flight too, or fetched."""
+        """Report to admission which prompts are being computed, also by steps in flight, or fetched."""
         self.admission.computing(chain(self._members, (one for step in in_flight for one, _ in step.computed)))
         for feature in self._features.in_use:
             for table, tokens in feature.coming():
                 self.admission.coming(table, tokens)
 
     def _start(self, sequence: RequestSequence, prefix: CachedPrefix, budget: int, share: float, now: float) -> int:
-        """Let a waiting sequence run, beginning with ``prefix``; returns the size of its first chunk, possibly 0."""
+        """Start a waiting sequence behind its cached ``prefix``; returns the size of its first chunk, possibly 0."""
         kv, table = self._kv, sequence.table
         table.cache_salt = sequence.cache_salt
         self._waiting.take(sequence, SequenceStatus.PREFILL)
@@ -212,16 +208,15 @@ class PrefillSet:
         if plan.parts:
             prefix = kv.without_copy(prefix)
             if not all(feature.holds(sequence, prefix.num_tokens) for feature in sequence.request.features):
-                # What lies in tiers of this executor was to be loaded, segments and all.
+                # The plan would recompute tokens of segments whose originals are not held, because admission counted
+                # the blocks in lower tiers as cached. So all of these blocks are loaded.
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
-        # From here on the blocks to be loaded are pinned: making room on the device must not push them out of their
-        # tier.
+        # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
+        # must not evict the blocks to be loaded from their tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
-        for feature in sequence.request.features:
-            feature.starts(sequence)
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.locations else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])
@@ -233,7 +228,6 @@ class PrefillSet:
 
     @property
     def _plan_is_full(self) -> bool:
-        """Whether the next plan has no room for further sequences that join."""
         return self._plan.joined_bytes >= MAX_JOINED_BYTES
 
     def _root(self, sequence: RequestSequence) -> BlockHash:
@@ -248,7 +242,8 @@ class PrefillSet:
         return size if recovering is None else min(size, recovering)
 
     def _watermark(self, running: int) -> int:
-        """Blocks that stay free at admission: one for every running sequence, so that none is preempted at once."""
+        """Blocks that stay free at admission: at least one for every running sequence, so that none is preempted when
+        it crosses its next block boundary."""
         return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
 
     def _note(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
@@ -256,7 +251,7 @@ class PrefillSet:
         request.timeline.started(now)
         if request.scheduled_time != request.scheduled_time:  # NaN: the first time
             request.scheduled_time = now
-            if request.computes_for is not None:  # its root is paid for
+            if request.computes_for is not None:  # the request of the client is charged for the cached part
                 request.account.served += PROMPT_WEIGHT * (sequence.num_tokens - prefix.num_tokens)
                 return
             request.account.served += PROMPT_WEIGHT * len(request.prompt_token_ids)
@@ -266,7 +261,7 @@ class PrefillSet:
             request.ref.started = now
             self.num_queries += sequence.num_tokens
             self.num_hits += prefix.num_tokens
-            # What comes from another executor or from storage is not lost.
+            # Blocks that come from another executor or from storage are not missed.
             if max(prefix.num_tokens, plan.end * self._kv.block_size) < sequence.num_tokens - 1:
                 known = prefix.offloaded or prefix.blocks
                 request.timeline.missed = find_missed(self._kv, sequence, known[-1] if known else None)

@@ -41,13 +41,14 @@ class Scheduler:
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
     Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last;
-    ``steps_in_flight``: those that have not come back, the oldest first. ``entered``: by their ids, the requests whose
-    sequences wait or run.
+    ``steps_in_flight``: the steps that have not come back, the oldest first. ``entered``: the requests whose sequences
+    wait or run, by their ids.
 
-    ``tiers``: below the device, by number, how many blocks each has, or its identity if they have no ids. ``salted``:
-    see ``HashedTier``. ``costs``: the times of the executor's steps and copies when it started. ``recovery``: how KV
-    comes back from lower tiers and from peers. ``virtual_tokens``: the service of each key, by other schedulers too.
-    ``features``: the abilities of the executor beside the loop. ``short_rope_len``: see ``rope_salt``.
+    ``tiers``: for each tier below the device, by its number, how many blocks it has, or its identity if they have no
+    ids. ``salted``: see ``HashedTier``. ``costs``: the times of the executor's steps and copies when it started.
+    ``recovery``: how KV comes back from lower tiers and from peers. ``virtual_tokens``: the service of each key, shared
+    with other schedulers. ``features``: the abilities of the executor beside the loop. ``short_rope_len``: see
+    ``rope_salt``.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Scheduler:
         self.prefilling = PrefillSet(self)
         self.activity = self.prefilling.activity
         self.entered: dict[str, Request] = {}
-        self._kept: dict[str, Request] = {}  # by features, until they may wait to run
+        self._kept: dict[str, Request] = {}  # by features, until they may enter
         self.steps_in_flight: deque[StepInFlight] = deque()
 
     # ---- requests ------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Scheduler:
 
     @property
     def prefix_hits(self) -> tuple[int, int]:
-        """Tokens of sequences that started, which were looked up in the cache, and those of them on the device."""
+        """Tokens that were looked up in the cache when sequences started, and how many of them were on the device."""
         return self.prefilling.num_queries, self.prefilling.num_hits
 
     @property
@@ -114,17 +115,17 @@ class Scheduler:
 
     @property
     def oldest_step(self) -> int | None:
-        """The oldest step in flight; None: there is none."""
+        """The number of the oldest step in flight; None: there is none."""
         return self.steps_in_flight[0].step if self.steps_in_flight else None
 
     @property
     def newest_in_flight(self) -> int | None:
-        """The newest step in flight; None: there is none."""
+        """The number of the newest step in flight; None: there is none."""
         return self.last_step if self.steps_in_flight else None
 
     @property
     def has_unsent_demotions(self) -> bool:
-        """Whether blocks are to go to lower tiers by copies that no plan has asked for yet."""
+        """Whether blocks are to be copied to lower tiers, and no plan has the copies yet."""
         return self.plan.copies.demotes
 
     @property
@@ -134,7 +135,7 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not finished, those that features keep last, without requests of features' own."""
+        """Requests of clients that have not finished; the requests that features keep come last."""
         return [*self.entered.values(), *self._kept.values()]
 
     def fits(self, num_prompt_tokens: int, max_tokens: int, segments: Sequence[Segment] = ()) -> bool:
@@ -146,10 +147,10 @@ class Scheduler:
         return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
-        """Queue a request; one that already has sequences with tokens (from another executor) goes on from them.
+        """Queue a request. If it already has sequences with tokens (from another executor), it continues from them.
 
         Raises:
-            ValueError: it could never fit, its id is taken, or the executor lacks one of its features.
+            ValueError: it could never fit, its id is in use, or the executor lacks one of its features.
         """
         if not self.fits(len(request.prompt_token_ids), request.max_tokens, request.segments):
             raise ValueError(f"{request.request_id} needs more than the {self.kv.capacity_tokens} tokens of the pool")
@@ -166,7 +167,7 @@ class Scheduler:
                 sequence.status, sequence.prefilled, sequence.last_step = SequenceStatus.WAITING, False, 0
 
     def enter(self, request: Request) -> None:
-        """Let a request wait to run; features call it for those that they have kept."""
+        """Put the sequences of a request into the waiting queue; features call it for requests that they have kept."""
         self._kept.pop(request.request_id, None)
         self.waiting.arrive(request)
         self.entered[request.request_id] = request
@@ -176,19 +177,20 @@ class Scheduler:
                 sequence.table = self.kv.new_table(sequence.cache_salt, request.ref)
                 sequence.last_step = 0
                 sequence.path.clear()
-                self.prefilling.arrive(sequence)
+                self.waiting.push(sequence)
+                request.timeline.queued(self.activity, request.placed_at)
         for feature in request.features:
             feature.entered(request)
 
     def take_back(self, request: Request) -> None:
-        """A feature keeps a request from now on that has entered, and of which nothing has begun."""
+        """Undo ``enter`` for a request of which nothing has begun: a feature keeps it again."""
         self.waiting.withdraw(request)
         for feature in request.features:
             feature.taken_back(request)
         self._kept[request.request_id] = self.entered.pop(request.request_id)
 
     def abort(self, request_id: str) -> list[RequestSequence]:
-        """End a request's sequences and drop their blocks; returns those that had not finished."""
+        """End a request's sequences and free their blocks; returns the sequences that had not finished."""
         if (request := self.entered.get(request_id) or self._kept.get(request_id)) is None:
             return []
         ended = [sequence for sequence in request.sequences if not sequence.finished]
@@ -200,7 +202,7 @@ class Scheduler:
         return ended
 
     def finish(self, sequence: RequestSequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence; tokens of it that are in flight are dropped when they come back."""
+        """End a sequence. Its tokens in flight are dropped when they come back."""
         if sequence.finished:
             return
         for feature in sequence.request.features:
@@ -214,7 +216,7 @@ class Scheduler:
             self.forget(sequence.request)
 
     def forget(self, request: Request) -> None:
-        """A request is not here any more; harmless the second time."""
+        """Remove a request that has ended or migrates; harmless the second time."""
         if self.entered.pop(request.request_id, None) is not None:
             self.waiting.forget_pending(request)
         self._kept.pop(request.request_id, None)
@@ -223,13 +225,15 @@ class Scheduler:
         request.features = ()
 
     def release_all(self) -> list[Request]:
-        """Take every unfinished request out, to go on elsewhere from its tokens; the executor is gone or reset."""
+        """Remove and return every unfinished request; the executor is gone or reset. They continue elsewhere, or here,
+        from their tokens."""
         requests = self.requests
-        for request in (*requests, *self.features.requests()):
+        for request in (*requests, *(own for feature in self.features.in_use for own in feature.requests)):
             for sequence in request.sequences:
                 if sequence.status is not SequenceStatus.WAITING and not sequence.finished:
                     self.vacate(sequence)
-        self.features.clear()
+        for feature in self.features.in_use:
+            feature.clear()
         self.prefilling.clear()
         self.waiting.clear()
         self.recoveries.clear()
@@ -251,54 +255,60 @@ class Scheduler:
         """
         self.kv.eviction_history.now = self.recoveries.transfers.now = now
         step = self.last_step + 1
-        if not self.features.may_plan():
+        features = self.features.in_use
+        if not all(feature.may_plan() for feature in features):
             return None
         for sequence in self.decoding.length_due(step):
             self.decoding.remove(sequence)
             self._drain(sequence)
-        self.features.begin_step(step)
+        for feature in features:
+            feature.begin_step(step)
         if (due := self.decoding.blocks_due(step)) and not self._give_blocks(due, step):
             return None
         decoding, loads = self.decoding.order(), Loads()
         budget = self.limits.max_num_batched_tokens - len(decoding)
-        budget -= self.features.add_to_plan(step, budget, loads)
+        for feature in features:
+            budget -= feature.add_to_plan(step, budget, loads)
         chunks = self.prefilling.chunks(budget, len(decoding), self.steps_in_flight, now)
         self.recoveries.request_loads(step, loads)
-        if decoding or chunks or loads or self.features.wants_step():
+        if decoding or chunks or loads or any(feature.wants_step() for feature in features):
             return self._commit(step, decoding, chunks, loads)
         return self._unblock(now)
 
     def _drain(self, sequence: RequestSequence) -> None:
-        """Take a sequence off its row, whose last token for now is in flight; it keeps its blocks."""
+        # The last token that the sequence may have is in flight. Its row is free for another sequence at once, because
+        # the executor makes the next plan's changes only after that step. Its blocks stay until the token comes back:
+        # the step still writes into them, and they are cached then.
         self._leave_row(sequence)
         sequence.status = SequenceStatus.DRAINING
 
     def _give_blocks(self, due: list[RequestSequence], step: int) -> bool:
         """Give each decode that crosses a block boundary its next block; False: wait for a step in flight."""
+        # Full blocks are cached first: where another sequence has cached equal blocks, this frees some.
         for sequence in due:
             if sequence.prefilled:
                 self.cache_full_blocks(sequence, sequence.num_tokens - 1)
-        if not self._make_room_for_decodes(step):
-            return False
+        # Preempt until there is a block for each. Blocks of steps in flight (``num_retiring``) become available
+        # without preemption when these steps come back.
+        while (needed := len(due_now := self.decoding.blocks_due(step))) > self.kv.num_available:
+            if needed > self.kv.num_available + self.kv.num_retiring and not self._make_room():
+                self.preempt(self._victim(), "decoding sequences need blocks", *due_now)
+            elif self.steps_in_flight:
+                return False
         due = self.decoding.take_blocks_due(step)
         self.plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
         for sequence in due:
             self.plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
         return True
 
-    def _make_room_for_decodes(self, step: int) -> bool:
-        """Preempt until there is a block for every decode that needs one; False: wait for a step in flight."""
-        while (needed := len(due := self.decoding.blocks_due(step))) > self.kv.num_available:
-            if needed > self.kv.num_available + self.kv.num_retiring and not self.features.make_room():
-                self.preempt(self._victim(), "decoding sequences need blocks", *due)
-            elif self.steps_in_flight:
-                return False
-        return True
+    def _make_room(self) -> bool:
+        return any(feature.make_room() for feature in self.features.in_use)
 
     def cache_full_blocks(self, sequence: RequestSequence, num_computed: int) -> None:
-        """Let others share the full blocks of a running sequence; where they exist already, share theirs."""
+        """Enter the full blocks of a running sequence into the prefix cache. Where it has equal blocks already, the
+        sequence uses these, and its own are freed."""
         if not sequence.table.blocks:
-            return  # a hypothesis that has given them up while it waits for the others
+            return  # a hypothesis that has released them while it waits for the others
         replaced = self.kv.cache_full_blocks(sequence.table, num_computed, sequence.tokens_between)
         if replaced:
             if sequence.row >= 0:
@@ -307,23 +317,25 @@ class Scheduler:
             self.kv.drop([own for _, own, _ in replaced], self.newest_in_flight)
 
     def _unblock(self, now: float) -> StepPlan | None:
-        """Nothing could be planned: if half-done prefills hold each other up, the last of them makes room."""
+        """Plan again after making room, if nothing could be planned because sequences wait for each other's blocks."""
         if self.steps_in_flight or self.recoveries.transfers.num_loading:
-            return None
-        if self.features.unblock():
+            return None  # these free blocks when they come back
+        if any(feature.unblock() for feature in self.features.in_use):
             return self.schedule(now)
+        # Several prefills, each with a part of its blocks, may block each other. One alone always fits (see ``fits``).
         if len(self.prefilling) < 2:
             return None
         self.preempt(self._victim(), "prefills hold each other up", *self.prefilling)
         return self.schedule(now)
 
     def _victim(self) -> RequestSequence:
-        """The running sequence to preempt: a feature's choice, or the one that costs the least."""
+        """The running sequence to preempt: a feature's choice, or the sequence that costs the least."""
         running = self.running
-        return self.features.victim(running) or self.recoveries.choose_victim(running)
+        chosen = (feature.victim(running) for feature in self.features.in_use)
+        return next(filter(None, chosen), None) or self.recoveries.choose_victim(running)
 
     def _commit(self, step: int, decoding: list[RequestSequence], chunks: Chunks, loads: Loads) -> StepPlan:
-        """Book the step and build its plan."""
+        """Note the step as in flight and build its plan."""
         self.decoding.charge()
         completed: list[RequestSequence] = []
         leaving: list[RequestSequence] = []
@@ -338,7 +350,8 @@ class Scheduler:
                 else:
                     leaving.append(sequence)
         self.last_step = step
-        self.features.planned(step)
+        for feature in self.features.in_use:
+            feature.planned(step)
         # A sequence that has nothing to run in the next step samples its last token in this one.
         ending = self.decoding.length_due(step + 1)
         drafts = self.plan.drafts
@@ -354,7 +367,7 @@ class Scheduler:
     # ---- results -------------------------------------------------------------------------------------
 
     def update(self, result: StepResult, tokens: Sequence[int] | None = None) -> StepOutput:
-        """Take in the result of the oldest step in flight. ``tokens``: those of ``result``, if unpacked already.
+        """Take in the result of the oldest step in flight. ``tokens``: of ``result``, if they are unpacked already.
 
         Raises:
             StepMismatchError: it is another step's, or of the wrong shape; nothing was changed.
@@ -367,33 +380,36 @@ class Scheduler:
         step.took(result.elapsed_us * 1e-6, self.costs)
         output = StepOutput(step.begun, step.computed, num_tokens=step.num_tokens)
         for sequence, num_computed in step.computed:
-            if sequence.came_back(num_computed):  # else it was preempted or ended, and what came before is cached
+            # A sequence that was preempted or has ended meanwhile has cached its blocks then.
+            if sequence.came_back(num_computed):
                 self.cache_full_blocks(sequence, num_computed)
         taken = take_logprobs(step, result, output)
-        take_tokens(step, self.features.verify(step, tokens), taken, output, self.finish)
+        for feature in self.features.in_use:
+            tokens = feature.verify(step, tokens)
+        take_tokens(step, tokens, taken, output, self.finish)
         self._requeue_outgrown(step)
         return output
 
     def copied(self, message: Copied) -> None:
-        """Copies of a step between tiers have been made; unknown ones are ignored."""
+        """Copies between tiers have been made; an unknown message is ignored."""
         for sequence in self.recoveries.copied(message):
             self.preempt(sequence, BLOCKS_CORRUPT)
 
     def peer_lost(self, peer: str) -> None:
-        """The executor at that block endpoint is gone: sequences that wait for its blocks start over."""
+        """The executor with the block endpoint ``peer`` is gone: sequences that wait for its blocks start over."""
         for feature in self.features.in_use:
             feature.peer_lost(peer)
         for sequence in self.recoveries.lose(peer):
             self.preempt(sequence, LENDER_GONE)
 
-    def fail(self, epoch: int, *, blame_step: bool = True) -> list[Request]:
-        """The oldest step in flight failed: start over under a new epoch with smaller steps, everything recomputed.
+    def fail(self, epoch: int, *, shrink_steps: bool = True) -> list[Request]:
+        """The oldest step in flight failed: start over under a new epoch with smaller steps, and recompute everything.
 
-        ``blame_step``: False if something else failed, copies for instance; then steps stay as large as they are.
-        Returns requests that failed for good: those of a step of one sequence and no draft that cannot be made smaller.
+        ``shrink_steps``: False if something else failed, copies for instance; then steps stay as large as they are.
+        Returns the requests that failed for good: their step had one sequence, no draft, and cannot be made smaller.
         """
         failed: list[Request] = []
-        if blame_step and self.steps_in_flight and self.steps_in_flight[0].num_tokens:
+        if shrink_steps and self.steps_in_flight and self.steps_in_flight[0].num_tokens:
             step = self.steps_in_flight[0]
             failed = step.failing_requests(self.kv.block_size)
             step.give_up_drafts()
@@ -417,9 +433,11 @@ class Scheduler:
         sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: RequestSequence, *, ends: bool = True) -> None:
-        """Take a sequence off its row and drop its blocks. One that drains has left its row, and kept its blocks so
-        that what the step in flight computes can be cached."""
-        if sequence.row >= 0:
+        """Take a sequence off its row and free its blocks; the full ones stay in the prefix cache.
+
+        ``ends``: False if the sequence waits or runs again later, here or elsewhere.
+        """
+        if sequence.row >= 0:  # a draining sequence has left its row already
             members = self.decoding if sequence.status is SequenceStatus.DECODE else self.prefilling
             members.remove(sequence)
         self.recoveries.abandon(sequence)
@@ -431,11 +449,12 @@ class Scheduler:
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = 0
         for feature in sequence.request.features if ends else ():
             feature.frees(sequence)
+        # Blocks that a step in flight reads or writes must not be given to another sequence before it comes back.
         touched = self.oldest_step is not None and sequence.last_step >= self.oldest_step
         self.kv.free(sequence.table, self.last_step if touched else None, sequence.ending if ends else PREEMPTED)
 
     def preempt(self, sequence: RequestSequence, reason: str, *others: RequestSequence) -> None:
-        """Drop a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
+        """Free a running sequence's blocks for ``others``; it waits, and is recomputed from its tokens."""
         by = next((one.request.ref for one in others if one is not sequence), None)
         self._requeue(sequence, reason, by)
         sequence.num_preemptions += 1
@@ -443,22 +462,23 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, sequence: RequestSequence, reason: str, by: RequestRef | None = None) -> None:
-        """Drop the blocks of a running sequence, for ``by`` if for another request; it keeps its tokens, and waits
-        until all of these are computed again."""
+        # It keeps its tokens. Tokens in flight still come: admission does not start it before they have.
         blocks = sequence.table.blocks
         sequence.note(Preempted(self.kv.eviction_history.now, reason, len(blocks), self.kv.pool.num_freed(blocks), by))
         self.vacate(sequence, ends=False)
         self.waiting.push(sequence)
 
     def _requeue_outgrown(self, step: StepInFlight) -> None:
-        """Requeue the sequences that ``step`` has brought to ``RequestSequence.run_until`` and that have not
-        finished: their keys were rotated by the short factors of LongRoPE, so that none of their KV is of use any
-        more."""
+        """Requeue the sequences that ``step`` has brought beyond ``short_rope_len`` and that have not finished.
+
+        Up to that length LongRoPE rotates keys by its short factors, and beyond it all keys by its long factors. So
+        none of the KV of these sequences is of use any more, and they are computed anew under another cache salt.
+        """
         for sequence in step.ending:
-            leaves = sequence.status is SequenceStatus.DRAINING and not sequence.table.blocks  # for another executor
-            if sequence.finished or leaves:
+            migrates = sequence.status is SequenceStatus.DRAINING and not sequence.table.blocks
+            if sequence.finished or migrates:
                 continue
-            if sequence.status is not SequenceStatus.WAITING:  # else it was preempted meanwhile
+            if sequence.status is not SequenceStatus.WAITING:  # it waits if it was preempted meanwhile
                 self._requeue(sequence, "it has outgrown the short factors of LongRoPE")
             sequence.path = []
             self.kv.restore(sequence.cache_salt, sequence.token_bytes)

@@ -34,7 +34,7 @@ Chunks = list[tuple[RequestSequence, int]]
 """Sequences, and how many of their known tokens a step computes."""
 
 Drafts = dict[RequestSequence, "array[int]"]
-"""Sequences that decode, and the tokens that may follow those they know."""
+"""Sequences that decode, and the tokens that are drafted behind their known tokens."""
 
 Finish = Callable[[RequestSequence, FinishReason, str | int | None], None]
 
@@ -47,11 +47,11 @@ class StepInFlight:
     """A planned step whose result has not come back: a token for each of ``decoding``, and ``chunks``.
 
     ``completed``: the sequences whose prefill it ends. ``ending``: the sequences whose length allows no further token.
-    ``drafts``: of some of the decodes. ``sampled``: the sequences that get a token, in the order of
-    ``StepResult.tokens``, ``completed`` last; a sequence with a draft is named several times, until it is known how
-    many tokens it keeps. ``chunk_rows``: the sequences of the chunks by row. ``computed``: up to which token each chunk
-    computes. ``attention``: pairs of tokens that attend in the chunks. ``context``: tokens before the ends of the
-    chunks.
+    ``drafts``: the drafts of some decodes. ``sampled``: the sequences that get a token, in the order of
+    ``StepResult.tokens``, ``completed`` last; a sequence with a draft occurs once per token that is drawn for it, until
+    it is known how many it keeps. ``chunk_rows``: the sequences of the chunks by row. ``computed``: the sequences of
+    the chunks with the token up to which each is computed. ``attention``: pairs of tokens that attend in the chunks.
+    ``context``: the sum of the tokens before the ends of the chunks.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepInFlight:
         self.computed = [(sequence, sequence.num_scheduled_tokens) for sequence, _ in chunks]
 
     def took(self, seconds: float, costs: CostModel) -> None:
-        """Let ``costs`` learn how long it took; 0: unknown."""
+        """Report the seconds that the step took to ``costs``; 0: unknown."""
         if seconds and self.chunk_rows:
             costs.computed(seconds, self.num_tokens, self.attention, self.context)
         if seconds and (num_decoding := self.num_seqs - len(self.chunk_rows)):
@@ -93,25 +93,25 @@ class StepInFlight:
         return sum(map(len, self.drafts.values()))
 
     def give_up_drafts(self) -> None:
-        """It has failed, or its executor has died in it, maybe because of its drafts: these sequences get no more.
+        """Draft nothing more for the sequences of a step that has failed, or in which its executor has died.
 
-        Otherwise the same drafts would be made again, and end requests that run without.
+        The drafts may be the cause. The same drafts would be made again, and end requests that run without them.
         """
         for sequence in self.drafts:
             sequence.draft_after = sequence.max_num_tokens
 
     @property
     def begun(self) -> list[RequestSequence]:
-        """Whose prefill it has ended; not those of segments, of which nobody is told."""
+        """The sequences of clients whose prefill it has ended."""
         return [one for one in self.completed if not one.finished and one.request.computes_for is None]
 
     @property
     def requests(self) -> set[Request]:
-        """Whose sequences it runs, or segments it computes."""
+        """The requests of clients whose sequences it runs, or whose segments it computes."""
         return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     def failing_requests(self, block_size: int) -> list[Request]:
-        """The requests that fail with the step: its only one, if it has no draft and cannot be made smaller."""
+        """The requests that fail with the step: its only request, if it has no draft and cannot be made smaller."""
         if self.num_seqs > 1 or self.num_tokens > max(1, block_size) or self.drafts:
             return []
         return list(self.requests)
@@ -119,14 +119,14 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a result changed, beside the tokens that sequences took.
+    """The changes that a result made, beside the tokens that were appended to sequences.
 
     Fields:
         begun: sequences whose prefill has ended with a token.
-        computed: sequences of whose prompts a chunk has come back, and up to which token.
-        logprobs: of the tokens of sequences that asked for them.
+        computed: sequences of whose prompts a chunk has come back, and the token up to which it computed.
+        logprobs: log-probabilities of sampled tokens, for the sequences that asked for them.
         finished: sequences that ended with this result, ``finish_reason`` set.
-        num_tokens: tokens the step computed. num_told: tokens that were told.
+        num_tokens: tokens that the step computed. num_sent: tokens that went to sinks.
     """
 
     begun: list[RequestSequence] = field(default_factory=list)
@@ -135,7 +135,7 @@ class StepOutput:
     prompt_logprobs: list[tuple[Request, tuple[TokenLogprobs, ...]]] = field(default_factory=list)
     finished: list[RequestSequence] = field(default_factory=list)
     num_tokens: int = 0
-    num_told: int = 0
+    num_sent: int = 0
 
 
 _Lists = dict[tuple[int, int], list[int | CachedBlock]]
@@ -143,12 +143,12 @@ _Lists = dict[tuple[int, int], list[int | CachedBlock]]
 
 
 class PendingCopies:
-    """Collects the copies that the next plan asks for, and puts them into lists between two tiers each, in an order in
-    which each copy reads what it is meant to read.
+    """Collects the copies of the next plan in lists, each between two tiers, in an order that keeps every copy's source
+    intact until it is read.
 
-    Demotions come first, because the copies after them may write the blocks that they read on the device; of several,
-    those out of the lower tiers, because the others write there. Then come the copies inside the device. A list names a
-    target more than once if a tier has given up again what was to come there: the last of its sources counts.
+    Demotions come first, because the copies after them may write the blocks that they read on the device. Among the
+    demotions, copies out of lower tiers come first, because the others write there. Copies inside the device come last.
+    A list has a target more than once if its tier has evicted the block again before it came: the last source counts.
     """
 
     def __init__(self) -> None:
@@ -161,17 +161,17 @@ class PendingCopies:
 
     @property
     def demotes(self) -> bool:
-        """Whether blocks are among them that go to a lower tier."""
+        """Whether some of the copies go to a lower tier."""
         return bool(self._lists)
 
     def add(self, copies: Copies) -> None:
-        """Copies that have to be made before anything is written that they read."""
+        """Add copies that have to be made before their sources are overwritten."""
         for source, source_block, target, target_block in copies:
             if target == DEVICE:
                 assert isinstance(target_block, int)
                 self._inside += (source_block, target_block)
                 continue
-            # A block that came to its tier only now, and goes on already, has to have come first.
+            # If the source is the target of a copy of this plan, that copy has to come first: begin new lists.
             if not self._lists or (source, source_block) in self._written:
                 self._lists.append({})
                 self._written.clear()
@@ -179,7 +179,7 @@ class PendingCopies:
             self._written.add((target, target_block))
 
     def give_up(self, blocks: Iterable[int]) -> None:
-        """Copies inside the device into these blocks are not wanted any more."""
+        """Drop the copies inside the device into these blocks."""
         targets = set(blocks)
         pairs = zip(self._inside[::2], self._inside[1::2], strict=True)
         self._inside = [block for pair in pairs if pair[1] not in targets for block in pair]
@@ -189,14 +189,14 @@ class PendingCopies:
         self._inside = []
 
     def clear(self) -> None:
-        """The executor has lost everything."""
+        """Drop all copies."""
         self._inside, self._lists = [], []
         self._written.clear()
 
     def take(self) -> list[BlockCopies]:
-        """All of them, in order; none are left."""
+        """Remove and return all copies, in order."""
         taken = [
-            _listed(source, target, lists[source, target])
+            _block_copies(source, target, lists[source, target])
             for lists in self._lists
             for source, target in sorted(lists, reverse=True)
         ]
@@ -206,7 +206,7 @@ class PendingCopies:
         return taken
 
 
-def _listed(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCopies:
+def _block_copies(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCopies:
     nodes = [node for node in pairs[1::2] if isinstance(node, CachedBlock)]
     if not nodes:
         return BlockCopies(source, target, pack_int32s(pairs))  # type: ignore[arg-type]
@@ -226,7 +226,8 @@ class PlanBuilder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything collected so far, apart from the copies of evicted blocks to other tiers."""
+        """Forget everything collected so far except the demotions: their blocks are in lower tiers already, as far as
+        the tiers' bookkeeping says."""
         self.copies.forget_copies_on_write()
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
@@ -239,11 +240,11 @@ class PlanBuilder:
         self.joined_bytes = 0
 
     def leave(self, row: int) -> None:
-        """The row's sequence is gone, which the next plan says, and forget the changes that were for it."""
+        """The row's sequence leaves. Drops the changes that the next plan had for it."""
         joined = next((new for new in self._joined if new.row == row), None)
         if joined is None:
             self._left.append(row)
-        else:  # no plan has named it yet
+        else:  # the executor does not know the sequence yet
             self._joined.remove(joined)
             self.joined_bytes -= _size(joined)
             if not self._joined:
@@ -256,17 +257,16 @@ class PlanBuilder:
         self.drafts = {sequence: draft for sequence, draft in self.drafts.items() if sequence.row != row}
 
     def copy(self, copies: Copies) -> None:
-        """Make these copies before anything is written that they read."""
+        """Make these copies before their sources are overwritten."""
         if copies:
             self.copies.add(copies)
 
     def set_blocks(self, row: int, index: int, blocks: list[int]) -> None:
-        """The row's table has ``blocks`` from ``index`` on."""
-        for offset, block in enumerate(blocks):
-            self._tables.append((row, index + offset, block))
+        """The row's block table has ``blocks`` from ``index`` on."""
+        self._tables += [(row, number, block) for number, block in enumerate(blocks, index)]
 
     def join(self, sequence: RequestSequence, num_computed_tokens: int, root: BlockHash) -> None:
-        """The sequence takes its row, with the blocks it holds now. ``root``: where its block hashes begin."""
+        """The sequence takes its row, with the blocks it holds now. ``root``: the hash before its first block."""
         sampling, constraints = sequence.sampling, -1
         if (shared := sampling.constraints) is not None:
             sampling = msgspec.structs.replace(sampling, constraints=None)
@@ -274,13 +274,12 @@ class PlanBuilder:
                 self._constraints[shared] = len(self._constraints)
                 self.joined_bytes += shared.num_bytes
             constraints = self._constraints[shared]
-        tokens, blocks = sequence.token_bytes(), pack_int32s(sequence.table.blocks)
         joined = NewSequence(
             row=sequence.row,
-            tokens=tokens,
+            tokens=sequence.token_bytes(),
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
-            blocks=blocks,
+            blocks=pack_int32s(sequence.table.blocks),
             sampling=sampling,
             root=root,
             constraints=constraints,
@@ -290,7 +289,7 @@ class PlanBuilder:
         self._joined.append(joined)
 
     def set_computed(self, row: int, num_computed_tokens: int) -> None:
-        """The row's first tokens have their K and V now: the others have been loaded."""
+        """The KV of the row's first ``num_computed_tokens`` tokens has been loaded or was there."""
         self._computed.append((row, num_computed_tokens))
 
     def move(self, move: SegmentMove) -> None:
@@ -303,7 +302,7 @@ class PlanBuilder:
         return len(self._moves) >= MAX_MOVES or sum(one.stop - one.start for one in self._moves) >= MAX_MOVED_TOKENS
 
     def chunk(self, row: int, num_tokens: int) -> None:
-        """Go on by the row's next known tokens."""
+        """Compute the row's next ``num_tokens`` known tokens."""
         self._chunks.append((row, num_tokens))
 
     def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
@@ -311,7 +310,7 @@ class PlanBuilder:
 
         ``loads``: copies to the device.
         """
-        # What comes to the device may be written over what is copied inside it, and over what leaves it.
+        # Loads come last: they may overwrite the sources of demotions and of copies inside the device.
         copies = (*self.copies.take(), *loads) if self.copies or loads else ()
         plan = StepPlan(
             epoch=epoch,
@@ -331,8 +330,7 @@ class PlanBuilder:
 
 
 def _size(joined: NewSequence) -> int:
-    """A bound on the bytes of a sequence in a plan, without those that it shares with others."""
-    # A grammar of n characters takes up to 4 n bytes as UTF-8: most take n.
+    """An upper bound on the bytes of a sequence in a plan, without constraints that it shares with other sequences."""
     grammar = joined.sampling.grammar
     size = len(grammar) if grammar.isascii() else len(grammar.encode())
     return len(joined.tokens) + len(joined.blocks) + size + SEQUENCE_OVERHEAD_BYTES
@@ -341,8 +339,8 @@ def _size(joined: NewSequence) -> int:
 class StepLimits:
     """How large a step may be: ``max_num_seqs`` sequences and ``max_num_batched_tokens`` tokens.
 
-    A failed step halves both; a run of good steps doubles them again, up to the configured size. Repeated failures
-    therefore end at a step with a single sequence, which shows the request that cannot run even alone.
+    A failed step halves both; a run of good steps doubles them again, up to the configured size. So repeated failures
+    end at a step with a single sequence, which identifies the request that cannot run even alone.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -363,11 +361,6 @@ class StepLimits:
 
     def step_succeeded(self) -> None:
         """A step came back: after enough of them, widen again."""
-        if (
-            self.max_num_seqs == self.configured_num_seqs
-            and self.max_num_batched_tokens == self.configured_num_batched_tokens
-        ):
-            return
         self._good_steps += 1
         if self._good_steps >= _GOOD_STEPS_TO_WIDEN:
             self._good_steps = 0
@@ -378,7 +371,9 @@ class StepLimits:
 def check_result(
     step: StepInFlight | None, result: StepResult, tokens: Sequence[int] | None = None
 ) -> tuple[StepInFlight, Sequence[int]]:
-    """The oldest step in flight, and the tokens that ``result`` has for it, which the caller may have unpacked already.
+    """Check that ``result`` belongs to ``step``, the oldest step in flight; returns the step and the result's tokens.
+
+    ``tokens``: of ``result``, if they are unpacked already.
 
     Raises:
         StepMismatchError: it is another step's, or of the wrong shape.
@@ -402,9 +397,9 @@ def check_result(
 def failed(
     step: StepInFlight | None, result: StepResult, requests: Container[str]
 ) -> Iterator[tuple[RequestSequence, RowFailure]]:
-    """The sequences that cannot go on, as ``result`` says, and why; nothing if it does not answer ``step``.
+    """The sequences whose rows failed in ``result``, and why; nothing if it does not belong to ``step``.
 
-    Each request once, and only those among ``requests``, by their ids.
+    ``requests``: the ids of the requests that count.
     """
     if step is None or result.step != step.step:
         return
@@ -415,7 +410,7 @@ def failed(
 
 
 def take_logprobs(step: StepInFlight, result: StepResult, output: StepOutput) -> set[RequestSequence]:
-    """Hand out log-probabilities. Returns the sequences whose log-probabilities and tokens features have taken."""
+    """Put log-probabilities into ``output``; returns the sequences whose log-probabilities and tokens features took."""
     taken: set[RequestSequence] = set()
     for entry in result.logprobs:
         if 0 <= entry.index < len(step.sampled):
@@ -454,7 +449,7 @@ def take_tokens(
             sequence.output_token_ids.append(token)
         if token in sequence.stop_ids:
             stopped.append((sequence, token))
-    output.num_told = len(step.sampled) - num_without_sink
+    output.num_sent = len(step.sampled) - num_without_sink
     _finish_stopped(step, stopped, output, finish)
 
 
