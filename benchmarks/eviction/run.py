@@ -74,7 +74,7 @@ def replayed(case: Case) -> Replayed:
         costs=llama_3_8b(BLOCK_SIZE).prefill,
         eviction=belady if case.policy == "belady" else "lru" if case.policy == "lru" else "cost",
     )
-    outcome = replay_cache_only(scheduler, trace, lambda index: setattr(belady, "now", index))
+    outcome = replay_cache_only(scheduler, trace, lambda index: setattr(belady, "index", index))
     rate: float = summarise(outcome, [scheduler], slo_first_token=1.0, slo_per_token=1.0)["hit_rate"]["of_trace_blocks"]
     return Replayed(rate, time.process_time() - began)
 

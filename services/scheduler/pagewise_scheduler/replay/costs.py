@@ -1,6 +1,6 @@
-"""What steps and copies of a simulated executor cost."""
+"""The times of a simulated executor's steps and copies."""
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 
 from pagewise_shared.protocol import HOST
 
@@ -9,22 +9,19 @@ from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 
 @dataclass(slots=True, frozen=True)
 class DeviceCosts:
-    """Seconds. ``prefill`` is what the scheduler's cost model knows too; the others are of decoding.
-
-    ``decode``: each decoding sequence adds so much to a step. ``context``: each token that decodes attend to.
-    """
+    """Seconds. ``prefill``: the costs that the scheduler's cost model has too. A step takes ``decode`` longer for each
+    decoding sequence, and ``context`` for each token that decodes attend to."""
 
     prefill: Costs
     decode: float
     context: float
 
     def times_as_fast(self, speed: float) -> "DeviceCosts":
-        """Of a device and links ``speed`` times as fast."""
+        """The costs of a device and links ``speed`` times as fast."""
         costs = asdict(self.prefill)
-        del costs["tiers"]
         tiers = {
-            number: CopyCosts(*(value / speed for value in astuple(copies)))
-            for number, copies in self.prefill.tiers.items()
+            number: CopyCosts(**{name: value / speed for name, value in copies.items()})
+            for number, copies in costs.pop("tiers").items()
         }
         prefill = Costs(**{name: value / speed for name, value in costs.items()}, tiers=tiers)
         return DeviceCosts(prefill, self.decode / speed, self.context / speed)

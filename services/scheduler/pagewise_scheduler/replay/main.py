@@ -24,21 +24,7 @@ from pagewise_scheduler.replay.report import summarise
 from pagewise_scheduler.replay.simulation import Simulation, replay_cache_only
 from pagewise_scheduler.replay.traces import TraceError, TraceRequest, read_trace
 
-_SETTINGS = (
-    "kv_tokens",
-    "host_tokens",
-    "block_size",
-    "eviction",
-    "recovery",
-    "cache_only",
-    "speed",
-    "link",
-    "peer_link",
-    "executors",
-    "routing",
-    "device_speed",
-)
-_UNITS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+_UNITS = {"K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         trace = read_trace(options.trace, limit=options.limit, rate=options.rate, seed=options.seed)
         if not trace:
-            raise TraceError(f"{options.trace}: it holds no requests")
+            raise TraceError(f"{options.trace}: it contains no requests")
         result = replay(trace, options)
     except (TraceError, ConfigError) as error:
         print(f"pagewise replay: {error}", file=sys.stderr)
@@ -61,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check the options together, so that nothing is replayed in vain.
+    """Check the options together before the replay begins.
 
     Raises:
-        ConfigError: Belady's policy is asked for where order is not known, or several executors without a clock, or
-            the result could not be written.
+        ConfigError: Belady's policy needs a known order of requests, several executors need a clock, or the result
+            could not be written.
     """
     if options.eviction == "belady" and not options.cache_only:
         raise ConfigError("--eviction belady has to know the order in which requests run: add --cache-only")
@@ -93,7 +79,7 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> dict[str, 
     def tick(index: int) -> None:
         progress.update()
         if belady is not None:
-            belady.now = index
+            belady.index = index
 
     with progress:
         if options.cache_only:
@@ -107,17 +93,17 @@ def replay(trace: list[TraceRequest], options: argparse.Namespace) -> dict[str, 
     summary = summarise(
         outcome, schedulers, slo_first_token=options.slo_first_token, slo_per_token=options.slo_per_token
     )
-    if options.cache_only:  # nothing takes any time there, so times mean nothing
+    if options.cache_only:  # without a clock, times mean nothing
         for name in ("virtual_seconds", "device_busy", "good_requests", "seconds", "routing"):
             del summary[name]
-    settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings = {name: value for name, value in vars(options).items() if name not in ("trace", "json")}
     return {"settings": settings} | summary | {"replayed_in_seconds": round(time.perf_counter() - began, 1)}
 
 
 def _schedulers(
     trace: list[TraceRequest], options: argparse.Namespace, costs: Costs, belady: Belady | None
 ) -> list[Scheduler]:
-    """Return the scheduler of each executor, with a pool and a policy as the options say."""
+    """The scheduler of each executor."""
     lengths = [request.num_prompt_tokens + request.num_output_tokens for request in trace]
     everything = sum(lengths) + 2 * options.block_size * len(trace)
     tokens = everything if options.kv_tokens == "all" else parse_tokens(options.kv_tokens)
@@ -158,19 +144,18 @@ def _amount_or_none(text: str) -> float:
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens in an amount such as ``3M`` or ``500K``.
+    """The number of tokens in a text such as ``3M`` or ``500K``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number of tokens.
     """
-    unit = text[-1:].upper()
-    number = text[:-1] if unit in "KMG" and unit else text
+    unit = _UNITS.get(text[-1:].upper())
     try:
-        amount = float(number) * _UNITS[unit if unit in "KMG" else ""]
+        amount = float(text if unit is None else text[:-1]) * (unit or 1)
     except ValueError:
         amount = -1.0
     if not 0 <= amount < 1e15:
-        raise ConfigError(f"{text!r} is no number of tokens: write 3000000, 500K or 3M")
+        raise ConfigError(f"{text!r} is not a number of tokens: write 3000000, 500K or 3M")
     return int(amount)
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import isnan
+from statistics import fmean
 from typing import Any
 
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -17,7 +18,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Hit rates, waste, preemptions, recoveries, goodput and latencies.
 
-    ``slo_first_token``, ``slo_per_token``: seconds that a request may take to count as good.
+    ``slo_first_token``, ``slo_per_token``: the most seconds of a request that counts for goodput.
     """
     served = [one for one in outcome.served if not isnan(one.finished)]
     num_good = sum(_is_good(one, slo_first_token, slo_per_token) for one in served)
@@ -42,19 +43,16 @@ def summarise(
 
 
 def _cached(served: Sequence[Served], output_tokens: int) -> dict[str, Any]:
-    """Return how many tokens there were, and how many of the prompts' were cached where."""
+    """Numbers of tokens, and how many tokens of prompts were cached in which tier."""
     prompt = sum(one.trace.num_prompt_tokens for one in served)
     everywhere = sum(one.request.num_cached_tokens for one in served)
     host, peer = (sum(one.request.cached_tokens[tier] for one in served) for tier in ("host", "peer"))
     cached = {"device": everywhere - host - peer, "host": host, "peer": peer}
     of_blocks = _ratio(sum(map(_blocks_hit, served)), sum(len(one.trace.blocks) for one in served))
+    rates = {tier: _ratio(tokens, prompt) for tier, tokens in cached.items()}
     return {
         "tokens": {"prompt": prompt, "output": output_tokens, **{f"cached_{tier}": n for tier, n in cached.items()}},
-        "hit_rate": {
-            **{tier: _ratio(tokens, prompt) for tier, tokens in cached.items()},
-            "all": _ratio(everywhere, prompt),
-            "of_trace_blocks": of_blocks,
-        },
+        "hit_rate": rates | {"all": _ratio(everywhere, prompt), "of_trace_blocks": of_blocks},
     }
 
 
@@ -79,18 +77,15 @@ def _recoveries(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def _routing(outcome: Outcome, served: Sequence[Served]) -> dict[str, Any]:
-    """Reasons of placements, how evenly executors were loaded, and what became of the predictions."""
-    ratios = sorted((one.first_token - one.arrival) / one.predicted for one in served if one.predicted > 0)
+    """Reasons of placements, how evenly executors were loaded, and how good predictions were."""
+    ratios = [(one.first_token - one.arrival) / one.predicted for one in served if one.predicted > 0]
     return {
         "reasons": dict(sorted(Counter(one.reason for one in outcome.served).items())),
         "busiest_of_mean": {
             "busy_seconds": _busiest([executor.busy for executor in outcome.executors]),
             "computed_tokens": _busiest([executor.computed for executor in outcome.executors]),
         },
-        "actual_of_predicted": {
-            name: round(ratios[min(len(ratios) - 1, int(share * len(ratios)))], 3) if ratios else None
-            for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))
-        },
+        "actual_of_predicted": _quantiles(ratios, (10, 50, 90), 3) or dict.fromkeys(("p10", "p50", "p90")),
     }
 
 
@@ -100,22 +95,20 @@ def _busiest(loads: Sequence[float]) -> float | None:
 
 
 def _waste(outcome: Outcome) -> dict[str, Any]:
-    """Share of the slots of running sequences that hold no token, over all samples."""
+    """The share of the slots of running sequences that hold no token, over all samples."""
     allocated = sum(sample.allocated for sample in outcome.samples)
     used = sum(sample.used for sample in outcome.samples)
-    running = [sample.running for sample in outcome.samples]
+    running = sum(sample.running for sample in outcome.samples)
     return {
         "slots_without_token": _ratio(allocated - used, allocated),
-        "mean_running": round(sum(running) / len(running), 2) if running else None,
+        "mean_running": _rate(running, len(outcome.samples), 2),
     }
 
 
 def _blocks_hit(one: Served) -> int:
-    """Blocks of the trace's own size that were cached, counted from what had to be computed.
-
-    Something of the last one always is computed: its newest token, and what does not fill a block of the pool.
-    """
+    """The number of cached blocks of the trace's own block size."""
     trace = one.trace
+    # The last block counts although its newest tokens are always computed: the last one, and a partial block.
     whole = one.request.num_cached_tokens // trace.block_tokens
     left = trace.num_prompt_tokens - one.request.num_cached_tokens
     return len(trace.blocks) if left <= _LAST_TOKENS else min(len(trace.blocks), whole)
@@ -131,14 +124,14 @@ def _is_good(one: Served, first_token: float, per_token: float) -> bool:
     return one.trace.num_output_tokens < 2 or _per_token(one) <= per_token
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(value for value in values if not isnan(value))
-    if not ordered:
-        return {}
-    return {
-        name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
-        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    } | {"mean": round(sum(ordered) / len(ordered), 4)}
+def _percentiles(values: list[float]) -> dict[str, float | None]:
+    known = [value for value in values if not isnan(value)]
+    return _quantiles(known, (50, 90, 99), 4) | ({"mean": round(fmean(known), 4)} if known else {})
+
+
+def _quantiles(values: list[float], percents: Sequence[int], digits: int) -> dict[str, float | None]:
+    ordered = sorted(values)
+    return {f"p{n}": round(ordered[len(ordered) * n // 100], digits) for n in percents} if ordered else {}
 
 
 def _rate(number: int, seconds: float, digits: int) -> float | None:

@@ -1,4 +1,4 @@
-"""An executor of a replay: its scheduler, and the time that steps and copies are said to cost."""
+"""An executor of a replay: a scheduler, and simulated times of its steps and copies."""
 
 from collections.abc import Callable, Hashable, Mapping
 
@@ -9,19 +9,20 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import DeviceCosts
 
 SAMPLED = 1 << 30
-"""The token that is sampled everywhere. It is the id of no block of a trace: Belady's rule knows blocks by their
-tokens, and outputs are never used again."""
+"""The token that every step samples. It differs from all block ids of traces, by which Belady's rule identifies blocks:
+outputs are never used again."""
 
 Event = StepResult | Copied | int | None
-"""What happens to an executor: results come, copies are done, the request of that index arrives, blocks come back."""
+"""A step's result; a confirmation of copies; the index of a request that arrives; None: the executor may have to plan,
+because blocks came back or a request migrates."""
 
 
 class SimulatedExecutor:
-    """One scheduler with a simulated executor, which has links of its own to its tiers, and one from all others.
+    """A scheduler with a simulated executor, which has a link to each of its tiers, and one from all other executors.
 
     ``busy``: seconds in which it computed. ``computed``: prompt tokens that it computed. ``at``: called with a time and
-    what happens to this executor then. ``free_at``: until when a device or a link is occupied. ``senders``: executors
-    by endpoint that send over a link of their own, which takes one list of blocks after the other; others send at once.
+    an event of this executor at that time. ``free_at``: until when the device or a link is occupied. ``senders``: by
+    endpoint, executors whose sending link is limited too; it sends one list of blocks after the other.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class SimulatedExecutor:
         return self.steps > before
 
     def _execute(self, plan: StepPlan, now: float) -> None:
-        """Book the device and the links for a plan; its results come as events."""
+        """Occupy the device and the links for a plan; its results come as events."""
         costs, step = self._costs, self.scheduler.steps_in_flight[-1]
         num_decodes = step.num_seqs - len(step.chunk_rows)
         seconds = costs.prefill.step + costs.prefill.token * (step.num_tokens - num_decodes)
@@ -77,7 +78,7 @@ class SimulatedExecutor:
             self._at(end, self, confirmation(plan, copies, max(1, int(seconds * 1e6))))
 
     def _fetch(self, endpoint: str, seconds: float, begins: float) -> float:
-        """Occupy the links between a peer and this executor; returns until when."""
+        """Occupy the links between a peer and this executor from ``begins`` on; returns until when."""
         if (sender := self.senders.get(endpoint)) is not None:
             begins = max(begins, sender.free_at.get("sends", 0.0))
             sender.free_at["sends"] = begins + seconds
@@ -100,11 +101,11 @@ class SimulatedExecutor:
 
 
 def between_tiers(plan: StepPlan) -> list[BlockCopies]:
-    """Those of a plan's copies that are confirmed: all but the ones inside the device."""
+    """The copies of a plan that executors confirm: all except copies inside the device."""
     return [copies for copies in plan.copies if copies.peer is not None or copies.source != copies.target]
 
 
 def confirmation(plan: StepPlan, copies: BlockCopies, elapsed_us: int = 0) -> Copied:
-    """What tells that these copies have been made."""
+    """The confirmation of copies, as an executor sends it."""
     peer = copies.peer.endpoint if copies.peer is not None else ""
     return Copied(plan.epoch, plan.step, copies.source, copies.target, peer, elapsed_us)

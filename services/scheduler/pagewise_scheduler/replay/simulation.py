@@ -1,6 +1,6 @@
-"""A virtual clock around the scheduler core: requests come, steps take the time they are said to cost, copies too.
+"""A discrete-event simulation around the scheduler core, with a virtual clock.
 
-Nothing is computed. The scheduler is the one that serves; only the executor, the sockets and the clock are made up.
+The scheduler and routing are the ones that serve; the executor, the sockets and the clock are simulated.
 """
 
 import heapq
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
 from math import isnan
+from typing import NamedTuple
 
 from pagewise_shared.protocol import DEVICE, Copied, RequestParams, ReuseHints, Role, StepResult, pack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -40,10 +41,10 @@ _HINTS = {False: ReuseHints(), True: ReuseHints(tool_call_ids=(SAMPLED,))}
 
 @dataclass(slots=True)
 class Served:
-    """What became of a request; times in seconds of the virtual clock, NaN if it never came to that.
+    """The times of a request, in seconds of the virtual clock; NaN: it never came to that.
 
-    ``reason``: why it was placed where it was. ``predicted``: seconds to its first token, as was thought then.
-    ``last_token``: when its newest token came, if gaps are noted. ``moves``: how often it went on elsewhere.
+    ``reason``: of its placement. ``predicted``: the predicted seconds to its first token. ``last_token``: when its
+    newest token came, if gaps are noted. ``moves``: how often it migrated.
     """
 
     trace: TraceRequest
@@ -57,27 +58,22 @@ class Served:
     finished: float = float("nan")
 
     def forget(self) -> None:
-        """Let go of its tokens: a day of prompts would not fit into memory."""
+        """Release its tokens: a day of prompts would not fit into memory."""
         self.request.prompt_token_ids = array("i")
         self.request.sequences.clear()
 
 
-@dataclass(slots=True)
-class Sample:
-    """Memory at one moment. ``allocated``: slots in tables of running sequences, ``used``: those that hold a token."""
+class Sample(NamedTuple):
+    """Running sequences at one moment. ``allocated``: slots in their block tables; ``used``: slots with a token."""
 
-    time: float
     running: int
-    waiting: int
-    in_use: int
-    cached: int
     allocated: int
     used: int
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a replay has seen. ``refused``: requests that could never fit. ``seconds``: virtual time it took.
+    """The record of a replay. ``refused``: requests that could never fit. ``seconds``: virtual time that it took.
 
     ``gaps``: seconds between tokens of each sequence, if they are noted.
     """
@@ -93,12 +89,12 @@ class Outcome:
 
 
 class Simulation:
-    """Schedulers with a simulated executor each, requests placed among them by ``routing``, and a trace.
+    """Schedulers with a simulated executor each, and requests that ``routing`` places among them.
 
-    ``peers``: executors fetch blocks from each other; ``uplinks``: each sends over one link, as it receives over one.
-    ``roles``: what they are for, both if not given. ``gaps``: note the time between tokens. ``tick`` is told the index
-    of each request that arrives, ``salt`` gives its ``cache_salt``; ``watch`` is called with the time whenever memory
-    is sampled.
+    ``peers``: executors fetch blocks from each other; ``uplinks``: each has one link for sending, as for receiving.
+    ``roles``: of the executors, "both" if not given. ``gaps``: note the time between tokens. ``depth``: steps in
+    flight. ``tick``: called with the index of each request that arrives. ``salt``: returns its ``cache_salt``.
+    ``watch``: called with the time whenever memory is sampled.
     """
 
     def __init__(
@@ -123,32 +119,21 @@ class Simulation:
         ]
         self._views = {executor.view: executor for executor in self.executors}
         self._roles = Roles()
-        self._moves = {view: Migrations(view, self._roles, self._touch) for view in self._views}
-        self._notes_gaps = gaps
-        self._routing = routing or make_routing("ttft")
-        self._salt = salt
-        self._watch = watch
-        self._tick = tick
+        self._migrations = {view: Migrations(view, self._roles, self._touch) for view in self._views}
+        self._notes_gaps, self._routing = gaps, routing or make_routing("ttft")
+        self._salt, self._watch, self._tick = salt, watch, tick
         self._events: list[tuple[float, int, SimulatedExecutor | None, Event]] = []
         self._tie = count()
         self._outcome = Outcome(executors=self.executors)
         self._by_id: dict[str, tuple[int, Served, Placement]] = {}
         self._next_sample = 0.0
-        if peers:
-            self._let_fetch()
-        if uplinks:
-            for executor in self.executors:
-                executor.senders = {one.scheduler.recoveries.endpoint: one for one in self.executors}
-
-    def _let_fetch(self) -> None:
         directory = PrefixDirectory()
-        for number, executor in enumerate(self.executors):
+        for number, executor in enumerate(self.executors if peers else ()):
             endpoint, scheduler = f"executor-{number}", executor.scheduler
-            wake = partial(self._blocks_back, executor)
+            wake = partial(self._touch, executor.view)
             scheduler.recoveries.join(directory, Peer(endpoint, scheduler.kv.block_size, scheduler, wake))
-
-    def _blocks_back(self, executor: SimulatedExecutor) -> None:
-        self._at(self.now, executor, None)
+        for executor in self.executors if uplinks else ():
+            executor.senders = {one.scheduler.recoveries.endpoint: one for one in self.executors}
 
     def _touch(self, view: ExecutorView) -> None:
         self._at(self.now, self._views[view], None)
@@ -186,8 +171,8 @@ class Simulation:
         self._outcome.steps = sum(executor.steps for executor in self.executors)
         return self._outcome
 
-    def _at(self, time: float, executor: SimulatedExecutor | None, what: Event) -> None:
-        heapq.heappush(self._events, (time, next(self._tie), executor, what))
+    def _at(self, time: float, executor: SimulatedExecutor | None, event: Event) -> None:
+        heapq.heappush(self._events, (time, next(self._tie), executor, event))
 
     def _follow(self, followers: dict[int, list[int]], trace: list[TraceRequest], index: int) -> None:
         for follower in followers.get(index, ()):
@@ -208,7 +193,7 @@ class Simulation:
             arrival_time=self.now,
         )
         placement = place(self._routing, request, list(able), self.now, self._roles)
-        self._moves[placement.executor].placed(placement)
+        self._migrations[placement.executor].placed(placement)
         served = Served(trace, self.now, request, placement.reason, placement.predicted)
         self._outcome.served.append(served)
         self._by_id[request.request_id] = (index, served, placement)
@@ -235,21 +220,20 @@ class Simulation:
             self._roles.ended(len(sequence.output_token_ids))
             served.forget()
             finished.append(index)
-        for request, view in self._moves[executor.view].stepped(output, list(self._views), self.now):
+        for request, view in self._migrations[executor.view].stepped(output, list(self._views), self.now):
             assert view is not None, "executors stay"
-            self._move(request, view)
+            self._migrate(request, view)
         return finished
 
-    def _move(self, request: Request, view: ExecutorView) -> None:
-        """A request goes on elsewhere."""
+    def _migrate(self, request: Request, view: ExecutorView) -> None:
         index, served, before = self._by_id[request.request_id]
         before.end(self.now)
         placement = place_decoding(request, before.executor, view, self.now)
         self._by_id[request.request_id] = index, served, placement
         served.moves += 1
         view.scheduler.add(request)
-        self._at(self.now, self._views[before.executor], None)
-        self._at(self.now, self._views[view], None)
+        self._touch(before.executor)
+        self._touch(view)
 
     def _note_gaps(self, sampled: Sequence[RequestSequence]) -> None:
         for sequence in sampled:
@@ -259,28 +243,18 @@ class Simulation:
             served.last_token = self.now
 
     def _sample(self) -> None:
-        schedulers = [executor.scheduler for executor in self.executors]
-        pools = [scheduler.kv.pool for scheduler in schedulers]
-        running = [sequence for scheduler in schedulers for sequence in scheduler.running]
         self._next_sample = self.now + _SAMPLE_EVERY
         self._watch(self.now)
-        self._outcome.samples.append(
-            Sample(
-                time=self.now,
-                running=len(running),
-                waiting=sum(scheduler.num_waiting for scheduler in schedulers),
-                in_use=sum(pool.num_in_use for pool in pools),
-                cached=sum(pool.num_cached for pool in pools),
-                allocated=sum(sequence.table.num_slots for sequence in running),
-                used=sum(min(sequence.num_tokens, sequence.table.num_slots) for sequence in running),
-            )
-        )
+        running = [sequence for executor in self.executors for sequence in executor.scheduler.running]
+        allocated = sum(sequence.table.num_slots for sequence in running)
+        used = sum(min(sequence.num_tokens, sequence.table.num_slots) for sequence in running)
+        self._outcome.samples.append(Sample(len(running), allocated, used))
 
 
 def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Callable[[int], None]) -> Outcome:
-    """Each request runs alone and takes no time: what remains is the cache, at the full size of the pool.
+    """Replay a trace without a clock: each request runs alone, with the whole pool as its cache.
 
-    ``tick`` is told the index of each request that starts.
+    ``tick``: called with the index of each request that starts.
     """
     outcome = Outcome()
     for index, record in enumerate(trace):

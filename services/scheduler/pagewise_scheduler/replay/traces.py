@@ -1,29 +1,35 @@
 """Reads request traces: Mooncake and agentic JSON lines, Azure and ShareGPT CSV, plain or gzipped.
 
-Traces hold no text. A prompt is made of tokens that are equal where the trace says that prefixes are equal, and nowhere
-else.
+Traces contain no text. Prompts are made of tokens that are equal exactly where the trace has equal prefixes.
 """
 
 import csv
 import gzip
-import json
 import random
 import zlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice, repeat
+from itertools import chain, count, groupby, islice, pairwise, repeat
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, TextIO
+
+import msgspec
+from msgspec import Meta, Struct
 
 _MAX_TOKEN = 2**31 - 1
 _MOST_LENGTH = 10_000_000
 
+_Length = Annotated[int, Meta(ge=0, lt=_MOST_LENGTH)]
+_BlockId = Annotated[int, Meta(ge=0, lt=_MAX_TOKEN // 2)]
+
 
 class TraceError(Exception):
-    """A trace cannot be read; the text says which line and why."""
+    """A trace cannot be read; the text names the file and the reason."""
 
 
 @dataclass(slots=True)
@@ -31,12 +37,12 @@ class TraceRequest:
     """One request of a trace.
 
     Fields:
-        arrival: seconds from the trace's start; of a request that follows another, seconds after that one's end.
+        arrival: seconds from the trace's start; if the request follows another, seconds after the end of that one.
         recorded: seconds from the trace's start at which it came when it was recorded.
         num_prompt_tokens, num_output_tokens: at least 1 each.
-        blocks: ids of the prompt's blocks of ``block_tokens`` tokens; equal ids are equal prefixes. The last may be
-            cut short; what follows the last is the request's own.
-        unique: what no other request shares is made of this number.
+        blocks: ids of the prompt's blocks of ``block_tokens`` tokens; equal ids are equal prefixes. The last block may
+            be cut short. The tokens behind it belong to this request alone.
+        unique: a number that no other request has; the request's own tokens are made of it.
         tool_call: whether its answer called a tool, whose result comes with a later request.
         after: index of the request of the same session that has to end first, -1: none.
     """
@@ -61,33 +67,43 @@ class TraceRequest:
         return tokens
 
 
+class _MooncakeRow(Struct):
+    timestamp: float  # milliseconds
+    input_length: _Length
+    output_length: _Length
+    hash_ids: list[_BlockId]
+
+
+class _AgenticRow(Struct):
+    requests: "list[_AgenticRequest]"
+    block_size: Annotated[int, Meta(ge=1)]
+
+
+class _AgenticRequest(Struct):
+    """A request, or a subagent with requests. ``hash_runs``: first id and number of consecutive block ids."""
+
+    type: str = ""
+    requests: "list[_AgenticRequest]" = []
+    input: _Length = msgspec.field(name="in", default=0)
+    output: _Length = msgspec.field(name="out", default=0)
+    hash_runs: list[tuple[int, _Length]] = []
+    think_time: float | None = None
+    t: float = 0.0
+    stop: str | None = None
+
+
 def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed: int = 0) -> list[TraceRequest]:
     """All requests of a trace (at most ``limit``), in the order of the file: by arrival, or session after session.
 
     ``rate``: Poisson arrivals per second, for traces without arrival times.
 
     Raises:
-        TraceError: it cannot be read, or its format is none of those known.
+        TraceError: it cannot be read, or has an unknown format.
     """
     try:
-        with _open(path) as file:
-            first = file.readline()
-            file.seek(0)
-            if first.lstrip().startswith("{"):
-                record = json.loads(first)
-                rows = (json.loads(line) for line in file if line.strip())
-                requests = _agentic(rows) if "requests" in record else _mooncake(rows)
-            else:
-                reader = csv.DictReader(file)
-                names = set(reader.fieldnames or ())
-                if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-                    requests = _azure(reader)
-                elif {"num_prefill_tokens", "num_decode_tokens"} <= names:
-                    requests = _sharegpt(reader, rate, random.Random(seed))  # noqa: S311  # nosec B311 # no secret
-                else:
-                    raise TraceError(f"{path}: neither a known CSV nor JSON lines, it begins with {first[:80]!r}")
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             taken: list[TraceRequest] = []
-            for request in islice(requests, limit):
+            for request in islice(_requests(file, rate, seed), limit):
                 _check(request, len(taken))
                 request.num_prompt_tokens = max(1, request.num_prompt_tokens)
                 request.num_output_tokens = max(1, request.num_output_tokens)
@@ -95,51 +111,51 @@ def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed:
                 request.unique = len(taken)
                 taken.append(request)
             return taken
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, EOFError, zlib.error, csv.Error) as error:
-        raise TraceError(f"{path}: {type(error).__name__}: {error}") from error
+    except (OSError, TypeError, ValueError, EOFError, zlib.error, csv.Error, msgspec.MsgspecError) as error:
+        raise TraceError(f"{path}: {error}") from error
+
+
+def _requests(file: TextIO, rate: float, seed: int) -> Iterator[TraceRequest]:
+    first = file.readline()
+    file.seek(0)
+    if first.lstrip().startswith("{"):
+        lines = (line for line in file if line.strip())
+        if "requests" in msgspec.json.decode(first):
+            return _agentic(msgspec.json.decode(line, type=_AgenticRow) for line in lines)
+        return _mooncake(msgspec.json.decode(line, type=_MooncakeRow) for line in lines)
+    reader = csv.DictReader(file)
+    names = set(reader.fieldnames or ())
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        return _azure(reader)
+    if {"num_prefill_tokens", "num_decode_tokens"} <= names:
+        return _sharegpt(reader, rate, random.Random(seed))  # noqa: S311  # nosec B311 # no secret
+    raise ValueError(f"neither a known CSV nor JSON lines, it begins with {first[:80]!r}")
 
 
 def _check(request: TraceRequest, number: int) -> None:
-    """Raises TraceError if a request's values make no sense."""
     lengths = request.num_prompt_tokens, request.num_output_tokens
-    if not all(isinstance(length, int) and 0 <= length < _MOST_LENGTH for length in lengths):
-        raise TraceError(f"request {number}: lengths are whole numbers below {_MOST_LENGTH}, not {lengths}")
-    ids = request.blocks
-    if not isinstance(ids, list) or not all(isinstance(one, int) and 0 <= one < _MAX_TOKEN // 2 for one in ids):
-        raise TraceError(f"request {number}: block ids are whole numbers between 0 and {_MAX_TOKEN // 2}")
-    if not (isinstance(request.arrival, int | float) and isfinite(request.arrival)):
-        raise TraceError(f"request {number}: {request.arrival} is no time of arrival")
+    if not all(0 <= length < _MOST_LENGTH for length in lengths):
+        raise ValueError(f"request {number}: lengths are whole numbers below {_MOST_LENGTH}, not {lengths}")
+    if not isfinite(request.arrival):
+        raise ValueError(f"request {number}: {request.arrival} is no time of arrival")
 
 
-def _open(path: Path) -> TextIO:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-
-
-def _mooncake(rows: Iterable[dict[str, Any]]) -> Iterator[TraceRequest]:
-    """Stamps may be quantised: requests of one bin are spread evenly up to the next."""
-    bin_rows: list[dict[str, Any]] = []
-
-    def spread(until: float) -> Iterator[TraceRequest]:
-        start = bin_rows[0]["timestamp"]
-        step = (until - start) / len(bin_rows)
-        for number, row in enumerate(bin_rows):
-            yield TraceRequest(
-                (start + number * step) / 1000, row["input_length"], row["output_length"], row["hash_ids"]
-            )
-
-    for row in rows:
-        if bin_rows and row["timestamp"] > bin_rows[0]["timestamp"]:
-            yield from spread(row["timestamp"])
-            bin_rows.clear()
-        bin_rows.append(row)
-    if bin_rows:
-        yield from spread(bin_rows[0]["timestamp"])
+def _mooncake(rows: Iterable[_MooncakeRow]) -> Iterator[TraceRequest]:
+    """Timestamps may be quantised: requests with equal ones are spread evenly up to the next one."""
+    bins = (list(members) for _, members in groupby(rows, attrgetter("timestamp")))
+    for members, following in pairwise(chain(bins, [None])):
+        assert members is not None
+        start = members[0].timestamp
+        step = max(0.0, following[0].timestamp - start) / len(members) if following is not None else 0.0
+        for number, row in enumerate(members):
+            arrival = start + number * step
+            yield TraceRequest(arrival / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
 def _azure(rows: Iterable[dict[str, str]]) -> Iterator[TraceRequest]:
     start: datetime | None = None
     for row in rows:
-        stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])  # it counts 100 ns, we microseconds
+        stamp = datetime.fromisoformat(row["TIMESTAMP"][:26])  # the trace counts 100 ns, datetime microseconds
         start = start or stamp
         yield TraceRequest((stamp - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
@@ -151,39 +167,30 @@ def _sharegpt(rows: Iterable[dict[str, str]], rate: float, rng: random.Random) -
         yield TraceRequest(now, int(float(row["num_prefill_tokens"])), int(float(row["num_decode_tokens"])))
 
 
-def _agentic(rows: Iterable[dict[str, Any]]) -> Iterator[TraceRequest]:
-    """Sessions start as they do in the trace; within one, a request comes its think time after the one before ended.
+def _agentic(rows: Iterable[_AgenticRow]) -> Iterator[TraceRequest]:
+    """Sessions start as they do in the trace. Within one, a request comes its think time after the one before ended.
 
     A subagent's requests are a chain of their own that starts when the request before it ended.
     """
-    index = 0
-    next_id = 1
+    index, names = 0, count(1)
     for row in rows:
-        names: dict[int, int] = {}
-        chains: list[tuple[int, list[dict[str, Any]]]] = [(-1, row["requests"])]
+        name_of: defaultdict[int, int] = defaultdict(lambda: next(names))  # block ids are a session's own
+        chains = [(-1, row.requests)]
         while chains:
             previous, members = chains.pop()
             for member in members:
-                if member.get("type") == "subagent":
-                    chains.append((previous, member.get("requests", [])))
+                if member.type == "subagent":
+                    chains.append((previous, member.requests))
                     continue
-                blocks = []
-                for start, count in member.get("hash_runs", []):
-                    for local in range(start, start + count):
-                        if local not in names:
-                            names[local] = next_id
-                            next_id += 1
-                        blocks.append(names[local])
-                think = float(member.get("think_time") or 0.0)
-                recorded = float(member.get("t", 0.0))
+                blocks = [name_of[local] for start, size in member.hash_runs for local in range(start, start + size)]
                 yield TraceRequest(
-                    think if previous >= 0 else recorded,
-                    member["in"],
-                    member["out"],
+                    (member.think_time or 0.0) if previous >= 0 else member.t,
+                    member.input,
+                    member.output,
                     blocks,
-                    row["block_size"],
+                    row.block_size,
                     after=previous,
-                    tool_call=member.get("stop") == "tool_use",
-                    recorded=recorded,
+                    tool_call=member.stop == "tool_use",
+                    recorded=member.t,
                 )
                 previous, index = index, index + 1

@@ -25,7 +25,7 @@ first tokens waited while decoders had time for them.
 
 
 class Continuation(NamedTuple):
-    """The executor at which a request decodes (None: where its prompt was computed), and the cost of that in seconds."""
+    """The executor at which a request decodes (None: where its prompt was computed), and the seconds that it costs."""
 
     decoder: ExecutorView | None
     seconds: float
