@@ -127,6 +127,9 @@ class Simulation:
         self._outcome = Outcome(executors=self.executors)
         self._by_id: dict[str, tuple[int, Served, Placement]] = {}
         self._next_sample = 0.0
+        self._connect(peers, uplinks)
+
+    def _connect(self, peers: bool, uplinks: bool) -> None:
         directory = PrefixDirectory()
         for number, executor in enumerate(self.executors if peers else ()):
             endpoint, scheduler = f"executor-{number}", executor.scheduler

@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.features.write_back import WriteBack
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_CLASSES = {
-    "adapters": "AdapterSlots",
-    "beams": "BeamGroups",
-    "drafts": "Drafting",
-    "fair_shares": "FairShares",
-    "grammars": "CompiledGrammars",
-    "prefetches": "Prefetches",
-    "segments": "Segments",
-    "write_back": "WriteBack",
-}
-"""The class of each feature, by its module in this folder; ``Features`` has an attribute of the module's name."""
-
 
 @dataclass(frozen=True)
 class FeatureOptions:
@@ -51,7 +39,10 @@ class FeatureOptions:
 
 
 class Features:
-    """The features of a scheduler. ``in_use``: the features that have been created, in this order."""
+    """The features of a scheduler: an attribute each, named like the module in this folder, of the type of its class.
+
+    ``in_use``: the features that have been created, in this order.
+    """
 
     adapters: "AdapterSlots"
     beams: "BeamGroups"
@@ -87,9 +78,10 @@ class Features:
 
     def __getattr__(self, name: str) -> Feature:
         """Create a feature when it is used for the first time."""
-        if name not in _CLASSES:
+        if name not in Features.__annotations__:
             raise AttributeError(name)
-        feature: Feature = getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])(self._scheduler)
+        feature_class = getattr(import_module(f"{__package__}.{name}"), Features.__annotations__[name])
+        feature: Feature = feature_class(self._scheduler)
         setattr(self, name, feature)
         self.in_use.append(feature)
         return feature

@@ -347,7 +347,7 @@ class Segments(Feature):
             before, begin = segment.root // size, (first - segment.distance) // size
             last_block = self._kv.blocks_for(last - segment.distance)
             packed = pack_int32s(blocks[begin - before : last_block - before])
-            self._plan.move(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
+            self._plan.moves.append(SegmentMove(sequence.row, first, last, segment.distance, begin, packed))
             self.num_moved += last - first
         prepared.moves_left = [one for one in prepared.moves_left if one.stop > end]
         self._release_moved(sequence, prepared)

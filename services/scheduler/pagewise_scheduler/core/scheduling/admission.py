@@ -83,7 +83,7 @@ class Admission:
                 break
             own_room = room if head is self.favoured else room - watermark
             available = self._kv.num_available
-            best = self._best(head, oldest_step, own_room)
+            best = None if _is_in_flight(head, oldest_step) else self._best(head, oldest_step, own_room)
             # Features that prepare a sequence hold blocks that were counted as room.
             held = available - self._kv.num_available
             room -= held
@@ -124,9 +124,7 @@ class Admission:
         """The sequence of the window of ``head`` that can start with the longest cached prefix; None: none can, and it
         is the turn of the next key. ``room``: the number of blocks that it may take."""
         best, longest = None, -1
-        if _is_in_flight(head, oldest_step):
-            return None
-        for sequence in [head] if head.num_passed >= _MOST_PASSED else self._waiting.window(head, _WINDOW):
+        for sequence in self._waiting.window(head, _WINDOW if head.num_passed < _MOST_PASSED else 1):
             if not self._may_begin(sequence, oldest_step):
                 continue
             found = self._find(sequence)
@@ -134,7 +132,7 @@ class Admission:
                 continue
             if self._is_ready(sequence, found) or self._prepare(sequence, found, room):
                 best, longest = sequence, len(found)
-            elif sequence is head and not any(feature.is_preparing(head) for feature in head.request.features):
+            elif sequence is head and not _is_preparing(head):
                 return None  # the head lacks room to prepare: later sequences must not take the room it waits for
         return best
 
@@ -244,6 +242,10 @@ class Admission:
 def _is_in_flight(sequence: RequestSequence, oldest_step: int | None) -> bool:
     """Whether a token of the sequence may still come back."""
     return oldest_step is not None and sequence.last_step >= oldest_step
+
+
+def _is_preparing(sequence: RequestSequence) -> bool:
+    return any(feature.is_preparing(sequence) for feature in sequence.request.features)
 
 
 def _first_has_begun(sequence: RequestSequence) -> bool:

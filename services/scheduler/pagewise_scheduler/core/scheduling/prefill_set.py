@@ -97,7 +97,7 @@ class PrefillSet:
         """
         for sequence, num_computed in self._recoveries.settle(now):
             sequence.num_scheduled_tokens = num_computed
-            self._plan.set_computed(sequence.row, num_computed)
+            self._plan.computed.append((sequence.row, num_computed))
         # All in the order of the waiting queue: members that come before its head, then the sequences that start, then
         # the other members. Otherwise a long prompt would hold up an urgent one for all of its chunks.
         members, head = sorted(self._members, key=queue_time), self._waiting.peek()

@@ -255,17 +255,9 @@ class Scheduler:
         """
         self.kv.eviction_history.now = self.recoveries.transfers.now = now
         step = self.last_step + 1
-        features = self.features.in_use
-        if not all(feature.may_plan() for feature in features):
+        if not self._begin_step(step):
             return None
-        for sequence in self.decoding.length_due(step):
-            self.decoding.remove(sequence)
-            self._drain(sequence)
-        for feature in features:
-            feature.begin_step(step)
-        if (due := self.decoding.blocks_due(step)) and not self._give_blocks(due, step):
-            return None
-        decoding, loads = self.decoding.order(), Loads()
+        decoding, loads, features = self.decoding.order(), Loads(), self.features.in_use
         budget = self.limits.max_num_batched_tokens - len(decoding)
         for feature in features:
             budget -= feature.add_to_plan(step, budget, loads)
@@ -274,6 +266,19 @@ class Scheduler:
         if decoding or chunks or loads or any(feature.wants_step() for feature in features):
             return self._commit(step, decoding, chunks, loads)
         return self._unblock(now)
+
+    def _begin_step(self, step: int) -> bool:
+        """Take sequences off their rows that have nothing left to compute, and give decodes their next blocks; False:
+        wait for a step in flight."""
+        if not all(feature.may_plan() for feature in self.features.in_use):
+            return False
+        for sequence in self.decoding.length_due(step):
+            self.decoding.remove(sequence)
+            self._drain(sequence)
+        for feature in self.features.in_use:
+            feature.begin_step(step)
+        due = self.decoding.blocks_due(step)
+        return not due or self._give_blocks(due, step)
 
     def _drain(self, sequence: RequestSequence) -> None:
         # The last token that the sequence may have is in flight. Its row is free for another sequence at once, because
@@ -340,7 +345,7 @@ class Scheduler:
         completed: list[RequestSequence] = []
         leaving: list[RequestSequence] = []
         for sequence, size in chunks:
-            self.plan.chunk(sequence.row, size)
+            self.plan.chunks.append((sequence.row, size))
             sequence.last_step = step
             if sequence.num_scheduled_tokens == sequence.num_tokens:
                 completed.append(sequence)

@@ -217,8 +217,10 @@ def _block_copies(source: int, target: int, pairs: list[int | CachedBlock]) -> B
 class PlanBuilder:
     """Collects the changes that the next plan carries.
 
-    ``copies``: between blocks of this executor. ``joined_bytes``: the bytes that the sequences that join take in the
-    plan, with their constraints. ``drafts``: the drafts of sequences that decode.
+    ``copies``: between blocks of this executor. ``chunks``: rows, and how many of their known tokens the step computes.
+    ``computed``: rows, and how many of their first tokens have their KV now, because it was loaded. ``moves``: of parts
+    of segments, made before anything is computed. ``drafts``: of sequences that decode. ``joined_bytes``: the bytes
+    that the sequences that join take in the plan, with their constraints.
     """
 
     def __init__(self) -> None:
@@ -232,9 +234,9 @@ class PlanBuilder:
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
         self._tables: list[tuple[int, int, int]] = []
-        self._computed: list[tuple[int, int]] = []
-        self._chunks: list[tuple[int, int]] = []
-        self._moves: list[SegmentMove] = []
+        self.computed: list[tuple[int, int]] = []
+        self.chunks: list[tuple[int, int]] = []
+        self.moves: list[SegmentMove] = []
         self.drafts: Drafts = {}
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
@@ -252,8 +254,8 @@ class PlanBuilder:
                 self.joined_bytes = 0
             self.copies.give_up(unpack_int32s(joined.blocks))
         self._tables = [change for change in self._tables if change[0] != row]
-        self._computed = [computed for computed in self._computed if computed[0] != row]
-        self._moves = [move for move in self._moves if move.row != row]
+        self.computed = [computed for computed in self.computed if computed[0] != row]
+        self.moves = [move for move in self.moves if move.row != row]
         self.drafts = {sequence: draft for sequence, draft in self.drafts.items() if sequence.row != row}
 
     def copy(self, copies: Copies) -> None:
@@ -288,22 +290,10 @@ class PlanBuilder:
         self.joined_bytes += _size(joined)
         self._joined.append(joined)
 
-    def set_computed(self, row: int, num_computed_tokens: int) -> None:
-        """The KV of the row's first ``num_computed_tokens`` tokens has been loaded or was there."""
-        self._computed.append((row, num_computed_tokens))
-
-    def move(self, move: SegmentMove) -> None:
-        """Move a part of a segment before anything is computed."""
-        self._moves.append(move)
-
     @property
     def moves_enough(self) -> bool:
         """Whether no other sequence with segments goes on in this plan."""
-        return len(self._moves) >= MAX_MOVES or sum(one.stop - one.start for one in self._moves) >= MAX_MOVED_TOKENS
-
-    def chunk(self, row: int, num_tokens: int) -> None:
-        """Compute the row's next ``num_tokens`` known tokens."""
-        self._chunks.append((row, num_tokens))
+        return len(self.moves) >= MAX_MOVES or sum(one.stop - one.start for one in self.moves) >= MAX_MOVED_TOKENS
 
     def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
         """The plan with everything collected so far. Empties the builder.
@@ -319,10 +309,10 @@ class PlanBuilder:
             copies=copies,
             joined=tuple(self._joined),
             tables=pack_int32s([*chain.from_iterable(self._tables)]) if self._tables else b"",
-            computed=tuple(self._computed),
-            chunks=tuple(self._chunks),
+            computed=tuple(self.computed),
+            chunks=tuple(self.chunks),
             constraints=tuple(self._constraints),
-            moves=tuple(self._moves),
+            moves=tuple(self.moves),
             drafts=tuple((sequence.row, draft.tobytes()) for sequence, draft in self.drafts.items()),
         )
         self.clear()
