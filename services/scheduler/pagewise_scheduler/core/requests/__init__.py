@@ -1,1 +1,1 @@
-"""Requests and their sequences: what is asked for, and how far it has come. Recovery and scheduling build on them."""
+"""Requests and their sequences, the waiting queue, and timelines. Recovery and scheduling build on them."""

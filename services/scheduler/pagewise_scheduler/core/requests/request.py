@@ -1,4 +1,4 @@
-"""Requests and sequences: what is generated, and how far it has come."""
+"""Requests and their sequences: the parameters of a generation, and its progress."""
 
 from array import array
 from collections.abc import Sequence

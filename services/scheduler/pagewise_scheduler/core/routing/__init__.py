@@ -1,1 +1,1 @@
-"""Which executor a request goes to: what each holds of it, what waits there before it, and what it would push out."""
+"""Routing: the placement of requests on executors, by their cached prefixes, queues and evictions, and migrations."""

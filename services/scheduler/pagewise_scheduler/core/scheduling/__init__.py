@@ -1,1 +1,1 @@
-"""Scheduling: requests, sequences, queues, the scheduler."""
+"""Scheduling: admission, prefills, decodes, steps, and the scheduler of an executor."""
