@@ -20,8 +20,7 @@ from typing import Any
 
 import psutil
 import uvloop
-from pagewise_scheduler.core.console.block_colours import coloured_cells
-from pagewise_scheduler.core.console.block_map import MarkedBlocks, StateCells, cell_size
+from pagewise_scheduler.core.console.block_map import MarkedBlocks, StateCells, cell_size, coloured_cells
 from pagewise_scheduler.core.console.prefixes import executor_prefixes
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 

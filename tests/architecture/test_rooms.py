@@ -46,6 +46,7 @@ LONGER_FILES: dict[str, str] = {
     "shared/pagewise_shared/config/options.py": "the options of every command",
     "shared/pagewise_shared/protocol/gateway_messages.py": "every message between gateways and the scheduler",
     "shared/pagewise_shared/protocol/messages.py": "every message of executors",
+    "shared/pagewise_shared/reports.py": "every report of requests and memory, so that each fact is described once",
 }
 """Files that may be longer, each with the reason."""
 

@@ -5,13 +5,24 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from pagewise_scheduler.core.console.block_details import BlockDetails, BlockPlaceElsewhere
-from pagewise_scheduler.core.console.block_map import COPYING, LENT, STATES, MapFrame, cell_size, packed
-from pagewise_scheduler.core.console.prefixes import ExecutorPrefixes, NextEviction, PrefixRun
-from pagewise_scheduler.core.console.reports import BlockCounts, ExecutorState, LinkState, RequestLine
-from pagewise_scheduler.core.memory_reports import TierReport
+from pagewise_scheduler.core.console.block_map import COPYING, LENT, STATES, cell_size, packed
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import SOURCES, ConsoleView
+from pagewise_shared.reports import (
+    BlockCounts,
+    BlockDetails,
+    BlockLocation,
+    CostReport,
+    DeviceReport,
+    ExecutorPrefixes,
+    ExecutorState,
+    LinkReport,
+    MapFrame,
+    NextEviction,
+    PrefixRun,
+    RequestLine,
+    TierReport,
+)
 
 BLOCK_SIZE, BYTES_PER_BLOCK = 16, 32768
 TRUNK = 16
@@ -34,6 +45,7 @@ class FakeExecutor:
         self.requests: list[str] = []
         self.demoting = False
         self.rates = dict.fromkeys(_EVENTS, 0.0)
+        self.counters = dict.fromkeys(_EVENTS, 0)
         self._random = random.Random(name)
 
     def serve(self, requests: list[str]) -> None:
@@ -57,6 +69,7 @@ class FakeExecutor:
                 self.states[block] = self._random.choice([COPYING, FREE, IN_USE])
             self.host_used = min(self.host_blocks, self.host_used + len(pick))
             self.rates |= {"demoted": 2.0 * len(pick), "evicted": 2.0 * len(pick), "loaded": 9.0}
+        self.counters = {name: count + round(self.rates[name]) for name, count in self.counters.items()}
 
     def _counts(self, tier: str) -> BlockCounts:
         if tier == "host":
@@ -73,19 +86,23 @@ class FakeExecutor:
             role="both",
             block_size=BLOCK_SIZE,
             bytes_per_block=BYTES_PER_BLOCK,
-            num_blocks=self.num_blocks,
+            block_endpoint="",
+            device=DeviceReport(self.num_blocks, 0, 0, self.num_blocks, 0, 0),
             counts=self._counts("device"),
+            steps_in_flight=0,
+            counters=self.counters,
+            tree_blocks=0,
             tiers={"host": TierReport(self.host_blocks, self.host_used, 0, 0)},
             running=running,
             waiting=0,
             preemptions=0,
             tokens_per_second=90.0 * running,
             rates=self.rates,
-            prediction_error=0.12,
-            links=[
-                LinkState(226.0, 9.3, 0.1, 0, tier="host"),
-                *(LinkState(1400.0, 52.0, 0.25, 3, peer=peer) for peer in peers),
-            ],
+            costs=CostReport(
+                *(0.0, 0.0, 0.0, 0.0, 0.12),
+                tiers={"host": LinkReport(226.0, 9.3, 0.0, 0.1, 0, 0)},
+                peers={peer: LinkReport(1400.0, 52.0, 0.0, 0.25, 3, 0) for peer in peers},
+            ),
             saved_blocks=9 * running,
             hit_rate=rates,
         )
@@ -116,7 +133,7 @@ class FakeExecutor:
         return STATES[self.states[block]]
 
     def _label(self, view: ConsoleView) -> Callable[[int], str]:
-        """How the real legends call a block: see ``core/console/block_colours.py``."""
+        """How the real legends call a block: see ``core/console/block_map.py``."""
 
         def label(block: int) -> str:
             state = self._state(view.tier, block)
@@ -126,9 +143,9 @@ class FakeExecutor:
             if view.colour == "request" and state == "in use" and view.tier == "device":
                 return "shared" if block < TRUNK else self.requests[block % len(self.requests)]
             if view.colour == "prefix" and state != "free":
-                return f"prefix of block {0 if block < TRUNK else 7 * (block % 3)}"
+                return str(0 if block < TRUNK else 7 * (block % 3))
             if view.colour == "age" and state == "cached":
-                return "used last" if block % 5 == 4 else f"unused for {2 << 2 * (4 - block % 5)} or less"
+                return str(0 if block % 5 == 4 else 2 << 2 * (4 - block % 5))
             if view.colour == "tier" and state != "free":
                 return "device and host" if block % 2 else view.tier
             return state
@@ -161,7 +178,7 @@ class FakeExecutor:
             tree_blocks=TRUNK + sum(run.num_blocks for run in ends) if self.requests else 0,
             saved_blocks=saved,
             saved_bytes=saved * BYTES_PER_BLOCK,
-            next_evictions=[NextEviction(18, 19, 0.000041, WHY), NextEviction(25, 25, 0.00037, WHY)]
+            next_evictions=[NextEviction(18, 19, 0.000041, 0.12), NextEviction(25, 25, 0.000041, 0.12)]
             if self.requests
             else [],
             truncated=False,
@@ -178,10 +195,10 @@ class FakeExecutor:
             details.requests = self.requests[: 8 if block < TRUNK else 1]
             details.references = len(details.requests)
         else:
-            details.unused_for, details.price, details.why = 40 + block, 0.00041, WHY
+            details.unused_for, details.price, details.probability = 40 + block, 0.000041, 0.12
         details.hash, details.depth, details.tokens = f"{block:064x}", block + 1, BLOCK_SIZE
         details.copies = {"device": block, "host": 7} if tier == "device" else {tier: block}
-        details.elsewhere = [BlockPlaceElsewhere("executor-9", "host", 12)]
+        details.elsewhere = [BlockLocation("executor-9", "host", 12)]
         return details
 
 
@@ -198,7 +215,7 @@ def line(request_id: str, executor_id: str, age: float, *, moved_from: str | Non
         computed_tokens=295,
         blocks=19,
         shared_blocks=17,
-        cached_tokens=272,
+        num_cached_tokens=272,
         preemptions=1,
         arrived_seconds_ago=age,
         queue_seconds=0.1,

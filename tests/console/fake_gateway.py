@@ -18,27 +18,24 @@ import pagewise_gateway
 from aiohttp import web
 from msgspec import Struct
 from pagewise_gateway.http.console.handlers import _BlockQuery, _parsed, _StreamQuery
-from pagewise_scheduler.core.console.prefixes import PrefixesFrame
-from pagewise_scheduler.core.console.reports import (
-    EndedReport,
-    FleetFrame,
-    GatewayState,
-    RequestsFrame,
-    SchedulerState,
-)
-from pagewise_scheduler.core.console.request_lines import ended_line
-from pagewise_scheduler.core.explanation import Explanation
-from pagewise_scheduler.core.explanation_text import sentences
-from pagewise_scheduler.core.memory_reports import (
-    ChunkReport,
-    EventReport,
-    ExecutorReport,
-    RequestReport,
-    SequenceReport,
-    later,
-)
+from pagewise_gateway.http.explanation import sentences
+from pagewise_scheduler.core.request_report import later
 from pagewise_scheduler.core.requests.timeline import LENDER_GONE
 from pagewise_shared.protocol import SOURCES, ConsoleView
+from pagewise_shared.reports import (
+    Chunk,
+    Event,
+    FleetFrame,
+    GatewayState,
+    Placement,
+    PrefixesFrame,
+    RequestLine,
+    RequestName,
+    RequestReport,
+    RequestsFrame,
+    SchedulerState,
+    SequenceReport,
+)
 
 from tests.console.fake_fleet import FakeExecutor, line
 
@@ -87,7 +84,7 @@ class FakeGateway:
         """A request has all its tokens."""
         report = self._report(request)
         report.sequences[0].status, report.sequences[0].finish_reason = "finished", "length"
-        report.ended_seconds_ago = 0.0
+        report.state, report.status, report.finish_reason, report.ended_seconds_ago = "ended", "finished", "length", 0.0
         self.ended[request] = report, time.monotonic()
         del self.placed[request]
         self._serve()
@@ -110,7 +107,6 @@ class FakeGateway:
                 web.get("/console/stream", self.stream),
                 web.get("/console/block", self.block),
                 web.post("/console/requests/{name}/abort", self.abort),
-                web.get("/debug/requests/{name}", self.request),
                 web.get("/debug/explain/{name}", self.explain),
                 web.post("/tokenize", self.tokenize),
                 web.post("/v1/chat/completions", self.chat),
@@ -187,7 +183,12 @@ class FakeGateway:
         """Those that run and have ended."""
         age = self._age()
         running = [line(name, at, age, moved_from=self.moved_from.get(name)) for name, at in self.placed.items()]
-        ended = [ended_line(EndedReport(report, time.monotonic() - then)) for report, then in self.ended.values()]
+        ended = [
+            RequestLine(
+                *(getattr(later(report, time.monotonic() - then), name) for name in RequestLine.__struct_fields__)
+            )
+            for report, then in self.ended.values()
+        ]
         return RequestsFrame(running, [], ended, truncated=False)
 
     def _age(self) -> float:
@@ -205,72 +206,56 @@ class FakeGateway:
         self._serve()
         return web.Response(status=204)
 
-    async def request(self, request: web.Request) -> web.Response:
+    async def explain(self, request: web.Request) -> web.Response:
         self._check(request)
         name = request.match_info["name"]
         if name in self.ended:
             report, then = self.ended[name]
-            return _json(later(report, time.monotonic() - then))
-        if name not in self.placed:
+            report = later(report, time.monotonic() - then)
+        elif name in self.placed:
+            report = self._report(name)
+        else:
             return web.json_response({"error": {"message": f"no request {name} is known"}}, status=404)
-        return _json(self._report(name))
+        return web.json_response({**msgspec.to_builtins(report), "sentences": sentences(report)})
 
     def _report(self, name: str) -> RequestReport:
         """Every second request was preempted for the first one; the others lost what they were to load."""
         age = self._age()
-        lost = (
-            EventReport(age - 0.5, "started over", reason=LENDER_GONE, blocks=19, freed=2)
-            if int(name, 16) % 2
-            else EventReport(age - 0.5, "preempted", reason="decoding sequences need blocks", blocks=19, freed=2)
-        )
-        if lost.kind == "preempted":
-            lost.by, lost.by_key = f"{1:032x}", ""
-        started = EventReport(
-            age - 0.1,
+        lost = Event(0.5, "started over", 0, seconds=0.3, reason=LENDER_GONE, blocks=19, freed=2)
+        if not int(name, 16) % 2:
+            lost.kind, lost.reason, lost.by = (
+                "preempted",
+                "decoding sequences need blocks",
+                RequestName(f"{1:032x}", ""),
+            )
+        started = Event(
+            0.1,
             "started",
+            0,
             method="load",
             device_tokens=32,
+            found_tokens=240,
             loaded_tokens=240,
             source="host",
             predicted_seconds={"load": 0.003, "recompute": 0.02, "both": 0.01},
-            actual_seconds=0.004,
+            seconds=0.004,
         )
-        resumed = EventReport(age - 0.8, "resumed", method="load", device_tokens=272, loaded_tokens=0, source="device")
-        places = [(self.moved_from[name], 0.05), (self.placed[name], 0.9)] if name in self.moved_from else []
-        sequence = SequenceReport(0, "decode", 284, 12, 295, 19, 17, 1, history=[started, lost, resumed])
+        resumed = Event(0.8, "resumed", 0, method="load", device_tokens=272, source="device")
+        at = [(self.moved_from[name], 0.05), (self.placed[name], 0.9)] if name in self.moved_from else []
+        shown = line(name, self.placed[name], age, moved_from=self.moved_from.get(name))
         return RequestReport(
-            request_id=name,
-            client_request_id="",
-            key="",
-            priority=0,
-            arrived_seconds_ago=age,
-            queue_seconds=_WAITED,
-            first_token_seconds=0.3,
-            executors=[ExecutorReport(at, age - then) for at, then in places or [(self.placed[name], 0.05)]],
-            cached_tokens=dict.fromkeys(SOURCES, 0) | {"device": 32, "host": 240},
-            sequences=[sequence],
-            chunks=[ChunkReport(age - 0.1, 8), ChunkReport(age - 0.2, 4)],
-        )
-
-    async def explain(self, request: web.Request) -> web.Response:
-        name, age = request.match_info["name"], self._age()
-        told = Explanation(
-            request_id=name,
-            client_request_id="",
-            key="",
-            state="ended" if name in self.ended else "running",
+            **msgspec.structs.asdict(shown),
             arrived=time.time() - age,
+            state="running",
             total_seconds=age,
-            prompt_tokens=284,
-            output_tokens=12,
-            queue_seconds=_WAITED,
-            first_token_seconds=0.3,
-            cached_tokens={"device": 32, "host": 240},
-            executors=[*self.executors],
+            ended_seconds_ago=None,
+            executors=[Placement(*one) for one in at or [(self.placed[name], 0.05)]],
+            cached_tokens=dict.fromkeys(SOURCES, 0) | {"device": 32, "host": 240},
+            sequences=[SequenceReport(0, "decode", 284, 12, 295, 19, 17, 1)],
+            events=[started, lost, resumed],
+            chunks=[Chunk(0.1, 8), Chunk(0.2, 4)],
             waits={"rows": _WAITED},
         )
-        told.sentences = sentences(told)
-        return _json(told)
 
     async def tokenize(self, _: web.Request) -> web.Response:
         return web.json_response({"tokens": [3, 59, 7], "token_strs": ["<|user|>", "Write", "Ġthis"], "count": 3})

@@ -155,7 +155,9 @@ async def test_a_request_is_found_explained_and_aborted(browser: Browser, gatewa
         await search.press("Enter")
         found = page.page.get_by_role("article", name="The request that was found")
         await expect(found).to_contain_text("because other sequences had all rows of the executor")
-        await expect(found).to_contain_text("240 tokens were in host, these were loaded, predicted 3 ms, took 4 ms")
+        await expect(found).to_contain_text(
+            "240 were loaded from where they lay on the host, which took 4 ms (3 ms had been predicted)"
+        )
         await expect(found).to_contain_text("it let go of 19 blocks")
         await found.get_by_role("button", name="Abort…").click()
         await expect(found).to_contain_text("Its client gets what was generated so far, with the finish reason abort")

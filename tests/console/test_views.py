@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from pagewise_scheduler.core.console.reports import GatewayState
 from pagewise_scheduler.core.requests.timeline import LENDER_GONE
+from pagewise_shared.reports import GatewayState
 from playwright.async_api import Browser, Locator, expect
 
 from tests.console.chromium import Console, console
@@ -113,7 +113,7 @@ async def test_the_mouse_shows_the_block_below_it(browser: Browser, gateway: Fak
         await expect(heading).to_have_text(f"executor-0, device: block {TRUNK}")
         await expect(details).to_contain_text("Statecached")
         await expect(details).to_contain_text(f"Not used for{40 + TRUNK} blocks that came in since")
-        await expect(details).to_contain_text("Price of eviction0.00041")
+        await expect(details).to_contain_text("Price of eviction0.000041")
         await expect(details).to_contain_text(WHY)
         await page.page.mouse.click(*(await _middle(page)))
         await expect(details).to_contain_text("Kept in view")
@@ -146,7 +146,7 @@ async def test_prefixes_tell_who_shares_what_that_saves_and_what_goes_next(
         tree = page.page.get_by_role("article", name="Prefix tree of executor-0")
         (first, second) = await tree.get_by_role("listitem").all_inner_texts()
         assert first == f"block 18 at depth 19, price 0.000041: {WHY}"
-        assert second == f"block 25 at depth 25, price 0.00037: {WHY}"
+        assert second == f"block 25 at depth 25, price 0.000041: {WHY}"
         await expect(tree.locator("rect.s3 title")).to_contain_text("16 blocks at depth 1, held by 6 block tables")
         await expect(tree.locator("rect.s5 title")).to_contain_text("held by 0 block tables; host")
         await tree.get_by_text("The tree as a table").click()
@@ -225,17 +225,17 @@ async def test_a_time_line_names_the_request_that_it_gave_way_to(
     gateway.load(4)
     async with console(browser, url) as page:
         await page.show("requests", id=FIRST)
-        lost = "it let go of 19 blocks, 2 of which became free."
-        event = found(page).get_by_role("listitem").filter(has_text="It was preempted")
+        lost = "it let go of 19 blocks, of which 2 became free"
+        event = found(page).get_by_role("listitem").filter(has_text="it was preempted")
         await expect(event).to_contain_text(
-            f"It was preempted for request {SECOND} (decoding sequences need blocks): {lost}"
+            f"500 ms after its arrival, it was preempted for request {SECOND} (decoding sequences need blocks): {lost}"
         )
         await expect(found(page).locator(".lane .preempted")).to_have_attribute("title", "preempted: 300 ms")
         chunks = found(page).locator(".lane .chunk")
         await expect(chunks.nth(0)).to_have_attribute("title", re.compile("chunk of 8 tokens: "))
         await expect(chunks.nth(1)).to_have_attribute("title", re.compile("chunk of 4 tokens: "))
         await event.get_by_role("link", name=SECOND).click()
-        await expect(found(page)).to_contain_text(f"It started over ({LENDER_GONE}): {lost}")
+        await expect(found(page)).to_contain_text(f"it started over ({LENDER_GONE}): {lost}")
         await expect(found(page)).not_to_contain_text("preempted")
 
 
@@ -264,7 +264,7 @@ async def test_the_time_line_of_a_request_that_has_ended_ends_there(
         heading = found(page).get_by_role("heading", name="Time line")
         await expect(heading).to_contain_text(re.compile(r"Time line 9\.[5-9] s from its arrival to its end"))
         await expect(found(page).locator(".axis span").last).to_have_text(re.compile(r"9\.[5-9] s"))
-        await expect(found(page)).to_contain_text("It ended (length) with 12 tokens.")
+        await expect(found(page)).to_contain_text("It ended with the finish reason length.")
         await expect(page.page.get_by_role("row").filter(has_text="ended: length")).to_have_count(1)
 
 
@@ -278,5 +278,7 @@ async def test_the_list_says_from_where_requests_have_moved(browser: Browser, ga
         gateway.kill("executor-1")
         await expect(rows.filter(has_text="executor-0 moved from executor-1")).to_have_count(1)
         await page.show("requests", id=SECOND)
-        await expect(found(page)).to_contain_text("It was placed on executor-0. It moved there from executor-1.")
+        await expect(found(page)).to_contain_text(
+            "It was placed on executor-1 after 50 ms, then on executor-0 after 900 ms."
+        )
         await expect(found(page).locator(".places .place")).to_have_count(2)

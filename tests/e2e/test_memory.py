@@ -61,10 +61,10 @@ def test_prompts_that_were_evicted_come_back_with_the_same_answer(server: Served
     assert server.metric("recovery_actual_seconds_count") > 0
     assert any("predicted load" in line and "tokens loaded" in line for line in server.output)
     report = get(server, "/debug/requests/" + again[-1]["id"])
-    history = report["sequences"][0]["history"]
-    assert history[0]["kind"] == "started"
-    assert history[0]["predicted_seconds"].keys() == {"load", "recompute", "both"}
-    assert history[0]["actual_seconds"] > 0
+    started = report["events"][0]
+    assert started["kind"] == "started"
+    assert started["predicted_seconds"].keys() == {"load", "recompute", "both"}
+    assert started["seconds"] > 0
     shown = command(server, "pmap", again[-1]["id"])
     assert shown.returncode == 0
     assert "predicted load" in shown.stdout
@@ -81,7 +81,7 @@ def test_debug_memory_adds_up_and_is_bounded(server: Served) -> None:
     assert executor["truncated"] is True
     whole = get(server, "/debug/memory?limit=1000")["executors"][0]
     assert sum(run["num_blocks"] for run in whole["tree"]) == whole["tree_blocks"]
-    assert sum(run["tiers"]["host"] for run in whole["tree"]) == host["used"]
+    assert sum(run["tiers"].get("host", 0) for run in whole["tree"]) == host["used"]
     assert whole["costs"]["token"] > 0
     assert whole["costs"]["tiers"]["host"]["block"] > 0
     endless = f"/debug/memory?limit={'9' * 5000}"
@@ -159,8 +159,8 @@ def test_explain_says_where_a_prefix_was_lost_and_for_whom(server: Served) -> No
     text = " ".join(shown.stdout.split())
     assert all(" ".join(sentence.split()) in text for sentence in told["sentences"])
     # It was in the host, or it was lost: either is named, with the request that it belongs to.
-    lost, recovered = told.get("lost", []), told.get("recoveries", [])
-    assert lost or any(one["source"] == "host" for one in recovered)
+    lost = told.get("lost", [])
+    assert lost or any(one.get("source") == "host" for one in told["events"])
     if lost:
         assert f"were cached by request {cached}" in text
     assert told["client"]["known"]

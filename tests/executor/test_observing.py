@@ -10,11 +10,11 @@ import pytest
 import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
-from pagewise_scheduler.core.inspection import memory_report
-from pagewise_scheduler.core.memory_reports import MemoryReport
+from pagewise_scheduler.core.memory_report import memory_report
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file
+from pagewise_shared.reports import MemoryReport
 
 from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import build_model

@@ -27,12 +27,12 @@ def explain(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     add_url(parser)
     options = parser.parse_args(arguments)
-    told = get(options.url, f"/debug/explain/{urllib.parse.quote(options.request, safe='')}")
+    report = get(options.url, f"/debug/explain/{urllib.parse.quote(options.request, safe='')}")
     if options.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
-    theirs = told.get("client_request_id")
-    print(f"request {told['request_id']}" + (f" ({printable(theirs)})" if theirs else "") + f", {told['state']}")
-    for sentence in told["sentences"]:
+    theirs = report.get("client_request_id")
+    print(f"request {report['request_id']}" + (f" ({printable(theirs)})" if theirs else "") + f", {report['state']}")
+    for sentence in report["sentences"]:
         print(textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    "))
     return 0

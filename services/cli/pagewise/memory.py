@@ -65,11 +65,12 @@ def pmap(arguments: Sequence[str]) -> int:
 
 
 def description(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that tell a request's times, blocks and history. ``report``: what /debug/requests/ID answers."""
+    """Yield the lines about a request's times, blocks and history. ``report``: the answer of /debug/requests/ID."""
     yield from _request_lines(report)
     for sequence in report["sequences"]:
         yield ""
-        yield from _sequence_lines(sequence)
+        own = [event for event in report.get("events", []) if event["sequence"] == sequence["index"]]
+        yield from _sequence_lines(sequence, own, report["arrived_seconds_ago"])
 
 
 def _request_lines(report: dict[str, Any]) -> Iterator[str]:
@@ -80,7 +81,8 @@ def _request_lines(report: dict[str, Any]) -> Iterator[str]:
         f"  arrived {report['arrived_seconds_ago']:.3f} s ago, {_waited(report['queue_seconds'])}, "
         + ("no token yet" if first is None else f"first token after {1e3 * first:.1f} ms")
     )
-    where = [f"{one['executor_id']} {one['seconds_ago']:.3f} s ago" for one in reversed(report["executors"])]
+    age = report["arrived_seconds_ago"]
+    where = [f"{one['executor_id']} {age - one['at']:.3f} s ago" for one in reversed(report["executors"])]
     yield f"  placed on {', before that on '.join(where) or 'no executor'}"
     cached = dict(report["cached_tokens"])
     peer = cached.pop("peer")
@@ -129,7 +131,7 @@ def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
     return f"{total('running'):>6} {total('waiting'):>6}" + "".join(f"{number:>8}" for number in numbers)
 
 
-def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
+def _sequence_lines(sequence: dict[str, Any], events: list[dict[str, Any]], age: float) -> Iterator[str]:
     end = f" ({sequence['finish_reason']})" if sequence.get("finish_reason") else ""
     yield (
         f"sequence {sequence['index']}: {sequence['status']}{end}, "
@@ -137,8 +139,9 @@ def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
         f"{sequence['num_blocks']} blocks, {sequence['shared']} of them shared, "
         f"preempted {sequence['preemptions']} times"
     )
-    for event in sequence.get("history", []):
-        yield "  " + _event(event)
+    for event in events:
+        text = _recovery(event) if "method" in event else _loss(event)
+        yield f"  {age - event['at']:9.3f} s ago  {event['kind']:<10} {text}"
     blocks = sequence.get("blocks", [])
     if blocks:
         yield "   index   block" + "".join(f"{name:>8}" for name in _LOWER_TIERS) + "    held by  hash"
@@ -151,27 +154,22 @@ def _sequence_lines(sequence: dict[str, Any]) -> Iterator[str]:
         yield "  ... (more with --limit)"
 
 
-def _event(event: dict[str, Any]) -> str:
-    ago = f"{event['seconds_ago']:9.3f} s ago  {event['kind']:<10}"
-    return ago + (f" {_loss(event)}" if event["kind"] in ("preempted", "started over") else _recovery(event))
-
-
 def _loss(event: dict[str, Any]) -> str:
-    by = f"for request {event['by']}, " if event.get("by") else ""
-    return f"{by}{event['reason']}: {event['blocks']} blocks, {event['freed']} of them freed"
+    by = f"for request {event['by']['request_id']}, " if event.get("by") else ""
+    return f"{by}{event['reason']}: {event.get('blocks', 0)} blocks, {event.get('freed', 0)} of them freed"
 
 
 def _recovery(event: dict[str, Any]) -> str:
-    text = f"{event['method']}: {event['device_tokens']} tokens on the device"
+    text = f"{event['method']}: {event.get('device_tokens', 0)} tokens on the device"
     if event["source"] != POOL_TIERS[0]:
         peer = event.get("peer") or "another executor"
         places = [peer if source == "peer" else f"the {source}" for source in event.get("sources") or [event["source"]]]
-        text += f", {event['loaded_tokens']} from {' and '.join(places)}"
+        text += f", {event.get('loaded_tokens', 0)} from {' and '.join(places)}"
     if predicted := event.get("predicted_seconds"):
         times = ", ".join(f"{method} {1e3 * seconds:.1f} ms" for method, seconds in predicted.items())
         text += f"; predicted {times}"
-    if (actual := event.get("actual_seconds")) is not None:
-        text += f"; took {1e3 * actual:.1f} ms"
+        if (seconds := event.get("seconds")) is not None:
+            text += f"; took {1e3 * seconds:.1f} ms"
     return text
 
 

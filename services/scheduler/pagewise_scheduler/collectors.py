@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class ExecutorState(NamedTuple):
-    """What one executor does now: its sequences, the blocks of its device, the tasks of its event loop.
+    """The state of one executor: its sequences, the blocks of its device, the tasks of its event loop.
 
     ``fallback``: 1 if it computes by slower kernels than its first choice, or without CUDA graphs, else 0.
     """
@@ -23,22 +23,22 @@ class ExecutorState(NamedTuple):
 
 
 class ExecutorGauges(Collector):
-    """Gauges with the label ``executor``: of those that are there, so that nothing is left of those that have gone."""
+    """Gauges with the label ``executor``, of the connected executors: series of executors that have gone disappear."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._states: dict[str, ExecutorState] = {}
 
     def show(self, executors: Iterable[tuple[str, ExecutorState]]) -> None:
-        """These, by name, are all there are. Two may have the same one: they are added up."""
+        """Show these executors, by name, and no others. The values of two with one name are added up."""
         states: dict[str, ExecutorState] = {}
         for name, state in executors:
             before = states.get(name)
             states[name] = state if before is None else ExecutorState(*map(sum, zip(before, state, strict=True)))
-        self._states = states  # one assignment: whoever collects meanwhile sees the old ones
+        self._states = states  # one assignment: a scrape in another thread sees the old ones or the new ones
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What a scrape gets to see."""
+        """Yield the gauges."""
         running = self._family("requests_running", "Sequences in an executor's running batch.")
         waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
         usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")

@@ -1,11 +1,11 @@
-"""The metrics of all gateways together: of those that are there, and of those that are gone.
+"""The metrics of all gateways together, connected or gone.
 
-Each gateway tells the absolute values of its own. What a counter or a histogram has counted stays counted when its
-gateway is gone: so no sum ever falls, and whoever scrapes any gateway sees everything once.
+Each gateway sends absolute values. Its counters and histograms stay in the sums when it has gone, so no sum ever falls,
+and a scrape of any gateway sees everything once.
 
-A scheduler that is started again counts anew from zero, as Prometheus expects of a process that was started again. What
-gateways had counted before under another scheduler is therefore left out. If it were not, the sum would jump as one
-gateway after the other comes back, and Prometheus would take each jump for new events.
+A scheduler that is started again counts from zero, as Prometheus expects of a process that was started again. Counts of
+gateways from before are therefore left out: else the sum would jump as one gateway after the other comes back, and
+Prometheus would take each jump for new events.
 """
 
 import math
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 _MOST_SAMPLES = 50_000
 _MOST_GONE = 64
-"""Gateways that are gone and might come back; what others have counted is only in the sum."""
+"""Gateways that are gone and might come back; the counts of others are only in the sum."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A sample's name and its labels."""
@@ -47,22 +47,19 @@ _Families = dict[str, _Family]
 
 @dataclass(slots=True)
 class _Source:
-    """What the process of a gateway has told last.
-
-    ``instance``: of the process. ``before``: what it had counted before this scheduler heard of it.
-    """
+    """The last values of a gateway's process, ``instance``. ``before``: its counts from before it joined."""
 
     instance: str
     families: _Families
     before: _Families
 
     def counted(self) -> _Families:
-        """What it has counted under this scheduler, and its gauges."""
+        """Return its counts under this scheduler, and its gauges."""
         return _less(self.families, self.before) if self.before else self.families
 
 
 class GatewayMetrics(Collector):
-    """Adds up what gateways tell. Belongs to the coordinator, which also collects."""
+    """Adds up the metrics of gateways. Belongs to the coordinator, which also collects."""
 
     def __init__(self) -> None:
         self._living: dict[bytes, _Source] = {}
@@ -70,28 +67,28 @@ class GatewayMetrics(Collector):
         self._sum_of_gone: _Families = {}
 
     def take(self, identity: bytes, instance: str, families: Sequence[MetricFamily], *, older: bool = False) -> bool:
-        """The gateway with this connection tells what it has counted so far; False: that makes no sense.
+        """Take the metrics of the gateway with this connection; False: Prometheus would refuse them.
 
         ``instance``: of its process, which may have had other connections. ``older``: it had joined a scheduler before,
         this one or another.
         """
-        told = _understood(families)
-        if told is None:
+        values = _understood(families)
+        if values is None:
             return False
         known = self._living.get(identity) or self._left_behind(instance)
-        before = known.before if known is not None else _counters(told) if older else {}
-        self._living[identity] = _Source(instance, told, before)
+        before = known.before if known is not None else _counters(values) if older else {}
+        self._living[identity] = _Source(instance, values, before)
         return True
 
     def _left_behind(self, instance: str) -> _Source | None:
-        """What a process has told over another connection: one that broke, as this scheduler knows or does not yet."""
+        """The metrics of a process from an earlier connection, whose end this scheduler may not have noticed yet."""
         if (source := self._gone.pop(instance, None)) is not None:
             return source
         another = next((one for one, source in self._living.items() if source.instance == instance), None)
         return self._living.pop(another) if another is not None else None
 
     def gone(self, identity: bytes) -> None:
-        """The gateway with this connection is gone; harmless if it has never told anything."""
+        """Note that the gateway with this connection is gone; harmless if it has sent no metrics."""
         source = self._living.pop(identity, None)
         if source is None:
             return
@@ -101,7 +98,7 @@ class GatewayMetrics(Collector):
             _add(self._sum_of_gone, self._gone.pop(next(iter(self._gone))).counted())
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets to see."""
+        """Yield the sums."""
         total: _Families = {}
         _add(total, self._sum_of_gone)
         for source in (*self._gone.values(), *self._living.values()):
@@ -114,16 +111,16 @@ class GatewayMetrics(Collector):
 
 
 class Merged(Collector):
-    """The metrics of this process and those of the gateways, each family once.
+    """The metrics of this process and of the gateways, each family once.
 
-    What both count is added up; a gauge that both have is this process's.
+    Counters and histograms of both are added up; of a gauge, the value of this process counts.
     """
 
     def __init__(self, own: Collector, gateways: GatewayMetrics) -> None:
         self._own, self._gateways = own, gateways
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets to see."""
+        """Yield each family."""
         theirs = {metric.name: metric for metric in self._gateways.collect()}
         for own in self._own.collect():
             other = theirs.pop(own.name, None)
@@ -149,12 +146,11 @@ def _add(total: _Families, families: _Families) -> None:
 
 
 def _counters(families: _Families) -> _Families:
-    """Those that only ever rise."""
     return {name: family for name, family in families.items() if family.type != "gauge"}
 
 
 def _less(families: _Families, before: _Families) -> _Families:
-    """What was counted since ``before``."""
+    """Counts since ``before``; gauges as they are."""
     nothing = _Family("", "")
     return {
         name: _Family(

@@ -1,9 +1,9 @@
-"""The Prometheus metrics of the scheduler. Gateways have those of HTTP, and latencies as clients see them.
+"""The Prometheus metrics of the scheduler. Gateways count HTTP requests, and latencies as clients see them.
 
-A metric that vLLM has too is called as there, with the prefix ``pagewise_``, so that dashboards can be ported by
-renaming. There is one exception: ``iteration_tokens`` has no ``_total``, because that suffix is for counters, and
-``promtool check metrics`` refuses it on a histogram. Values are summed over executors; those of each executor have
-names that begin with ``executor_``.
+A metric that vLLM has too has vLLM's name behind the prefix ``pagewise_``, so that dashboards are ported by renaming.
+There is one exception: ``iteration_tokens`` has no ``_total``, because that suffix is for counters, and ``promtool
+check metrics`` refuses it on a histogram. Values are summed over executors; names of metrics of each one begin with
+``executor_``.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ MEMORY_EVENTS = tuple(MemoryCounters().by_name())
 """The names of the core's ``MemoryCounters``."""
 
 LOWER_TIERS = POOL_TIERS[1:]
-"""What the tiers below the device are called."""
+"""The names of the tiers below the device."""
 
 REFUSALS = (
     "max_waiting",
@@ -79,11 +79,11 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
-    """All metrics of one scheduler, in a registry of their own, and those that gateways have sent (``gateways``).
+    """All metrics of one scheduler, in a registry of their own, and the metrics of gateways (``gateways``).
 
     The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond;
-    those that are functions return the counter of a label's value.
-    They may be called from any thread. Times are in seconds.
+    attributes that are functions return the counter of a label's value. All may be called from any thread. Times are
+    in seconds.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -137,7 +137,7 @@ class Metrics:
         return self._service_restarts.labels(self.model_name, service)
 
     def service_failing(self, service: str) -> Gauge:
-        """The gauge that tells whether a process of this server keeps failing, by its name."""
+        """The gauge of whether a process of this server keeps failing, by its name."""
         return self._service_failing.labels(self.model_name, service)
 
     def key_requests(self, key: str) -> Counter:
@@ -166,7 +166,7 @@ class Metrics:
         return self._kv_blocks.labels(self.model_name, tier, state)
 
     def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format, including those of the gateways."""
+        """Return all metrics in Prometheus' text format, with the metrics of the gateways."""
         return generate_latest(Merged(self.registry, self.gateways))
 
     def _bind_services(self) -> None:

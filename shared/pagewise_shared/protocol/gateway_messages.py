@@ -266,11 +266,9 @@ class Query(Message, frozen=True):
     """Ask for a report: ``QueryAnswer`` with the same ``number`` answers.
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: the content of every executor's KV
-    memory, lists cut to ``limit``), "request" (JSON: the memory of the request ``argument``, by our id or its client's)
-    or "console" (lines of JSON: the ``view``).
+    memory, lists cut to ``limit``), "request" (JSON: the ``RequestReport`` of the request ``argument``, by our id or its
+    client's) or "console" (lines of JSON: the ``view``).
 
-    ``detail``: "explain" asks instead where the request's time went and where its cached prefix was lost; a scheduler
-    that does not know this reports its memory.
 
     ``key``: restricts the report to this API key's own requests, without block hashes. Empty: everything.
     """
@@ -282,7 +280,6 @@ class Query(Message, frozen=True):
     limit: int = 0
     key: str = ""
     view: ConsoleView | None = None
-    detail: str = ""
 
 
 class AbortRequest(Message, frozen=True):

@@ -4,8 +4,8 @@ back from all of them at once."""
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pagewise_scheduler.core.explanation import explain
-from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_gateway.http.explanation import sentences
+from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
 from pagewise_scheduler.core.routing.policies import cheapest_recovery, look_up
@@ -165,8 +165,8 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     report = one.scheduler.recoveries.reports[-1]
     assert (report.origin, report.loaded_tokens, report.plan.peer) == ("peer", 52, "other")
     assert (predicted.seconds, predicted.start) == (pytest.approx(report.predicted + rest), 60), "as routing saw it"
-    told = explain(request, 0.0, 0.0)
-    assert told.recoveries[-1].sources == ["host", "disk", "peer"]
+    told = request_report(request, one.scheduler, 0.0, 100)
+    assert told.events[-1].sources == ["host", "disk", "peer"]
     assert "on the host and on the disk and at the executor other" in " ".join(sentences(told))
     assert {source: tokens for source, tokens in told.cached_tokens.items() if tokens} == {
         "device": 8, "host": 16, "disk": 16, "peer": 20

@@ -5,11 +5,10 @@ from itertools import count, pairwise
 from typing import Any
 
 import pytest
-from pagewise_scheduler.core.explanation import Explanation, explain, seen_by
-from pagewise_scheduler.core.explanation_text import sentences
+from pagewise_gateway.http.explanation import sentences
 from pagewise_scheduler.core.features.registry import FeatureOptions
-from pagewise_scheduler.core.inspection import request_report
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks, LostRun
+from pagewise_scheduler.core.request_report import request_report, seen_by
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -27,6 +26,7 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
 )
+from pagewise_shared.reports import Event, RequestReport
 from pagewise_shared.sampling import SamplingParams
 
 from tests.core_requests import make_request
@@ -101,14 +101,22 @@ class Player:
         for request in requests:
             request.timeline.ended(self.now)
 
-    def explain(self, request: Request) -> Explanation:
-        told = explain(request, self.now, 0.0, ended=request.finished)
-        told.sentences = sentences(told)
-        return told
+    def explain(self, request: Request) -> RequestReport:
+        return request_report(request, self.scheduler, self.now, 100, ended=request.finished)
 
 
-def text(told: Explanation) -> str:
-    return " ".join(told.sentences)
+def text(told: RequestReport) -> str:
+    return " ".join(sentences(told))
+
+
+def losses(told: RequestReport) -> list[Event]:
+    """The events in which it lost its blocks."""
+    return [one for one in told.events if one.kind in ("preempted", "started over")]
+
+
+def recoveries(told: RequestReport) -> list[Event]:
+    """The events in which it got its KV."""
+    return [one for one in told.events if one.kind in ("started", "resumed")]
 
 
 # ---- where the time went ---------------------------------------------------------------------------------
@@ -260,7 +268,7 @@ def test_preemption_and_by_whom() -> None:
     first, second = player.send(16, 24), player.send(16, 24)
     player.finish(first, second)
     told = player.explain(second)
-    (preempted, *_) = told.preemptions
+    (preempted, *_) = losses(told)
     assert preempted.by is not None
     assert preempted.by.request_id == first.request_id
     assert preempted.seconds is not None
@@ -288,7 +296,7 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     again = player.send(prompt)
     player.finish(again)
     told = player.explain(again)
-    (recovered,) = told.recoveries
+    (recovered,) = recoveries(told)
     assert (recovered.source, recovered.method) == ("host", "load" if mode == "swap" else mode)
     assert (recovered.seconds is not None) or mode == "recompute"
     if mode == "both":
@@ -310,9 +318,9 @@ def test_chunks_of_a_prefill_are_kept_and_bounded() -> None:
     assert [one.tokens for one in chunks] == [32, 32, 32, 4]
     assert chunks[0].time == pytest.approx(100.0)
     assert [later.time - one.time for one, later in pairwise(chunks)][1:] == pytest.approx([STEP, STEP])
-    told = request_report(prompt, player.scheduler, player.now, 100)
+    told = player.explain(prompt)
     assert [one.tokens for one in told.chunks] == [one.tokens for one in chunks]
-    assert [one.seconds_ago for one in told.chunks] == pytest.approx([player.now - one.time for one in chunks])
+    assert [told.arrived + one.at for one in told.chunks] == pytest.approx([one.time for one in chunks])
     long = player.send(1600, 1)
     player.finish(long)
     chunks = long.timeline.chunks
@@ -337,10 +345,10 @@ def test_an_executor_that_lent_blocks_and_is_gone() -> None:
     fetcher.scheduler.peer_lost("node 0")
     fetcher.scheduler.update(result)
     run(fetcher.scheduler, fetcher.executor)
-    told = explain(fetches, 2.0, 0.0, ended=True)
-    (started_over,) = told.preemptions
+    told = request_report(fetches, fetcher.scheduler, 2.0, 100, ended=True)
+    (started_over,) = losses(told)
     assert (started_over.reason, started_over.by) == ("the executor that lent its blocks is gone", None)
-    assert "it started over (the executor that lent its blocks is gone)" in " ".join(sentences(told))
+    assert "it started over (the executor that lent its blocks is gone)" in text(told)
 
 
 def test_a_reset_of_what_runs_and_of_what_waits() -> None:
@@ -356,11 +364,11 @@ def test_a_reset_of_what_runs_and_of_what_waits() -> None:
     player.results.clear()
     player.finish(runs, waits)
     told = player.explain(runs)
-    assert [one.resumed for one in told.recoveries] == [False, True]
+    assert [one.kind == "resumed" for one in recoveries(told)] == [False, True]
     assert "it went on with 0 tokens of KV on the device, and the rest was computed again" in text(told)
     assert "the executor e was reset after an error and lost all KV, which had to be computed again" in text(told)
     told = player.explain(waits)
-    assert [one.resumed for one in told.recoveries] == [False]
+    assert [one.kind == "resumed" for one in recoveries(told)] == [False]
     assert "the executor e was reset after an error, while it waited there; " in text(told)
     assert "again" not in text(told)
 
@@ -381,10 +389,10 @@ def test_a_move_of_what_runs_and_of_what_waits() -> None:
     told = other.explain(runs)
     assert told.decode is not None
     assert told.decode.steps >= 12, "those at both executors"
-    assert [one.resumed for one in told.recoveries][-1]
+    assert [one.kind == "resumed" for one in recoveries(told)][-1]
     assert "it went on with 0 tokens" in text(told)
     told = other.explain(waits)
-    assert [one.resumed for one in told.recoveries] == [False]
+    assert [one.kind == "resumed" for one in recoveries(told)] == [False]
     assert "it moved, because the executor e was stopped: it was placed on f" in text(told)
     assert "again" not in text(told)
 
@@ -538,16 +546,16 @@ def test_a_key_is_told_nothing_of_others() -> None:
     player.finish(again, waits)
     whole = player.explain(again)
     assert whole.lost
-    mine = seen_by(whole, "b")
+    mine = seen_by(whole, "b", {})
     assert mine.lost == []
     assert '"a"' not in str(mine).replace("'", '"')
-    assert seen_by(whole, "a").lost[0].taker is None, "whose allocation it was stays unknown"
+    assert seen_by(whole, "a", {}).lost[0].taker is None, "whose allocation it was stays unknown"
     other = player.send(prompt, key="b", cache_salt="key:b")
     player.finish(other)
     whole = player.explain(other)
     assert whole.other_cache is not None
-    assert seen_by(whole, "c").other_cache is None
-    assert seen_by(whole, "b").other_cache is not None
+    assert seen_by(whole, "c", {}).other_cache is None
+    assert seen_by(whole, "b", {}).other_cache is not None
 
 
 def test_what_was_lost_is_bounded() -> None:

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pagewise_scheduler.core.inspection import request_report
+from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers import recovery as pointers
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
@@ -44,7 +44,7 @@ def test_what_another_executor_holds_is_fetched() -> None:
     again = serve(fetcher, prompt)
     assert fetcher.executor.num_fetched == 12
     assert again.cached_tokens["peer"] == again.num_cached_tokens == 48
-    (began,) = request_report(again, fetcher.scheduler, 0.0, 10).sequences[0].history
+    (began,) = request_report(again, fetcher.scheduler, 0.0, 10).events
     assert (began.method, began.device_tokens, began.loaded_tokens, began.source) == ("load", 0, 48, "peer")
     assert fetcher.executor.num_computed == 2 + 2, "the rest of the prompt, and the outputs"
     assert holder.executor.num_computed == computed

@@ -1,20 +1,20 @@
 """Reports of a request's memory: for whom it was preempted, who may know that, and when it ended."""
 
 import pytest
-from pagewise_scheduler.core.inspection import request_report
-from pagewise_scheduler.core.memory_reports import EventReport, RequestReport, later, shown
+from pagewise_scheduler.core.request_report import later, request_report, seen_by
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.reports import Event, RequestName, RequestReport
 
 from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import executor_for, run
 
 
-def first_loss(report: RequestReport) -> EventReport:
+def first_loss(report: RequestReport) -> Event:
     """The first event in which a sequence lost its blocks."""
-    return next(one for one in report.sequences[0].history if one.reason is not None)
+    return next(one for one in report.events if one.reason is not None)
 
 
 def two_that_decode() -> tuple[Scheduler, list[Request]]:
@@ -32,12 +32,8 @@ def test_a_preemption_names_the_request_that_it_was_for() -> None:
     scheduler, (first, second) = two_that_decode()
     run(scheduler, executor_for(scheduler))
     told = first_loss(request_report(second, scheduler, 9.0, 100))
-    assert (told.kind, told.reason, told.by, told.by_key) == (
-        "preempted",
-        "decoding sequences need blocks",
-        first.request_id,
-        "a",
-    )
+    by = RequestName(first.request_id, "a")
+    assert (told.kind, told.reason, told.by) == ("preempted", "decoding sequences need blocks", by)
 
 
 @pytest.mark.parametrize(("key", "by"), [("", True), ("a", True), ("b", False)])
@@ -45,9 +41,9 @@ def test_who_it_was_is_shown_to_operators_and_to_its_own_key(key: str, by: bool)
     scheduler, (first, second) = two_that_decode()
     run(scheduler, executor_for(scheduler))
     report = request_report(second, scheduler, 9.0, 100)
-    told = first_loss(shown(report, {}, key))
-    assert (told.by, told.by_key) == ((first.request_id, "a") if by else (None, None))
-    assert first_loss(report).by == first.request_id, "the report itself stays"
+    name = RequestName(first.request_id, "a")
+    assert first_loss(seen_by(report, key, {})).by == (name if by else None)
+    assert first_loss(report).by == name, "the report itself stays"
 
 
 @pytest.mark.parametrize("reason", [BLOCKS_CORRUPT, LENDER_GONE])

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pagewise_scheduler.core.inspection import request_report
+from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import make_routing, place
@@ -79,7 +79,7 @@ def test_what_was_computed_outlives_the_executor_that_computed_it(mode: Recovery
     assert again.executor.num_computed == 57 - request.num_cached_tokens
     if mode == "swap":
         assert (request.num_cached_tokens, again.counters["recalled"]) == (48, 12)
-        (began,) = request_report(request, again.scheduler, 0.0, 10).sequences[0].history
+        (began,) = request_report(request, again.scheduler, 0.0, 10).events
         assert (began.method, began.loaded_tokens, began.source) == ("load", 48, "disk")
         assert again.executor.num_written == 2, "what came from there is not written again"
     assert_all_free(again.scheduler)

@@ -329,10 +329,9 @@ class PlayedGateway:
         limit: int = 0,
         key: str = "",
         view: ConsoleView | None = None,
-        detail: str = "",
     ) -> QueryAnswer:
         return await self._answered(
-            lambda number: Query(self.epoch, number, kind, argument, limit, key, view, detail)  # type: ignore[arg-type]
+            lambda number: Query(self.epoch, number, kind, argument, limit, key, view)  # type: ignore[arg-type]
         )
 
     async def end_called(self, name: str) -> bool:

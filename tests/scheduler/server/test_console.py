@@ -47,7 +47,7 @@ async def test_the_fleet_is_told_of(tmp_path: Path) -> None:
             )
             for one in frame["executors"]:
                 assert one["state"] == "ready"
-                assert sum(one["counts"].values()) == one["num_blocks"] == 64
+                assert sum(one["counts"].values()) == one["device"]["num_blocks"] == 64
             for run in runs:
                 await stack.gateway.abort(run)
             await stack.all_free()

@@ -2,15 +2,21 @@
 
 from collections import Counter
 
-from pagewise_scheduler.core.explanation import Explanation
-from pagewise_scheduler.core.memory_reports import RequestReport, SequenceReport
-from pagewise_scheduler.server.ended_requests import EndedRequests, Record
+from pagewise_scheduler.server.ended_requests import EndedRequests
+from pagewise_shared.reports import RequestReport, SequenceReport
 
 
-def record(name: str, key: str, sequences: int = 1) -> Record:
-    outputs = [SequenceReport(index, "finished", 1, 1, 2, 0, 0, 0) for index in range(sequences)]
-    explanation = Explanation(name, "", key, "ended", 0.0, 0.0, 1, 2, None, None, {}, [])
-    return Record(explanation, RequestReport(name, "", key, 0, 0.0, None, None, [], {}, outputs))
+def record(name: str, key: str, sequences: int = 1) -> RequestReport:
+    return RequestReport(
+        *(name, "", key, "", "finished", 1, 2, 0, 0, 0, 0, 0, 0.0, None, None),
+        arrived=0.0,
+        state="ended",
+        total_seconds=0.0,
+        ended_seconds_ago=0.0,
+        executors=[],
+        cached_tokens={},
+        sequences=[SequenceReport(index, "finished", 1, 1, 2, 0, 0, 0) for index in range(sequences)],
+    )
 
 
 def test_a_busy_key_does_not_push_out_what_is_remembered_of_others() -> None:
@@ -45,7 +51,7 @@ def test_requests_of_many_sequences_take_the_place_of_many() -> None:
     for number in range(20):
         recent.add(record(f"wide-{number}", "busy", 5), 2.0)
         recent.add(record(f"narrow-{number}", "busy", 0), 2.0)
-        assert sum(max(1, len(one.record.report.sequences)) for one in recent) <= 8
+        assert sum(max(1, len(one.report.sequences)) for one in recent) <= 8
     assert [one.request_id for one in recent] == ["quiet", "wide-19", "narrow-19"]
     recent.add(record("huge", "other", 64), 3.0)
     assert [one.request_id for one in recent] == ["quiet", "wide-19", "narrow-19", "huge"], "the newest stays"

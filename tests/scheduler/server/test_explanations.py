@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from pagewise_gateway.http.explanation import sentences
 from pagewise_scheduler.server.ended_requests import EndedRequests
 from pagewise_scheduler.server.executor_handle import Life
 from pagewise_shared.protocol import (
@@ -26,6 +27,7 @@ from pagewise_shared.protocol import (
     Welcome,
     encode,
 )
+from pagewise_shared.reports import RequestReport
 
 from tests.scheduler.server.played_gateway import PlayedGateway
 from tests.scheduler.server.stack import (
@@ -44,14 +46,14 @@ from tests.scheduler.server.stack import (
 
 
 async def explained(stack: Stack, name: str, key: str = "") -> dict[str, Any]:
-    answer = await stack.gateway.ask("request", name, key=key, detail="explain")
+    answer = await stack.gateway.ask("request", name, key=key)
     assert answer.found
     told: dict[str, Any] = msgspec.json.decode(answer.body)
     return told
 
 
 def text(told: dict[str, Any]) -> str:
-    return " ".join(told["sentences"])
+    return " ".join(sentences(msgspec.convert(told, RequestReport)))
 
 
 async def play(stack: Stack, raw: RawExecutor, plan: StepPlan | None = None) -> None:
@@ -179,8 +181,8 @@ async def test_a_key_is_told_of_its_own_requests_only(tmp_path: Path) -> None:
         mine = await stack.gateway.submit([9, 2, 3], max_tokens=4, key="b", request_id="b", client_request_id="job")
         await asyncio.gather(mine.result(), *(other.result() for other in others))
         await until(lambda: len(stack.gateways.ended) == 5)
-        assert not (await stack.gateway.ask("request", "a-1", key="b", detail="explain")).found
-        assert not (await stack.gateway.ask("request", "", detail="explain")).found
+        assert not (await stack.gateway.ask("request", "a-1", key="b")).found
+        assert not (await stack.gateway.ask("request", "")).found
         told = await explained(stack, "job", "b")
         assert told["waits"]["rows"] > 0
         assert "a-" not in msgspec.json.encode(told).decode()
@@ -197,7 +199,7 @@ async def test_the_oldest_of_the_busiest_key_are_dropped(tmp_path: Path) -> None
         await until(lambda: not stack.gateway.requests)
         assert len(kept) == 3
         for name, there in (("quiet", True), ("busy-2", False), ("busy-3", True), ("busy-4", True)):
-            assert (await stack.gateway.ask("request", name, detail="explain")).found is there
+            assert (await stack.gateway.ask("request", name)).found is there
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -403,7 +405,7 @@ async def test_a_move_to_an_executor_that_decodes(tmp_path: Path) -> None:
     (move,) = told["moves"]
     assert (move["executor_id"], move["to"], move["reason"]) == ("p", "d", "decode")
     assert 0 <= move["seconds"] < move["next_token_seconds"]
-    assert told["executors"] == ["p", "d"]
+    assert [one["executor_id"] for one in told["executors"]] == ["p", "d"]
     assert "its prompt was computed, and the executor p does not decode: it was placed on d after" in text(told)
     assert "and its next token came after" in text(told)
     assert "it went on with" in text(told)

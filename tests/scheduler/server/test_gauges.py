@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pagewise_executor.simulated import SimulatedRunner
-from pagewise_scheduler.core.inspection import memory_report
+from pagewise_scheduler.core.memory_report import memory_report
 from pagewise_scheduler.server import gauges
 from pagewise_scheduler.server.gauges import refresh_gauges
 from pagewise_shared.config import ExecutorConfig

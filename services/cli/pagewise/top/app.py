@@ -129,7 +129,7 @@ class Top(App[int]):
         self._name_columns()
 
     def action_find(self) -> None:
-        """Ask what to find."""
+        """Open the field for the text to find."""
         find = self.query_one("#find", Input)
         find.display = True
         find.focus()
@@ -159,10 +159,10 @@ class Top(App[int]):
     def _abort(self, request_id: str) -> None:
         try:
             known = abort(self._url, request_id)
-            told = f"{request_id} is aborted" if known else f"{request_id} has ended already"
+            message = f"{request_id} is aborted" if known else f"{request_id} has ended already"
         except UnreachableError as error:
-            told = str(error)
-        self._from_feed(self.notify, told)
+            message = str(error)
+        self._from_feed(self.notify, message)
 
     @work(thread=True, exclusive=True)
     def _read_details(self) -> None:

@@ -1,4 +1,4 @@
-"""The command itself: whether this is a terminal that it can be shown in, and what is missing."""
+"""The command itself, and its checks of the terminal and of the libraries that it needs."""
 
 import argparse
 import importlib.util

@@ -28,7 +28,7 @@ COLUMNS = (
     Column("state", "status"),
     Column("executor", "executor_id"),
     Column("prompt", "prompt_tokens"),
-    Column("cached", "cached_tokens"),
+    Column("cached", "num_cached_tokens"),
     Column("output", "output_tokens"),
     Column("blocks", "blocks"),
     Column("shared", "shared_blocks"),
@@ -55,7 +55,7 @@ def bar(counts: dict[str, int], width: int) -> Text:
 
 
 def legend() -> Text:
-    """Return what the characters of bars mean."""
+    """Return the meaning of the characters of bars."""
     text = Text()
     for _, name, character, colour in STATES:
         text.append(f"{character} ", colour).append(f"{name}  ")
@@ -84,14 +84,14 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
     lines = []
     for one in fleet["executors"]:
         counts = one["counts"]
-        used = one["num_blocks"] - counts["free"]
+        total = one["device"]["num_blocks"]
         head = Text.assemble(
             (f"{one['executor_id'][:24]:<24}", "bold"),
             (f" {one['state']:<9}", "" if one["state"] == "ready" else "bold yellow"),
             f" {one['running']:>4} running {one['waiting']:>4} waiting {one['preemptions']:>5} preempted"
             f" {one['tokens_per_second']:>8,.0f} tokens/s",
         )
-        lines += [head, _tier("device", bar(counts, max(10, width - 34)), used, one["num_blocks"])]
+        lines += [head, _tier("device", bar(counts, max(10, width - 34)), total - counts["free"], total)]
         for name, tier in one["tiers"].items():
             held = {"cached": tier["used"], "free": tier["num_blocks"] - tier["used"]}
             lines.append(_tier(name, bar(held, max(10, width - 34)), tier["used"], tier["num_blocks"]))
@@ -105,7 +105,7 @@ def _tier(name: str, drawn: Text, used: int, total: int) -> Text:
 
 
 def cells(request: dict[str, Any]) -> list[Text]:
-    """Return what the table shows of a request, for each of ``COLUMNS``."""
+    """Return the cells of a request, one for each of ``COLUMNS``."""
     shown = []
     for column in COLUMNS:
         value = request.get(column.field)
@@ -131,7 +131,7 @@ def cells(request: dict[str, Any]) -> list[Text]:
 def chosen(requests: dict[str, Any], wanted: str, column: Column | None, descending: bool) -> list[dict[str, Any]]:
     """Return the requests in which ``wanted`` occurs (ids, key, executor or state), in the order of a column.
 
-    Without a column: those that run, those that wait, and those that have ended.
+    Without a column: running, waiting and ended requests, in this order.
     """
     every = [*requests["running"], *requests["waiting"], *requests["ended"]]
     names = ("request_id", "client_request_id", "key", "executor_id", "status", "finish_reason")
@@ -139,7 +139,7 @@ def chosen(requests: dict[str, Any], wanted: str, column: Column | None, descend
     if column is None:
         return found
     known = [one for one in found if one.get(column.field) is not None]
-    if column.field == "request_id":  # what is shown in this column is the client's own id, if there is one
+    if column.field == "request_id":  # this column shows the client's own id, if there is one
         known.sort(key=lambda one: one.get("client_request_id") or one["request_id"], reverse=descending)
     else:
         known.sort(key=lambda one: one[column.field], reverse=descending)

@@ -200,12 +200,11 @@ class SchedulerClient:
         limit: int = 0,
         key: str = "",
         view: ConsoleView | None = None,
-        detail: str = "",
     ) -> bytes:
         """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
         of JSON for consoles (``view``).
 
-        ``key``: name of the API key whose requests the report may show; empty: all keys. ``detail``: see ``Query``.
+        ``key``: name of the API key whose requests the report may show; empty: all keys.
 
         Raises:
             AdmissionError: no scheduler answers.
@@ -215,7 +214,7 @@ class SchedulerClient:
         if kind == "metrics" and epoch is not None:
             self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
         answer: QueryAnswer = await self._ask(
-            lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view, detail)
+            lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view)
         )
         if not answer.found:
             raise LookupError(argument)

@@ -1,4 +1,4 @@
-"""What the scheduler answers to consoles: what they show, in bounded time, and the abort of a request."""
+"""Answers the views of consoles, in bounded time."""
 
 import heapq
 import time
@@ -13,24 +13,31 @@ from typing import NamedTuple
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
 from pagewise_shared.protocol.gateway_messages import UPDATE_SECONDS
-from pagewise_shared.version import package_version
-
-from pagewise_scheduler.core.console.block_colours import coloured_cells
-from pagewise_scheduler.core.console.block_details import block_details
-from pagewise_scheduler.core.console.block_map import STATES, MapFrame, MarkedBlocks, StateCells, cell_size, packed
-from pagewise_scheduler.core.console.executor_state import link_states
-from pagewise_scheduler.core.console.prefixes import PrefixesFrame, executor_prefixes, saved_blocks
-from pagewise_scheduler.core.console.reports import (
-    EndedReport,
+from pagewise_shared.reports import (
     ExecutorState,
     FleetFrame,
     GatewayState,
+    MapFrame,
+    PrefixesFrame,
     RequestLine,
+    RequestReport,
     RequestsFrame,
     SchedulerState,
 )
-from pagewise_scheduler.core.console.request_lines import ended_line, request_line, request_lines
-from pagewise_scheduler.core.inspection import tier_reports
+from pagewise_shared.version import package_version
+
+from pagewise_scheduler.core.console.block_details import block_details
+from pagewise_scheduler.core.console.block_map import (
+    STATES,
+    MarkedBlocks,
+    StateCells,
+    cell_size,
+    coloured_cells,
+    packed,
+)
+from pagewise_scheduler.core.console.prefixes import executor_prefixes
+from pagewise_scheduler.core.memory_report import executor_report
+from pagewise_scheduler.core.request_report import is_waiting, request_line
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
 from pagewise_scheduler.server.executor_registry import ExecutorRegistry
@@ -41,15 +48,15 @@ from pagewise_scheduler.server.sessions import SILENT_SECONDS, Loss
 _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""
 _MOST_OF_CORE = 0.003
-"""The share of a core that answers may take: if they would take more, those that take the most are made less often."""
+"""The share of a core that answers may take. Beyond it, the views that take the most are made less often."""
 _LONGEST_PAUSE = 10.0
 _GONE_SECONDS = 60.0
 """For how many seconds a gateway that went is shown."""
 _FORGOTTEN_SECONDS = 5.0
-"""A gateway asks for what a console shows at least every two seconds."""
+"""A gateway asks for the views of an open console at least every two seconds."""
 _MOST_VIEWS = 256
 _SEEN_SECONDS = 0.6
-"""For so long copies are shown that were asked for: most take less than the time between two updates."""
+"""A copy is shown for so long after it was asked for: most take less than the time between two updates."""
 _MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 4096
 _MOST_REQUESTS, _MOST_ENDED = 100, 50
 
@@ -73,7 +80,7 @@ _STALE_SECONDS = 30.0
 
 
 class _Sample(NamedTuple):
-    """What an executor had counted at a time. ``hits``: cached tokens by where they lay."""
+    """The counts of an executor at a time. ``hits``: cached tokens by tier."""
 
     time: float
     generated: int
@@ -84,7 +91,7 @@ class _Sample(NamedTuple):
 
 class Rates(NamedTuple):
     """Per second, over the last two seconds. ``prompt_of_last_minute``, ``hits``: prompt tokens of the last minute, and
-    those of them that were found in a cache, by where they lay."""
+    how many of them were found in a cache, by tier."""
 
     tokens: float
     prompt_tokens: float
@@ -94,13 +101,13 @@ class Rates(NamedTuple):
 
 
 class ExecutorRates:
-    """Keeps what one executor had counted during the last minute, as far as somebody asked."""
+    """Keeps the counts of one executor at the updates of the last minute."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
 
     def of(self, executor: ExecutorHandle, now: float) -> Rates:
-        """Its rates at ``now``, in seconds of ``clock``; all of them 0 the first time."""
+        """Return its rates at ``now``, in seconds of ``clock``; all of them 0 the first time."""
         latest = _sample(executor, now)
         samples = self._samples
         if samples and now - samples[-1].time > _STALE_SECONDS:
@@ -135,8 +142,10 @@ def _sample(executor: ExecutorHandle, now: float) -> _Sample:
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer, when it was made, when it was last asked for, and how many seconds making it and the answer before it
-    took. The shorter of the two times counts, because a garbage collection may have been part of the longer one."""
+    """An answer, when it was made and last asked for, and how many seconds it and the answer before it took to make.
+
+    The shorter of the two times counts, because a garbage collection may have been part of the longer one.
+    """
 
     body: bytes | None
     time: float
@@ -155,7 +164,7 @@ def _load(view: ConsoleView, answer: _Answer) -> float:
 
 
 def fair_share(loads: Iterable[float], most: float) -> float:
-    """What each load may be at most, so that all of them together are not more than ``most``: max-min fairness."""
+    """Return the most that each load may be so that their sum is at most ``most``, by max-min fairness."""
     ordered, left = sorted(loads), most
     for position, load in enumerate(ordered):
         share = left / (len(ordered) - position)
@@ -166,12 +175,12 @@ def fair_share(loads: Iterable[float], most: float) -> float:
 
 
 class Console:
-    """Answers what gateways ask for their consoles.
+    """Answers the views that gateways ask for.
 
-    Gateways ask a few times a second. All that ask for the same view within a time get the same answer. If all answers
-    together would take more than ``_MOST_OF_CORE`` of a core, whatever there is to show, the views that take the most
-    share equally what the others leave of it, and are made as much less often, but every ten seconds. The others go on
-    as before. The first answer for a view is made at once.
+    Gateways ask a few times a second. Gateways that ask for the same view within a time get the same answer. If all
+    answers together would take more than ``_MOST_OF_CORE`` of a core, the views that take the most share the rest of it
+    equally, and are made less often, but at least every ten seconds. The others are made as before. The first answer
+    for a view is made at once.
     """
 
     def __init__(
@@ -183,7 +192,7 @@ class Console:
         *,
         shows_text: bool,
     ) -> None:
-        """``shows_text``: gateways get the tokens of cached blocks, which are those of all clients' prompts."""
+        """``shows_text``: gateways get the tokens of cached blocks, which come from the prompts of all clients."""
         self._model_name, self._shows_text = model_name, shows_text
         self._executor_registry = executor_registry
         self._router = router
@@ -196,13 +205,13 @@ class Console:
         self._ended: dict[tuple[str, float], RequestLine] = {}
 
     def answer(self, view: ConsoleView) -> bytes | None:
-        """What a view shows: lines of JSON, or None if there is no such thing."""
+        """Return the content of a view as lines of JSON, None if there is no such executor, tier or block."""
         now = clock()
         self._forget(now)
         known = self._answers.pop(view, None)
         if known is not None and now < known.time + self._pause(view, known):
             known.asked = now
-            self._answers[view] = known  # what was asked for last comes last
+            self._answers[view] = known  # in the order in which they were asked for
             return known.body
         began = time.thread_time()
         body = self._make(view, now, known)
@@ -222,7 +231,7 @@ class Console:
         return min(max(shared, answer.seconds / self._share), _LONGEST_PAUSE)
 
     def _forget(self, now: float) -> None:
-        """Forget what nobody has asked for lately."""
+        """Forget answers that no gateway has asked for lately."""
         number = len(self._answers)
         while self._answers:
             oldest = next(iter(self._answers))
@@ -345,7 +354,7 @@ class Console:
         )
 
     def _gateway_states(self, now: float) -> list[GatewayState]:
-        """Those that are in, and those that went a moment ago and have not come back under their name."""
+        """Gateways that are connected, or that left a moment ago and have not come back under their name."""
         states = [
             GatewayState(
                 one.name,
@@ -378,31 +387,36 @@ class Console:
     # ---- requests ------------------------------------------------------------------------------------
 
     def _requests_frame(self, now: float) -> RequestsFrame:
+        """At most ``_MOST_REQUESTS`` that run and as many that wait are looked at, executor by executor."""
         running: list[RequestLine] = []
-        waiting = [request_line("", live, None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
-        truncated = len(waiting) < len(self._router.unplaced)
+        waiting = [request_line(live, "", None, now) for live in islice(self._router.unplaced, _MOST_REQUESTS)]
+        number = len(self._router.unplaced)
         for executor in self._executor_registry.executors:
-            room = _MOST_REQUESTS - min(len(running), len(waiting))
-            run, wait, more = request_lines(executor.executor_id, executor.scheduler, now, max(1, room))
-            running += run
-            waiting += wait
-            truncated |= more
-        truncated |= max(len(running), len(waiting)) > _MOST_REQUESTS
-        return RequestsFrame(running[:_MOST_REQUESTS], waiting[:_MOST_REQUESTS], self._ended_lines(now), truncated)
+            pool, requests = executor.scheduler.kv.pool, executor.scheduler.requests
+            number += len(requests)
+            for request in requests:
+                lines = waiting if is_waiting(request) else running
+                if len(lines) < _MOST_REQUESTS:
+                    lines.append(request_line(request, executor.executor_id, pool, now))
+                elif min(len(running), len(waiting)) >= _MOST_REQUESTS:
+                    break
+        return RequestsFrame(running, waiting, self._ended_lines(now), len(running) + len(waiting) < number)
 
     def _ended_lines(self, now: float) -> list[RequestLine]:
-        """The requests that ended last. What was made of them is kept until the next time: nothing of it changes but
-        how long ago it was."""
+        """The requests that ended last. A line is kept until the next time: only its age changes."""
         latest = heapq.nlargest(_MOST_ENDED, self._gateways.ended.latest(_MOST_ENDED), key=lambda ended: ended.time)
         known, self._ended = self._ended, {}
-        lines = []
         for ended in latest:
             key = ended.request_id, ended.time
-            line = known.get(key) or ended_line(EndedReport(ended.record.report, 0.0))
-            self._ended[key] = line
-            ago = round(line.arrived_seconds_ago + now - ended.time, 3)
-            lines.append(msgspec.structs.replace(line, arrived_seconds_ago=ago))
-        return lines
+            self._ended[key] = known.get(key) or _line_of(ended.report)
+        return [
+            msgspec.structs.replace(line, arrived_seconds_ago=round(line.arrived_seconds_ago + now - time, 3))
+            for (_, time), line in self._ended.items()
+        ]
+
+
+def _line_of(report: RequestReport) -> RequestLine:
+    return RequestLine(*(getattr(report, name) for name in RequestLine.__struct_fields__))
 
 
 def _tier(executor: ExecutorHandle, name: str) -> Pool | None:
@@ -418,24 +432,14 @@ def _hit_rate(rates: list[Rates]) -> dict[str, float]:
 
 
 def _executor_state(executor: ExecutorHandle, rates: Rates, names: dict[str, str], now: float) -> ExecutorState:
-    scheduler, hello = executor.scheduler, executor.hello
-    pool = scheduler.kv.pool
+    scheduler, pool = executor.scheduler, executor.scheduler.kv.pool
     return ExecutorState(
-        executor.executor_id,
-        _STATES[executor.life],
-        hello.role,
-        scheduler.kv.block_size,
-        hello.bytes_per_block,
-        pool.num_blocks,
-        MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
-        tier_reports(scheduler),
-        scheduler.num_running,
-        scheduler.num_waiting,
-        scheduler.num_preemptions,
-        rates.tokens,
-        rates.events,
-        round(scheduler.costs.prefill.error, 4),
-        link_states(scheduler, names),
-        saved_blocks(scheduler),
-        _hit_rate([rates]),
+        **msgspec.structs.asdict(executor_report(executor.executor_id, scheduler, names)),
+        state=_STATES[executor.life],
+        role=executor.hello.role,
+        bytes_per_block=executor.hello.bytes_per_block,
+        counts=MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
+        tokens_per_second=rates.tokens,
+        rates=rates.events,
+        hit_rate=_hit_rate([rates]),
     )

@@ -1,4 +1,4 @@
-"""Keeps a record of requests that have ended, so that a busy API key does not push out those of others."""
+"""Keeps the reports of ended requests, so that a busy API key does not push out the reports of other keys."""
 
 import logging
 import time
@@ -10,12 +10,10 @@ from time import monotonic as clock
 from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct
 from pagewise_shared.logs import BoundedLog
+from pagewise_shared.reports import RequestReport
 
-from pagewise_scheduler.core.explanation import Explanation, explain
-from pagewise_scheduler.core.inspection import request_report, unplaced_report
-from pagewise_scheduler.core.memory_reports import RequestReport
+from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.request_names import RequestNames
 
@@ -24,24 +22,17 @@ log = logging.getLogger(__name__)
 MOST_SEQUENCES = 2048
 """Sequences of all requests that are remembered, over all API keys and executors."""
 _LISTED = 64
-"""Sequences of one request, and events of each, that its record lists."""
-
-
-class Record(Struct):
-    """Where the time of a request went, and what it held, at its end."""
-
-    explanation: Explanation
-    report: RequestReport
+"""Sequences, blocks and events that the report of one request lists."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Record).decode
+_decode = msgspec.msgpack.Decoder(RequestReport).decode
 
 
 class EndedRequest(NamedTuple):
     """A request that has ended at ``time``, in seconds of ``clock``.
 
-    ``packed``: its record as msgpack, which takes a fraction of the memory. ``num_sequences``: in the record; one
+    ``packed``: its report as msgpack, which takes a fraction of the memory. ``num_sequences``: in the report; a report
     without any counts as one, because it takes memory as well.
     """
 
@@ -52,8 +43,8 @@ class EndedRequest(NamedTuple):
     packed: bytes
 
     @property
-    def record(self) -> Record:
-        """The record, unpacked."""
+    def report(self) -> RequestReport:
+        """The report, unpacked."""
         return _decode(self.packed)
 
 
@@ -61,7 +52,7 @@ class EndedRequests:
     """Keeps at most ``most`` sequences in all, or more if the newest request alone has more.
 
     Beyond that, the oldest requests of the key that has the most sequences are dropped. Sequences are counted, not
-    requests, because a record takes memory for each of them.
+    requests, because a report takes memory for each of them.
     """
 
     def __init__(self, most: int = MOST_SEQUENCES) -> None:
@@ -72,28 +63,22 @@ class EndedRequests:
         self._names: RequestNames[EndedRequest] = RequestNames()
 
     def ended(self, live: ClientRequest) -> None:
-        """Keep the record of a request of which nothing runs any more, and which still has its sequences.
+        """Keep the report of a request of which nothing runs any more, and which still has its sequences.
 
-        The request ends whatever happens here: an error is logged, and there is no record of it then.
+        The request ends even if that fails: the error is logged, and there is no report of it then.
         """
         try:
-            now = clock()
-            if live.executor is None:
-                report = unplaced_report(live, now)
-            else:
-                report = request_report(live, live.executor.scheduler, now, _LISTED)
-            report.ended_seconds_ago = 0.0
-            self.add(Record(explain(live, now, time.time() - now, ended=True), report), now)
+            now, scheduler = clock(), live.executor.scheduler if live.executor is not None else None
+            self.add(request_report(live, scheduler, now, _LISTED, time.time() - now, ended=True), now)
         except Exception:
             self._complaints.warning("request %s cannot be explained: %s", live.request_id, traceback.format_exc())
 
-    def add(self, record: Record, now: float) -> None:
-        """Keep a record that was made at ``now``, in seconds of ``clock``."""
-        report = record.report
+    def add(self, report: RequestReport, now: float) -> None:
+        """Keep a report that was made at ``now``, in seconds of ``clock``."""
         name, key, size = report.request_id, report.key, max(1, len(report.sequences))
         if name in self._of_keys.get(key, ()):
             self._drop(key, name)
-        ended = EndedRequest(name, key, size, now, _encode(record))
+        ended = EndedRequest(name, key, size, now, _encode(report))
         self._of_keys.setdefault(key, OrderedDict())[name] = ended
         self._names.add(ended, report.client_request_id, key, now - report.arrived_seconds_ago)
         self._sequences[key] += size
@@ -120,10 +105,10 @@ class EndedRequests:
             yield from own.values()
 
     def latest(self, most: int) -> Iterator[EndedRequest]:
-        """The last ``most`` of each key, the newest first: those that ended last are among them."""
+        """Yield the last ``most`` of each key, the newest first: the last ``most`` of all are among them."""
         for own in self._of_keys.values():
             yield from islice(reversed(own.values()), most)
 
     def newest(self, name: str, key: str) -> EndedRequest | None:
-        """The newest request that is called so, by our id or its client's; None: there is none for this key to see."""
+        """Return the newest request with this id, ours or its client's; None: there is none that this key may see."""
         return self._names.newest(name, key)

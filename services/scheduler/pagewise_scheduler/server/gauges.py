@@ -19,7 +19,7 @@ _SECONDS = 1.0
 
 
 class Gauges:
-    """Refreshes the gauges. Requests are served whether that works or not."""
+    """Refreshes the gauges. Requests are served even if that fails."""
 
     def __init__(self, router: Router, metrics: Metrics) -> None:
         self._router = router
@@ -28,7 +28,7 @@ class Gauges:
         self._refreshed = float("-inf")
 
     def refresh(self, now: float) -> None:
-        """Show what is the case now, if a second has passed since the last time. ``now``: seconds."""
+        """Set all gauges, if a second has passed since the last time. ``now``: seconds."""
         if now - self._refreshed < _SECONDS:
             return
         self._refreshed = now

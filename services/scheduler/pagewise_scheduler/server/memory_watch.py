@@ -1,4 +1,4 @@
-"""Turns what an executor's scheduler has counted and decided into metrics and log lines."""
+"""Turns the counts and the recoveries of an executor's scheduler into metrics and log lines."""
 
 import logging
 from collections import Counter
@@ -12,10 +12,10 @@ log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Looks at one scheduler every so often, and reports what is new.
+    """Reports the changes of one scheduler when it is asked to.
 
-    ``num_generated``: tokens generated, which its executor counts. ``cached_tokens``: those found in caches, by where
-    they lay (``SOURCES``).
+    ``num_generated``: tokens generated, which its executor handle counts. ``cached_tokens``: found in caches, by tier
+    (``SOURCES``).
     """
 
     def __init__(self, executor_id: str, scheduler: Scheduler, metrics: Metrics, bytes_per_block: int) -> None:

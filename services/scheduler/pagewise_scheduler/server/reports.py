@@ -1,4 +1,4 @@
-"""Answers the queries of gateways: metrics, the content of the KV memory, and where the time of requests went."""
+"""Answers the queries of gateways: metrics, the content of the KV memory, and the reports of requests."""
 
 import time
 from collections.abc import Sequence
@@ -6,13 +6,11 @@ from time import monotonic as clock
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 from pagewise_shared.protocol import Query
+from pagewise_shared.reports import MemoryReport
 
-from pagewise_scheduler.core.explanation import explain, seen_by
-from pagewise_scheduler.core.explanation_text import sentences
-from pagewise_scheduler.core.inspection import memory_report, request_report, unplaced_report
-from pagewise_scheduler.core.memory_reports import MemoryReport, later, shown
+from pagewise_scheduler.core.memory_report import memory_report
+from pagewise_scheduler.core.request_report import later, request_report, seen_by
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.console import Console
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
@@ -30,7 +28,7 @@ class MemoryReports(Struct):
 def answer(
     query: Query, executors: Sequence[ExecutorHandle], gateways: Gateways, metrics: Metrics, console: Console
 ) -> bytes | None:
-    """The body of the answer, None if what is asked for is not known, or not shown to the query's key."""
+    """Return the body of the answer, None if the subject is not known, or not shown to the query's key."""
     if query.key and query.kind != "request":
         return None
     limit = min(query.limit, MOST) if query.limit > 0 else DEFAULT_LIMIT
@@ -42,48 +40,21 @@ def answer(
             return msgspec.json.encode(MemoryReports(reports))
         case "console":
             return console.answer(query.view) if query.view is not None else None
-        case "request" if not query.argument:
-            return None
-        case "request" if query.detail == "explain":
-            return _explained(query, executors, gateways)
         case "request":
-            return _held(query, executors, gateways, limit)
+            return _request(query, executors, gateways, limit) if query.argument else None
 
 
-def _explained(query: Query, executors: Sequence[ExecutorHandle], gateways: Gateways) -> bytes | None:
-    """Where the time of a request went. Its client may have given several requests one id, which then means the newest,
-    after our own ids."""
+def _request(query: Query, executors: Sequence[ExecutorHandle], gateways: Gateways, limit: int) -> bytes | None:
+    """The report of a request. Its client may have given several requests one id, which then means the newest, after
+    our own ids."""
     now, name, key = clock(), query.argument, query.key
     live, ended = gateways.names.newest(name, key), gateways.ended.newest(name, key)
-    found = [] if live is None else [explain(live, now, time.time() - now)]
-    found += [] if ended is None else [ended.record.explanation]
-    if not found:
-        return None
-    told = min(found, key=lambda one: (one.request_id != name, -one.arrived))
-    if key:
-        told = seen_by(told, key)
-    names = _names(executors)
-    told.recoveries = [replace(one, peer=names.get(one.peer or "")) for one in told.recoveries]
-    told.sentences = sentences(told)
-    return msgspec.json.encode(told)
-
-
-def _held(query: Query, executors: Sequence[ExecutorHandle], gateways: Gateways, limit: int) -> bytes | None:
-    """What a request holds, at most ``limit`` of each list; found by its name as in ``_explained``."""
-    now, name, key = clock(), query.argument, query.key
-    live, ended = gateways.names.newest(name, key), gateways.ended.newest(name, key)
-    found = [] if ended is None else [later(ended.record.report, now - ended.time)]
+    found = [] if ended is None else [later(ended.report, now - ended.time)]
     if live is not None:
-        executor = next((one for one in executors if one.serves(live)), None)
-        found.append(
-            unplaced_report(live, now) if executor is None else request_report(live, executor.scheduler, now, limit)
-        )
+        scheduler = next((one.scheduler for one in executors if one.serves(live)), None)
+        found.append(request_report(live, scheduler, now, limit, time.time() - now))
     if not found:
         return None
-    report = min(found, key=lambda report: (report.request_id != name, report.arrived_seconds_ago))
-    return msgspec.json.encode(shown(report, _names(executors), key))
-
-
-def _names(executors: Sequence[ExecutorHandle]) -> dict[str, str]:
-    """The executors' names by their block endpoints."""
-    return {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
+    report = min(found, key=lambda one: (one.request_id != name, one.arrived_seconds_ago))
+    names = {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
+    return msgspec.json.encode(seen_by(report, key, names))

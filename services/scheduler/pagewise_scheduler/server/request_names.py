@@ -1,4 +1,4 @@
-"""Finds requests by their names, however many there are: our own ids, and those that clients have given."""
+"""Finds requests by our own ids and by the ids that clients have given, fast however many requests there are."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection

@@ -1,26 +1,25 @@
-"""The scheduler's part of a request's trace, made when the request has ended, from what is known of it by then.
+"""The scheduler's part of a request's trace, made from the facts about the request when it has ended.
 
-Executors send no traces. What they do for a request is known here, also if they die in it: so the span of an executor
-is made here, under the executor's name.
+Executors send no traces. Their work for a request is known here, also if they die in it: so the span of an executor is
+made here, under the executor's name.
 """
 
 import logging
 import traceback
-from collections.abc import Iterator
 from math import isnan
 
 from opentelemetry.trace import Span, Status, StatusCode
 from pagewise_shared.logs import BoundedLog
+from pagewise_shared.reports import Event
 from pagewise_shared.tracing import Attributes, Tracing, child_context, wall_ns
 
-from pagewise_scheduler.core.requests.request import Preempted, Request
-from pagewise_scheduler.core.tiers.recovery_plan import Recovery
+from pagewise_scheduler.core.request_report import request_events
 from pagewise_scheduler.server.client_request import ClientRequest
 
 log = logging.getLogger(__name__)
 
 _MOST_SEQUENCES = 8
-"""Sequences of a request whose recoveries and preemptions are told."""
+"""Sequences of a request whose recoveries and preemptions a trace has."""
 
 
 class RequestTraces:
@@ -31,7 +30,7 @@ class RequestTraces:
         self._complaints = BoundedLog(log)
 
     def ended(self, live: ClientRequest, now: float) -> None:
-        """Make the spans of one prompt, whose sequences are still there. A request ends whether that works or not.
+        """Make the spans of one prompt, whose sequences are still there. The request ends even if that fails.
 
         ``now``: seconds of ``clock``.
         """
@@ -66,14 +65,18 @@ class RequestTraces:
             )
         if first < now:
             tracing.span("decode", here, first, now, {"gen_ai.usage.output_tokens": request.num_generated_tokens})
-        for began, ended, attributes in _recoveries(request, now):
-            tracing.span("recovery", here, began, ended, attributes)
+        events = [one for one in request_events(request) if one.sequence < _MOST_SEQUENCES]
+        for event in events:
+            if event.method not in (None, "device"):
+                began = request.arrival_time + event.at
+                ended = now if event.seconds is None else began + event.seconds
+                tracing.span("recovery", here, began, ended, _recovery(event))
         for index, (began, executor_id) in enumerate(request.executors):
             ended = request.executors[index + 1][0] if index + 1 < len(request.executors) else now
             attributes = {"pagewise.executor.id": executor_id, "pagewise.reported_by": "scheduler"}
             tracer = tracing.tracer("pagewise-executor", executor_id)
             tracing.span("executor", here, began, ended, attributes, tracer)
-        _tell_events(whole, request)
+        _add_events(whole, request, events)
         if request.failure:
             whole.set_status(Status(StatusCode.ERROR, request.failure))
         whole.end(wall_ns(now))
@@ -116,40 +119,28 @@ def _attributes(request: ClientRequest, now: float) -> Attributes:
     return found
 
 
-def _recoveries(request: Request, now: float) -> Iterator[tuple[float, float, Attributes]]:
-    """When KV was recovered that was not on the device, and how."""
-    for sequence in request.sequences[:_MOST_SEQUENCES]:
-        for event in sequence.history:
-            if not isinstance(event, Recovery) or event.method == "device":
-                continue
-            attributes: dict[str, str | bool | int | float] = {
-                "pagewise.recovery.method": event.method,
-                "pagewise.recovery.source": event.origin,
-                "pagewise.recovery.resumed": event.resumed,
-                "pagewise.recovery.device_tokens": event.device_tokens,
-                "pagewise.recovery.loaded_tokens": event.loaded_tokens,
-                "pagewise.recovery.predicted_seconds": event.predicted,
-                "pagewise.recovery.complete": not isnan(event.ended),
-                "pagewise.sequence": sequence.index,
-            }
-            yield event.began, now if isnan(event.ended) else event.ended, attributes
+def _recovery(event: Event) -> Attributes:
+    """How KV was recovered that was not on the device."""
+    return {
+        "pagewise.recovery.method": event.method or "",
+        "pagewise.recovery.source": event.source or "",
+        "pagewise.recovery.resumed": event.kind == "resumed",
+        "pagewise.recovery.device_tokens": event.device_tokens,
+        "pagewise.recovery.loaded_tokens": event.loaded_tokens,
+        "pagewise.recovery.predicted_seconds": event.predicted_seconds.get(event.method or "", 0.0),
+        "pagewise.recovery.complete": event.seconds is not None,
+        "pagewise.sequence": event.sequence,
+    }
 
 
-def _tell_events(span: Span, request: Request) -> None:
-    """Add what happened to a request as events."""
-    for sequence in request.sequences[:_MOST_SEQUENCES]:
-        for event in sequence.history:
-            if isinstance(event, Preempted):
-                attributes: dict[str, str | int] = {
-                    "reason": event.reason,
-                    "blocks": event.blocks,
-                    "freed_blocks": event.freed,
-                    "pagewise.sequence": sequence.index,
-                }
-                span.add_event("preempted", attributes, wall_ns(event.time))
-            elif isinstance(event, Recovery):
-                name = "resumed" if event.resumed else "started"
-                tokens = {"device_tokens": event.device_tokens, "pagewise.sequence": sequence.index}
-                span.add_event(name, tokens, wall_ns(event.began))
+def _add_events(span: Span, request: ClientRequest, events: list[Event]) -> None:
+    for event in events:
+        attributes: dict[str, str | int] = {"pagewise.sequence": event.sequence}
+        if event.reason is not None:
+            attributes |= {"reason": event.reason, "blocks": event.blocks, "freed_blocks": event.freed}
+        else:
+            attributes["device_tokens"] = event.device_tokens
+        name = "preempted" if event.reason is not None else event.kind
+        span.add_event(name, attributes, wall_ns(request.arrival_time + event.at))
     for (_, left), (when, taken) in zip(request.executors, request.executors[1:], strict=False):
         span.add_event("moved", {"from": left, "to": taken}, wall_ns(when))

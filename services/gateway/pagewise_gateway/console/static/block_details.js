@@ -72,7 +72,7 @@ function Known({ block, error }) {
       ${block.tokens !== undefined && html`<dt>Tokens</dt><dd>${num(block.tokens)}</dd>`}
       ${block.price !== undefined && block.price !== null && html`<dt>Price of eviction</dt><dd>${priceOf(block.price)}</dd>`}
       ${block.unused_for > 0 && html`<dt>Not used for</dt><dd>${count(block.unused_for, "block")} that came in since</dd>`}
-      ${block.why && html`<dt>Why it stays or goes</dt><dd>${block.why}</dd>`}
+      ${block.price !== undefined && html`<dt>Why it stays or goes</dt><dd>${whyOf(block)}</dd>`}
       ${copies.length > 0 && html`<dt>Copies here</dt><dd>${copies.map(([tier, id]) => `${tier} ${id}`).join(", ")}</dd>`}
       ${block.elsewhere?.length > 0 &&
       html`<dt>Elsewhere</dt><dd>${block.elsewhere.map((each) => `${each.executor_id} ${each.tier} ${each.block}`).join(", ")}</dd>`}
@@ -84,6 +84,13 @@ function Known({ block, error }) {
         </dd>`}
     </dl>
     ${block.text && html`<h3>Text</h3><pre class="block-text" tabindex="0">${block.text}</pre>`}`;
+}
+
+/** Why a block that may be evicted has its price. */
+export function whyOf({ price, probability }) {
+  if (probability === undefined || probability === null) return "it has not been used for the longest time";
+  const saved = Number((1e6 * price).toPrecision(3));
+  return `it is used again with a probability of ${Math.round(100 * probability)}%, and keeping it saves ${saved} microseconds of recovery for each block that comes in: less than keeping another one`;
 }
 
 /** What evicting a block is expected to cost: two digits are as many as it is known to. */

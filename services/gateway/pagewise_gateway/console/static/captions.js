@@ -56,7 +56,7 @@ function pressure(store) {
   const demoted = store.lastMinute("demoted");
   const dropped = store.lastMinute("dropped");
   const evicted = Math.max(store.lastMinute("evicted"), demoted + dropped);
-  const preemptions = store.preemptions.total(store.now);
+  const preemptions = store.lastMinute("preemptions");
   const preempted = preemptions >= 1 ? ` ${count(Math.round(preemptions), "sequence")} had to give way (preempted).` : "";
   const { total, free } = pools(store.fleet);
   const full = total ? 1 - free / total : 0;
@@ -110,7 +110,7 @@ export function pools(fleet) {
   const sum = { total: 0, free: 0, cached: 0, inUse: 0, saved: 0, savedBytes: 0 };
   for (const executor of fleet?.executors ?? []) {
     const { counts = {} } = executor;
-    sum.total += executor.num_blocks;
+    sum.total += executor.device.num_blocks;
     sum.free += counts.free ?? 0;
     sum.cached += counts.cached ?? 0;
     sum.inUse += (counts.in_use ?? 0) + (counts.lent ?? 0) + (counts.copying ?? 0);

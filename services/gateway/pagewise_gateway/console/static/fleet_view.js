@@ -17,7 +17,7 @@ export function FleetView({ store }) {
       <h2 class="section">Executors</h2>
       <div class="cards">
         ${fleet.executors.map(
-          (each) => html`<${Executor} key=${each.executor_id} executor=${each} tokens=${store.executorTokens.get(each.executor_id)?.values() ?? []} />`,
+          (each) => html`<${Executor} key=${each.executor_id} executor=${each} tokens=${store.samples.get(each.executor_id).map((sample) => sample.tokens)} />`,
         )}
         ${gone.map((name) => html`<${Gone} key=${name} name=${name} />`)}
         ${!fleet.executors.length && !gone.length && html`<div class="panel"><${Empty}>No executor has joined.<//></div>`}
@@ -45,7 +45,7 @@ function Scheduler({ scheduler, store, model }) {
     <h2>Scheduler <small>${model}</small></h2>
     <dl class="numbers">
       <${Fact} name="Up for" value=${seconds(scheduler.uptime_seconds)}><small>version ${scheduler.version}</small><//>
-      <${Fact} name="Tokens per second" value=${num(scheduler.tokens_per_second)}><${Spark} values=${store.tokens.values()} /><//>
+      <${Fact} name="Tokens per second" value=${num(scheduler.tokens_per_second)}><${Spark} values=${store.tokens} /><//>
       <${Fact} name="Prompt tokens per second" value=${num(scheduler.prompt_tokens_per_second)} />
       <${Fact} name="Requests" value=${num(scheduler.requests_running)}>
         <small>running, ${num(scheduler.requests_waiting)} waiting${scheduler.unplaced ? `, ${num(scheduler.unplaced)} of them not placed` : ""}</small>
@@ -61,7 +61,8 @@ function Scheduler({ scheduler, store, model }) {
 const shares = (tiers) => tiers.filter(({ value }) => value > 0).map(({ label, value }) => `${label} ${percent(value)}`).join(", ");
 
 function Executor({ executor, tokens }) {
-  const { executor_id: name, state, role, running, waiting, counts = {}, num_blocks: blocks, tiers = {}, preemptions } = executor;
+  const { executor_id: name, state, role, running, waiting, counts = {}, device, tiers = {}, preemptions } = executor;
+  const blocks = device.num_blocks;
   return html`<article class="panel card" aria-label=${name}>
     <h3><a href=${href("memory", { executor: name })}>${name}</a> <${State} value=${state} />${role && role !== "both" ? html` <small>${role}</small>` : ""}</h3>
     <p class="big">${num(executor.tokens_per_second)} <small>tokens/s</small></p>
@@ -84,7 +85,7 @@ function Executor({ executor, tokens }) {
       <dt>Preemptions</dt>
       <dd>${num(preemptions)}</dd>
       <dt>Prediction error</dt>
-      <dd>${executor.prediction_error === null || executor.prediction_error === undefined ? "not known yet" : percent(executor.prediction_error)}</dd>
+      <dd>${percent(executor.costs.prefill_error)}</dd>
     </dl>
   </article>`;
 }
@@ -97,17 +98,19 @@ function Gone({ name }) {
 }
 
 function Links({ executors }) {
-  const links = executors.flatMap((each) => (each.links ?? []).map((link) => ({ ...link, to: each.executor_id })));
+  const links = executors.flatMap(({ executor_id: to, costs }) =>
+    Object.entries({ ...costs.tiers, ...costs.peers }).map(([from, link]) => ({ ...link, from, to })),
+  );
   return html`<section class="panel">
     <h2>Links <small>measured costs of copies</small></h2>
     ${links.length
       ? html`<${Table} label="Links" head=${["From", "To the device of", "Setup", "Per block", "Prediction error", "Loading now"]}>
           ${links.map(
-            (link) => html`<tr key=${`${link.peer ?? link.tier}/${link.to}`}>
-              <th scope="row">${link.peer ?? link.tier}</th>
+            (link) => html`<tr key=${`${link.from}/${link.to}`}>
+              <th scope="row">${link.from}</th>
               <td>${link.to}</td>
-              <td>${micros(link.setup_us)}</td>
-              <td>${micros(link.block_us)}</td>
+              <td>${micros(link.setup)}</td>
+              <td>${micros(link.block)}</td>
               <td>${percent(link.error)}</td>
               <td>${num(link.loading)}</td>
             </tr>`,

@@ -13,10 +13,10 @@ export function MapSummary({ maps, executors }) {
     <h3>Executors</h3>
     <${Table} label="Blocks of each executor by state" head=${["Executor", "Blocks", ...STATES.map((state) => state.replace("_", " ")), "Lower tiers"]}>
       ${executors.map(
-        ({ executor_id: name, num_blocks: blocks, counts = {}, tiers = {} }) =>
+        ({ executor_id: name, device, counts = {}, tiers = {} }) =>
           html`<tr key=${name}>
             <th scope="row">${name}</th>
-            <td>${num(blocks)}</td>
+            <td>${num(device.num_blocks)}</td>
             ${STATES.map((state) => html`<td key=${state}>${num(counts[state] ?? 0)}</td>`)}
             <td>${Object.entries(tiers).map(([tier, pool]) => `${tier}: ${num(pool.used)} of ${num(pool.num_blocks)} used`).join("; ") || "none"}</td>
           </tr>`,

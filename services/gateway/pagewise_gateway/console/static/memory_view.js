@@ -127,11 +127,11 @@ function Numbers({ store }) {
   const hit = hits.reduce((sum, { value }) => sum + value, 0);
   return html`<dl class="numbers">
     <${Fact} name="Tokens per second" value=${num(scheduler.tokens_per_second)} hint="Generated tokens of all requests">
-      <${Spark} values=${store.tokens.values()} />
+      <${Spark} values=${store.tokens} />
     <//>
     <${Fact} name="Requests" value=${num(scheduler.requests_running)} hint="Running now">
       <small>running, ${num(scheduler.requests_waiting)} waiting</small>
-      <${Spark} values=${store.running.values()} />
+      <${Spark} values=${store.running} />
     <//>
     <${Fact} name="Prompt tokens from cache" value=${percent(hit)} hint="Of the last minute, by where they were found">
       <${Bar} label="Found in" total=${1} parts=${hits} />

@@ -1,6 +1,6 @@
 // The prefix tree: which prefixes are shared by how many, what that saves, and what would be evicted next.
 
-import { priceOf } from "./block_details.js";
+import { priceOf, whyOf } from "./block_details.js";
 import { bytes, count, num } from "./format.js";
 import { Empty, Table } from "./parts.js";
 import { html, useState } from "./htm-preact.js";
@@ -162,8 +162,8 @@ function Evictions({ next }) {
     <h3>Evicted next</h3>
     <ol>
       ${next.slice(0, 6).map(
-        ({ block, depth, price, why }) =>
-          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}, price ${priceOf(price)}: ${why}</li>`,
+        ({ block, depth, ...value }) =>
+          html`<li key=${block}><b>block ${num(block)}</b> at depth ${num(depth)}, price ${priceOf(value.price)}: ${whyOf(value)}</li>`,
       )}
     </ol>
   </section>`;

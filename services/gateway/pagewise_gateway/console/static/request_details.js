@@ -1,4 +1,4 @@
-// One request: its time line, what is told about it in sentences, and its end if it shall have one.
+// One request: where its time went in sentences, its time line, and a button that aborts it.
 
 import { getJson, post } from "./api.js";
 import { num, seconds } from "./format.js";
@@ -7,24 +7,22 @@ import { href } from "./route.js";
 import { TimeLine } from "./time_line.js";
 import { html, useEffect, useState } from "./htm-preact.js";
 
-const AGAIN = 1500; // ms after which it is asked again what a request has
-const WHY_AGAIN = 3000; // and where its time went: that is more to find out
+const AGAIN = 1500; // ms after which it is asked for again
 
 /** `live`: what the stream says about it, undefined if it is not among what is sent. */
 export function RequestDetails({ id, live }) {
   const [known, setKnown] = useState(null);
   const [error, setError] = useState("");
-  const [why, setWhy] = useState(null);
-  const ended = Boolean(live?.finish_reason) || isOver(known);
+  const ended = Boolean(live?.finish_reason) || known?.state === "ended";
   useEffect(() => {
     const abort = new AbortController();
     let timer = 0;
     const ask = async () => {
       try {
-        const report = await getJson(`/debug/requests/${encodeURIComponent(id)}?limit=200`, { signal: abort.signal });
-        setKnown({ ...report, at: performance.now() });
+        const report = await getJson(`/debug/explain/${encodeURIComponent(id)}?limit=200`, { signal: abort.signal });
+        setKnown(report);
         setError("");
-        if (!isOver(report)) timer = setTimeout(ask, AGAIN);
+        if (report.state !== "ended") timer = setTimeout(ask, AGAIN);
       } catch (failure) {
         if (!abort.signal.aborted) setError(failure.message);
       }
@@ -35,25 +33,8 @@ export function RequestDetails({ id, live }) {
       clearTimeout(timer);
     };
   }, [id, ended]);
-  useEffect(() => {
-    const abort = new AbortController();
-    let timer = 0;
-    const ask = async () => {
-      try {
-        setWhy(await getJson(`/debug/explain/${encodeURIComponent(id)}`, { signal: abort.signal }));
-      } catch (failure) {
-        if (failure.status === 404) return; // nobody knows it, or the server does not explain
-      }
-      if (!ended && !abort.signal.aborted) timer = setTimeout(ask, WHY_AGAIN);
-    };
-    ask();
-    return () => {
-      abort.abort();
-      clearTimeout(timer);
-    };
-  }, [id, ended]);
 
-  const status = live?.status ?? known?.sequences?.[0]?.status;
+  const status = live?.status ?? known?.status;
   return html`<article class="panel request" aria-label="The request that was found">
     <div class="request-title">
       <h2>Request <span class="code">${id}</span></h2>
@@ -63,30 +44,32 @@ export function RequestDetails({ id, live }) {
     </div>
     ${error && html`<p class="notice bad" role="alert">${error}</p>`}
     ${!known && !error && html`<${Empty}>Looking for it.<//>`}
-    ${why?.sentences?.length > 0 &&
-    html`<section class="why"><h3>Where its time went</h3><ul>${why.sentences.map((each) => html`<li key=${each}>${each}</li>`)}</ul></section>`}
-    ${known && html`<${TimeLine} report=${known} live=${live} />`}
+    ${known &&
+    html`<section class="why"><h3>Where its time went</h3><ul>${known.sentences.map((each) => html`<li key=${each}>${linked(each, known.request_id)}</li>`)}</ul></section>`}
+    ${known && html`<${TimeLine} report=${known} />`}
     ${known && html`<${Facts} report=${known} />`}
   </article>`;
 }
 
-function isOver(report) {
-  return Boolean(report?.sequences?.length) && report.sequences.every(({ status, finish_reason: reason }) => reason || status === "finished");
+/** A sentence in which the ids of other requests are links. */
+function linked(sentence, own) {
+  return sentence
+    .split(/\b([0-9a-f]{32})\b/)
+    .map((part, index) => (index % 2 && part !== own ? html`<a class="code" href=${href("requests", { id: part })}>${part}</a>` : part));
 }
 
 function Facts({ report }) {
   const outputs = report.sequences.length;
-  const sum = (field) => report.sequences.reduce((all, each) => all + (each[field] ?? 0), 0);
   const cached = Object.entries(report.cached_tokens ?? {}).filter(([, tokens]) => tokens > 0);
   return html`<dl class="facts row">
     <dt>Prompt</dt>
-    <dd>${num(report.sequences[0]?.num_prompt_tokens)} tokens</dd>
+    <dd>${num(report.prompt_tokens)} tokens</dd>
     <dt>From the cache</dt>
     <dd>${cached.map(([tier, tokens]) => `${num(tokens)} from ${tier}`).join(", ") || "nothing"}</dd>
     <dt>Output</dt>
-    <dd>${num(sum("num_output_tokens"))} tokens${outputs > 1 ? ` in ${num(outputs)} outputs` : ""}</dd>
+    <dd>${num(report.output_tokens)} tokens${outputs > 1 ? ` in ${num(outputs)} outputs` : ""}</dd>
     <dt>Blocks</dt>
-    <dd>${num(sum("num_blocks"))}, ${num(sum("shared"))} of them shared</dd>
+    <dd>${num(report.blocks)}, ${num(report.shared_blocks)} of them shared</dd>
     <dt>Waited</dt>
     <dd>${seconds(report.queue_seconds)}</dd>
     <dt>First token after</dt>

@@ -70,7 +70,7 @@ function List({ label, list, selected }) {
           </td>
           <td>${each.executor_id || "–"}${each.moved_from && html` <small>moved from ${each.moved_from}</small>`}</td>
           <td>${prefill(each)}</td>
-          <td>${num(each.cached_tokens)}</td>
+          <td>${num(each.num_cached_tokens)}</td>
           <td>${num(each.output_tokens)}</td>
           <td>${num(each.blocks)}</td>
           <td>${num(each.shared_blocks)}</td>

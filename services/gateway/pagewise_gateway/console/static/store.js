@@ -1,12 +1,7 @@
 // What the page knows: the newest of each event, and short histories of it. Nothing here grows with time.
 
-import { LastMinute, Ring } from "./ring.js";
-
-/** What can happen to blocks, as the stream names it. */
-export const FLOWS = ["copied", "demoted", "loaded", "fetched", "written", "recalled", "evicted", "dropped", "stored"];
-
 const POINTS = 120; // of a line of throughput: a minute at two updates a second
-const GONE_SECONDS = 60;
+const MINUTE = 60;
 
 export class Store {
   connection = { state: "connecting", message: "" };
@@ -14,16 +9,14 @@ export class Store {
   requests = null;
   prefixes = null;
   maps = new Map(); // "executor/tier" -> map
-  tokens = new Ring(POINTS);
-  running = new Ring(POINTS);
-  executorTokens = new Map(); // executor -> Ring
-  flows = new Map(); // executor -> flow -> LastMinute
-  preemptions = new LastMinute();
+  tokens = []; // of the last minute, per second
+  running = [];
+  samples = new Map(); // executor -> what it had counted, at each update of the last minute
   gone = new Map(); // executor -> {at, running, moved: Set of requests, to: Set of executors}
   restarted = 0; // when the scheduler was last seen to have started anew
   problems = {}; // part -> why it cannot be shown now
   #placed = new Map(); // request -> executor
-  #seen = new Map(); // executor -> {state, running, preemptions}
+  #seen = new Map(); // executor -> {state, running}
 
   /** Take an event of the stream. */
   take(name, data) {
@@ -46,21 +39,21 @@ export class Store {
     return this.fleet?.time ?? 0;
   }
 
-  /** Blocks that a flow has moved in the last minute, of one executor or of all. */
-  lastMinute(flow, executor) {
-    let sum = 0;
-    for (const [name, flows] of this.flows) {
-      if (!executor || name === executor) sum += flows.get(flow).total(this.now);
-    }
-    return sum;
+  /** How much a counter has risen in the last minute, of one executor or of all. */
+  lastMinute(counter, executor) {
+    return this.perSecond(counter, executor).reduce((sum, each) => sum + each, 0);
   }
 
-  /** Blocks that a flow has moved in each second of the last minute. */
-  perSecond(flow, executor) {
-    const sums = new Array(59).fill(0);
-    for (const [name, flows] of this.flows) {
+  /** How much a counter has risen in each second of the last minute, oldest first. */
+  perSecond(counter, executor) {
+    const sums = new Array(MINUTE).fill(0);
+    for (const [name, samples] of this.samples) {
       if (executor && name !== executor) continue;
-      flows.get(flow).values().forEach((value, index) => (sums[index] += value));
+      for (let index = 1; index < samples.length; index += 1) {
+        const age = Math.floor(this.now - samples[index].time);
+        // An executor that joins again starts its counters at 0.
+        if (age < MINUTE) sums[MINUTE - 1 - age] += Math.max(0, samples[index][counter] - samples[index - 1][counter]);
+      }
     }
     return sums;
   }
@@ -68,22 +61,20 @@ export class Store {
   #takeFleet(fleet) {
     const before = this.fleet;
     this.fleet = fleet;
-    const elapsed = before ? Math.min(Math.max(fleet.time - before.time, 0), 5) : 0;
     if (before && fleet.scheduler.uptime_seconds < before.scheduler.uptime_seconds - 1) this.restarted = fleet.time;
-    this.tokens.push(fleet.scheduler?.tokens_per_second ?? 0);
-    this.running.push(fleet.scheduler?.requests_running ?? 0);
+    this.tokens = [...this.tokens, fleet.scheduler.tokens_per_second].slice(-POINTS);
+    this.running = [...this.running, fleet.scheduler.requests_running].slice(-POINTS);
     const present = new Set();
-    for (const executor of fleet.executors) {
-      const name = executor.executor_id;
+    for (const { executor_id: name, counters, preemptions, tokens_per_second: tokens } of fleet.executors) {
       present.add(name);
-      this.#takeRates(name, executor, elapsed);
-      if (!this.executorTokens.has(name)) this.executorTokens.set(name, new Ring(POINTS));
-      this.executorTokens.get(name).push(executor.tokens_per_second ?? 0);
+      const sample = { ...counters, preemptions, tokens, time: fleet.time };
+      const known = this.samples.get(name) ?? [];
+      this.samples.set(name, [...known.filter(({ time }) => fleet.time - time <= MINUTE), sample]);
     }
     this.#noticeGone(present, fleet.time);
     for (const executor of fleet.executors) {
-      const { state, running, preemptions } = executor;
-      this.#seen.set(executor.executor_id, { state, running, preemptions });
+      const { state, running } = executor;
+      this.#seen.set(executor.executor_id, { state, running });
     }
   }
 
@@ -99,14 +90,6 @@ export class Store {
     this.maps.set(name, decode(data));
   }
 
-  #takeRates(name, executor, elapsed) {
-    if (!this.flows.has(name)) this.flows.set(name, new Map(FLOWS.map((flow) => [flow, new LastMinute()])));
-    const flows = this.flows.get(name);
-    for (const flow of FLOWS) flows.get(flow).add(this.now, (executor.rates?.[flow] ?? 0) * elapsed);
-    const before = this.#seen.get(name);
-    if (before) this.preemptions.add(this.now, Math.max(0, (executor.preemptions ?? 0) - (before.preemptions ?? 0)));
-  }
-
   #noticeGone(present, time) {
     for (const [name, last] of this.#seen) {
       if (present.has(name)) continue;
@@ -115,13 +98,9 @@ export class Store {
       for (const key of this.maps.keys()) if (key.startsWith(`${name}/`)) this.maps.delete(key);
     }
     for (const [name, { at }] of this.gone) {
-      if (present.has(name) || time - at > GONE_SECONDS) this.gone.delete(name);
+      if (present.has(name) || time - at > MINUTE) this.gone.delete(name);
     }
-    for (const name of this.flows.keys()) {
-      if (present.has(name) || this.gone.has(name)) continue;
-      this.flows.delete(name);
-      this.executorTokens.delete(name);
-    }
+    for (const name of this.samples.keys()) if (!present.has(name) && !this.gone.has(name)) this.samples.delete(name);
   }
 
   #takeRequests(requests) {
@@ -146,10 +125,16 @@ export class Store {
   }
 }
 
+const WORDS = {
+  prefix: (block) => `prefix of block ${block}`,
+  age: (blocks) => (blocks === "0" ? "used last" : `unused for ${blocks} or less`),
+};
+
 function decode(map) {
   const text = atob(map.cells);
   const cells = new Uint8Array(text.length);
   for (let index = 0; index < text.length; index += 1) cells[index] = text.charCodeAt(index);
-  const legend = map.legend.map(([index, label]) => [index, map.colour === "state" ? label.replaceAll("_", " ") : label]);
+  const words = WORDS[map.colour];
+  const legend = map.legend.map(([index, label]) => [index, words && /^\d+$/.test(label) ? words(label) : label]);
   return { ...map, legend, cells };
 }

@@ -1,4 +1,4 @@
-"""The console: a page that shows what the fleet's memory does, and where its data comes from."""
+"""The console: a page that shows the memory of all executors, and the streams of its data."""
 
 from pagewise_gateway.http.console.assets import Assets
 from pagewise_gateway.http.console.feeds import Feeds

@@ -33,8 +33,8 @@ ALIVE_SECONDS = 5.0
 
 
 class Watcher:
-    """One console, and what it has not been sent yet: of each view the newest frame, so that a client that reads slowly
-    makes nobody keep more for it."""
+    """One console, and the frames that it has not been sent yet: the newest of each view, so that a client that reads
+    slowly costs no more memory."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -72,7 +72,7 @@ class Watcher:
 class _Feed:
     """One view, and the consoles that show it.
 
-    ``body``: what the scheduler answered last; None: it was not shown.
+    ``body``: the last answer of the scheduler, None if it was not shown.
     """
 
     def __init__(self, view: ConsoleView) -> None:
@@ -173,7 +173,7 @@ class Feeds:
         except LookupError:
             problem = f"there is no executor {view.executor_id!r} with a tier {view.tier!r}"
         except Exception:
-            log.exception("a console could not be told of its %s", view.part)
+            log.exception("the %s of a console could not be made", view.part)
             problem = "internal error; see the gateway's log"
         feed.body = None
         return _problem(view, problem)

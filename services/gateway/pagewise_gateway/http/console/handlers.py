@@ -30,7 +30,7 @@ _Number = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class _StreamQuery(Struct, forbid_unknown_fields=True):
-    """The parameters of ``/console/stream``. ``tier``: those whose maps it has, with commas."""
+    """The parameters of ``/console/stream``. ``tier``: the tiers whose maps it has, with commas."""
 
     executor: _Name = ""
     tier: Annotated[str, Meta(max_length=64)] = "device"

@@ -1,1 +1,1 @@
-"""What consoles show: plain data of bounded size, made from the core as it is now, in bounded time."""
+"""The views of consoles: plain data of bounded size, made from the present state of the core in bounded time."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from itertools import islice
 
-from msgspec import Struct
 from pagewise_shared.protocol import tier_name
+from pagewise_shared.reports import BlockDetails, BlockLocation
 
-from pagewise_scheduler.core.console.prefixes import token_ids, why
+from pagewise_scheduler.core.console.prefixes import probability, token_ids
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import CostAware, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
@@ -14,43 +14,6 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
 
 _MOST_REQUESTS = 32
-
-
-class BlockPlaceElsewhere(Struct):
-    """The place of the same content at another executor."""
-
-    executor_id: str
-    tier: str
-    block: int
-
-
-class BlockDetails(Struct, omit_defaults=True):
-    """A block of a tier.
-
-    Fields:
-        state: "free", "cached" or "in use". references: of block tables, and of copies under way.
-        requests: ids of those whose block tables have it. hash, depth: empty and 0 unless its content is known; depth 1
-            begins a prompt. tokens: how many it holds, 0: not known. token_ids: those, if they may be shown.
-        copies: its ids in all tiers of the executor in which it lies. elsewhere: at other executors.
-        unused_for: blocks that have come into the caches since it was released last, or releases with ``--eviction
-            lru``; absent while it is in use. price, why: as of ``NextEviction``, if it could be evicted.
-    """
-
-    executor_id: str
-    tier: str
-    block: int
-    state: str
-    references: int
-    requests: list[str]
-    hash: str = ""
-    depth: int = 0
-    tokens: int = 0
-    token_ids: list[int] | None = None
-    copies: dict[str, int] = {}
-    elsewhere: list[BlockPlaceElsewhere] = []
-    unused_for: int | None = None
-    price: float | None = None
-    why: str | None = None
 
 
 def block_details(
@@ -77,13 +40,13 @@ def block_details(
     known = token_ids(node)
     details.tokens = len(known)
     details.token_ids = known if tokens else None
-    details.copies = _places(node, scheduler)
-    details.elsewhere = [place for name, other in others for place in _same(node, name, other)]
+    details.copies = _locations(node, scheduler)
+    details.elsewhere = [found for name, other in others for found in _same(node, name, other)]
     if state == "cached":
         policy = pool.policy
         if isinstance(policy, (CostAware, LeastRecentlyUsed)):
             details.unused_for = max(0, policy.now - node.last_used)
-        details.price, details.why = policy.value(node), why(policy, node)
+        details.price, details.probability = policy.value(node), probability(policy, node)
     return details
 
 
@@ -95,15 +58,15 @@ def _holds(table: BlockTable, block: int, node: CachedBlock | None) -> bool:
     return block in islice(reversed(table.blocks), len(table.blocks) - table.num_known)
 
 
-def _places(node: CachedBlock, scheduler: Scheduler) -> dict[str, int]:
+def _locations(node: CachedBlock, scheduler: Scheduler) -> dict[str, int]:
     return {tier_name(number): block for number in scheduler.kv.tiers if (block := node.block_id(number)) >= 0}
 
 
-def _same(node: CachedBlock, executor_id: str, other: Scheduler) -> list[BlockPlaceElsewhere]:
+def _same(node: CachedBlock, executor_id: str, other: Scheduler) -> list[BlockLocation]:
     """Where another executor has the content of ``node``."""
     keys = [one.tokens for one in ancestors(node)]
     tree = other.kv.pool.tree
     path = tree.walk(tree.root_of(cache_salt_of(node)), reversed(keys))
     if len(path) < len(keys):
         return []
-    return [BlockPlaceElsewhere(executor_id, tier, block) for tier, block in _places(path[-1], other).items()]
+    return [BlockLocation(executor_id, tier, block) for tier, block in _locations(path[-1], other).items()]

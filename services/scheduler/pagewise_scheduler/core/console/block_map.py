@@ -1,50 +1,39 @@
-"""The map of a tier's blocks: cells of so many blocks each, with the state that most of them are in.
+"""The map of a tier's blocks: cells of so many blocks each, with the state or another property that most of them have.
 
-A map of 100,000 blocks is made a few times a second, so no code here iterates over all blocks in Python.
-``Pool.states`` is kept where states change. What is done here takes time for each cell that has changed, and for each
-lent or copied block.
+A map of 100,000 blocks is made a few times a second, so a map of states does not iterate over all blocks in Python:
+``Pool.states`` is kept where states change, and time is taken for each cell that has changed and each lent or copied
+block. The request, prefix, age or tier of a block has to be looked up block by block. So at most ``MOST_SAMPLES``
+blocks, evenly spread, are looked at for such a map: with more blocks, a cell shows the value of most of its samples.
 """
 
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from msgspec import Struct
+from pagewise_shared.protocol import tier_name
+from pagewise_shared.reports import BlockCounts
 
-from pagewise_scheduler.core.console.reports import BlockCounts
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE, Pool
 
 STATES = ("free", "cached", "in use", "lent", "copying")
-"""What the colours of a map mean, by index; the first three are as in ``Pool.states``."""
+"""The states of blocks in a map, by index; the first three are as in ``Pool.states``."""
 LENT, COPYING = 3, 4
 
 MOST_MARKED = 4096
 """Blocks that are shown as lent or copying in one map."""
 _ALL = 255
 
+MOST_SAMPLES = 2048
+_MOST_STEPS = 16_384
+"""Blocks that are looked at to find to which prefixes or requests samples belong."""
+_MOST_COLOURS = 64
+_OTHERS = "others"
 
-class MapFrame(Struct):
-    """The map of one tier of one executor.
-
-    Fields:
-        first, count: the blocks that it shows, of ``num_blocks``; ``blocks_per_cell`` in each cell, fewer in the last.
-        legend: index and meaning of each colour.
-        cells: base64 of two bytes for each cell: the colour that most of its blocks have, and their share of it (255 is
-            all). Lent and copied blocks are few and soon something else, so a cell with one of them has its colour.
-        counts: of the whole tier by state.
-    """
-
-    executor_id: str
-    tier: str
-    first: int
-    count: int
-    num_blocks: int
-    blocks_per_cell: int
-    colour: str
-    legend: list[tuple[int, str]]
-    cells: str
-    counts: BlockCounts
+Label = Callable[[int], str]
+"""Returns the label of a block. Clients make words of it: a prefix is the number of its first block, an age how many
+blocks at most have come in since the block was used last."""
 
 
 class MarkedBlocks:
@@ -72,7 +61,7 @@ class MarkedBlocks:
 
 
 class StateCells:
-    """The cells of one map, kept between updates: only those are counted again whose blocks have changed."""
+    """The cells of one map, kept between updates: only cells whose blocks have changed are counted again."""
 
     def __init__(self) -> None:
         self._first = self._size = 0
@@ -130,3 +119,112 @@ def cell_size(count: int, cells: int) -> int:
 def packed(cells: bytes | bytearray) -> str:
     """Cells as they travel in JSON."""
     return b64encode(cells).decode()
+
+
+def coloured_cells(
+    scheduler: Scheduler, tier: Pool, colour: str, first: int, count: int, size: int
+) -> tuple[bytearray, list[tuple[int, str]]]:
+    """Return two bytes for each cell of ``size`` blocks, as ``MapFrame`` has them, and the legend."""
+    label = _LABELS[colour](scheduler, tier)
+    num_cells = -(-count // size)
+    samples = max(1, min(size, MOST_SAMPLES // max(1, num_cells)))
+    legend: dict[str, int] = {}
+    cells = bytearray()
+    for start in range(first, first + count, size):
+        stop = min(start + size, first + count)
+        step = max(1, (stop - start) // samples)
+        seen = [label(block) for block in range(start, stop, step)]
+        name, number = seen[0], 1
+        if len(seen) > 1:
+            number, name = max((number, name) for name, number in Counter(seen).items())
+        if name not in legend and len(legend) >= _MOST_COLOURS:
+            name = _OTHERS
+        cells.append(legend.setdefault(name, len(legend)))
+        cells.append(_ALL * number // len(seen))
+    return cells, [(index, name) for name, index in legend.items()]
+
+
+def _state(tier: Pool, block: int) -> str:
+    state = tier.states[block]
+    return "free" if state == FREE else "cached" if state == CACHED else "in use"
+
+
+def _by_request(scheduler: Scheduler, tier: Pool) -> Label:
+    owners: dict[int, str] = {}
+    left = _MOST_STEPS
+    if tier is scheduler.kv.pool:
+        for sequence in scheduler.running:
+            if left <= 0:
+                break
+            left -= len(sequence.table.blocks)
+            name = sequence.request.request_id
+            for block in sequence.table.blocks:
+                owners[block] = name if owners.get(block, name) == name else "shared"
+    unknown = "in use" if left > 0 else _OTHERS
+
+    def label(block: int) -> str:
+        known = owners.get(block)
+        if known is not None:
+            return known
+        state = _state(tier, block)
+        return unknown if state == "in use" else state
+
+    return label
+
+
+def _by_prefix(scheduler: Scheduler, tier: Pool) -> Label:
+    names: dict[CachedBlock, str] = {}
+    left = _MOST_STEPS
+
+    def label(block: int) -> str:
+        nonlocal left
+        node = tier.node(block)
+        if node is None:
+            return _state(tier, block)
+        path: list[CachedBlock] = []
+        while node not in names and node.depth > 1 and left:
+            path.append(node)
+            left -= 1
+            assert node.parent is not None
+            node = node.parent
+        name = names.get(node)
+        if name is None:
+            name = names[node] = str(node.block_id(node.nearest_tier)) if node.depth <= 1 else _OTHERS
+        names.update(dict.fromkeys(path, name))
+        return name
+
+    return label
+
+
+def _by_age(scheduler: Scheduler, tier: Pool) -> Label:
+    nodes = [tier.node(block) for block in range(0, tier.num_blocks, max(1, tier.num_blocks // 1024))]
+    newest = max((node.last_used for node in nodes if node is not None), default=0)
+
+    def label(block: int) -> str:
+        node = tier.node(block)
+        if node is None or tier.states[block] != CACHED:
+            return _state(tier, block)
+        age = max(0, newest - node.last_used)
+        return str(1 << age.bit_length() if age else 0)
+
+    return label
+
+
+def _by_tier(scheduler: Scheduler, tier: Pool) -> Label:
+    numbers = list(scheduler.kv.tiers)
+
+    def label(block: int) -> str:
+        node = tier.node(block)
+        if node is None:
+            return _state(tier, block)
+        return " and ".join(tier_name(number) for number in numbers if node.block_id(number) >= 0)
+
+    return label
+
+
+_LABELS: dict[str, Callable[[Scheduler, Pool], Label]] = {
+    "request": _by_request,
+    "prefix": _by_prefix,
+    "age": _by_age,
+    "tier": _by_tier,
+}

@@ -1,10 +1,10 @@
-"""The prefix tree of one executor: what is shared by how many, what that saves, and what is evicted next and why."""
+"""The prefix tree of one executor: the sequences that share each prefix, the blocks saved, and the next evictions."""
 
 import heapq
 from itertools import count, islice
 
-from msgspec import Struct
 from pagewise_shared.protocol import tier_name, unpack_int32s
+from pagewise_shared.reports import ExecutorPrefixes, NextEviction, PrefixRun
 from pagewise_shared.segments import TOKEN_ID
 
 from pagewise_scheduler.core.memory.eviction import CostAware, EvictionPolicy
@@ -13,68 +13,27 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 MOST_RUNS, MOST_EVICTIONS = 64, 10
 _MOST_CHILDREN = 64
-"""Of the runs that follow one run, those that came last are looked at."""
+"""Of the runs that follow one run, the last ones are looked at."""
 _MOST_TOKENS = 64
 
 
-class PrefixRun(Struct, omit_defaults=True):
-    """A run of the tree: blocks that follow one another without a fork, the first at ``depth``.
+class TreeWalk:
+    """Walks a prefix tree along its most used runs, and looks at a bounded number of runs and blocks.
 
-    Fields:
-        parent: index of the run before it, -1: it begins a prompt.
-        tiers: how many of its blocks lie in each tier. references: sequences that hold its first block now.
-        saved_blocks: blocks that sharing it saves now. forks: runs that follow.
-        price: the worth of its last block to eviction, as in ``NextEviction``; absent: it cannot go now.
-        next_evicted: its place among the next evictions, from 1 on.
-        token_ids: its first tokens, if they may be shown.
+    ``truncated``: there are more. ``tails``: the run that ends with each block.
     """
 
-    id: int
-    parent: int
-    depth: int
-    num_blocks: int
-    tiers: dict[str, int]
-    references: int
-    saved_blocks: int
-    forks: int
-    price: float | None = None
-    next_evicted: int | None = None
-    token_ids: list[int] | None = None
-
-
-class NextEviction(Struct):
-    """A block that gives way when the next blocks are needed. ``price``: its worth to the policy; the
-    block with the lowest one goes first. ``why``: the same in words."""
-
-    block: int
-    depth: int
-    price: float
-    why: str
-
-
-class ExecutorPrefixes(Struct):
-    """The prefix tree of an executor. ``truncated``: there are more runs, or blocks in them, than were looked at."""
-
-    executor_id: str
-    runs: list[PrefixRun]
-    tree_blocks: int
-    saved_blocks: int
-    saved_bytes: int
-    next_evictions: list[NextEviction]
-    truncated: bool
-
-
-class PrefixesFrame(Struct):
-    """The trees of all executors that were asked for."""
-
-    executors: list[ExecutorPrefixes]
-
-
-class _Walk:
-    """Walks a tree along its most used runs, and looks at a bounded number of blocks."""
-
-    def __init__(self, scheduler: Scheduler, most_blocks: int, *, tokens: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        most_runs: int,
+        most_blocks: int,
+        *,
+        most_children: int = _MOST_CHILDREN,
+        tokens: bool = False,
+    ) -> None:
         self._pool = scheduler.kv.pool
+        self._most_runs, self._most_children = most_runs, most_children
         self._lower = [tier.number for tier in scheduler.kv.pool.lower]
         self._tokens = tokens
         self._left = most_blocks
@@ -84,10 +43,11 @@ class _Walk:
         self.truncated = False
 
     def runs(self) -> list[PrefixRun]:
+        """Return the runs, each behind its parent."""
         found: list[PrefixRun] = []
-        for root in self._pool.tree.roots[:_MOST_CHILDREN]:
+        for root in self._pool.tree.roots[: self._most_children]:
             self._push(root, -1)
-        while self._heap and len(found) < MOST_RUNS and self._left > 0:
+        while self._heap and len(found) < self._most_runs and self._left > 0:
             _, _, parent, node = heapq.heappop(self._heap)
             run, last = self._run(node, len(found), parent)
             found.append(run)
@@ -97,8 +57,8 @@ class _Walk:
         return found
 
     def _push(self, node: CachedBlock, parent: int) -> None:
-        self.truncated |= len(node.children) > _MOST_CHILDREN
-        for child in islice(reversed(node.children.values()), _MOST_CHILDREN):
+        self.truncated |= len(node.children) > self._most_children
+        for child in islice(reversed(node.children.values()), self._most_children):
             heapq.heappush(self._heap, (-self._references(child), next(self._numbers), parent, child))
 
     def _references(self, node: CachedBlock) -> int:
@@ -134,9 +94,9 @@ class _Walk:
 def executor_prefixes(
     executor_id: str, scheduler: Scheduler, bytes_per_block: int, most_blocks: int, *, tokens: bool
 ) -> ExecutorPrefixes:
-    """The most used runs of the tree of an executor. ``most_blocks``: how many may be looked at."""
+    """Return the most used runs of the tree of an executor. ``most_blocks``: how many are looked at."""
     pool = scheduler.kv.pool
-    walk = _Walk(scheduler, most_blocks, tokens=tokens)
+    walk = TreeWalk(scheduler, MOST_RUNS, most_blocks, tokens=tokens)
     runs = walk.runs()
     evictions = pool.next_evictions(MOST_EVICTIONS)
     for place, node in enumerate(evictions, 1):
@@ -152,13 +112,16 @@ def executor_prefixes(
         pool.tree.num_blocks,
         saved,
         saved * bytes_per_block,
-        [NextEviction(node.block, node.depth, pool.policy.value(node), why(pool.policy, node)) for node in evictions],
+        [
+            NextEviction(one.block, one.depth, pool.policy.value(one), probability(pool.policy, one))
+            for one in evictions
+        ],
         walk.truncated,
     )
 
 
 def saved_blocks(scheduler: Scheduler) -> int:
-    """How many blocks more the sequences of an executor would hold if they shared none.
+    """Return how many blocks more the sequences of an executor would hold if they shared none.
 
     That is the number of references of block tables beyond one for each block.
     """
@@ -166,17 +129,11 @@ def saved_blocks(scheduler: Scheduler) -> int:
     return max(0, held - scheduler.kv.pool.num_in_use)
 
 
-def why(policy: EvictionPolicy, node: CachedBlock) -> str:
-    """The reason for the worth of a block that may be evicted."""
-    if isinstance(policy, CostAware):
-        saved = 1e6 * policy.value(node)
-        return (
-            f"it is used again with a probability of {policy.probability(node):.0%}, and keeping it saves {saved:.3g} "
-            "microseconds of recovery for each block that comes in: less than keeping another one"
-        )
-    return "it has not been used for the longest time"
+def probability(policy: EvictionPolicy, node: CachedBlock) -> float | None:
+    """Return the probability that a block is used again, None if the policy does not estimate it."""
+    return policy.probability(node) if isinstance(policy, CostAware) else None
 
 
 def token_ids(node: CachedBlock) -> list[int]:
-    """The tokens of a block, without the marks of segments."""
+    """Return the tokens of a block, without the marks of segments."""
     return [token & TOKEN_ID for token in unpack_int32s(node.tokens)]

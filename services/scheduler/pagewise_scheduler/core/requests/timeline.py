@@ -1,4 +1,4 @@
-"""Where a request's time goes: what is noted of it at its turning points, from which an explanation is made."""
+"""Where a request's time goes: facts that are noted at its turning points, from which its report is made."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 WaitCause = Literal[
     "rows", "memory", "prefill", "turn", "step", "prefix", "grammar", "adapter", "no executor", "restart", "storage"
 ]
-"""What a request waits for before it runs: a row, blocks, the steps' tokens that prompts of others take, others of its
-window; a step in flight; the prefix that another one computes, its grammar, its adapter; an executor, those of before a
-restart of the scheduler, or a look into storage."""
+"""The reason why a request does not run yet: it needs a row, blocks, tokens of the steps (other prompts take them), or
+its turn in the queue; a step is in flight; another request computes its prefix; its grammar or adapter is not ready;
+there is no executor; the executors of before a restart of the scheduler are not back; or storage has not answered."""
 
 BLOCKS_CORRUPT = "blocks came corrupt, or not at all"
 LENDER_GONE = "the executor that lent its blocks is gone"
@@ -28,7 +28,7 @@ _STEPS_IN_FLIGHT = 2
 _NAMED = 3
 
 SHARED_CAUSES: tuple[WaitCause, ...] = ("rows", "memory", "prefill", "turn")
-"""What all that wait in a queue wait for."""
+"""Causes for which all requests in a queue wait."""
 
 
 class PrefillShare(NamedTuple):
@@ -39,8 +39,10 @@ class PrefillShare(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a scheduler has done up to a moment: steps, tokens of prompts in them, and the seconds for which its queue
-    has waited for each of ``SHARED_CAUSES``. The difference of two is what it did in between."""
+    """The work of a scheduler up to a moment. The difference of two is its work in between.
+
+    ``steps``, ``prefill_tokens``: planned. ``waited``: seconds for which its queue has waited, by ``SHARED_CAUSES``.
+    """
 
     steps: int
     prefill_tokens: int
@@ -48,23 +50,23 @@ class Sums(NamedTuple):
 
 
 class Activity:
-    """What a scheduler has done so far, as ``Sums``: anybody's part of it is the difference between two moments.
-
-    It is told once for each step that is planned, whatever its size.
-    """
+    """The work of a scheduler so far. A request notes the sums at its turning points, so a step costs one call here,
+    however many requests wait or run."""
 
     def __init__(self) -> None:
         self.steps = self.prefill_tokens = 0
         self._waited = dict.fromkeys(SHARED_CAUSES, 0.0)
         self._cause: WaitCause | None = None
         self._since = 0.0
-        # Of steps that may be in flight: the number of each, who, and how many tokens.
+        # Of steps that may be in flight: the number of each, and the tokens of each prompt in it.
         self._chunks: deque[tuple[int, list[PrefillShare]]] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._ahead: tuple[PrefillShare, ...] | None = None  # until the next step is planned
 
     def planned(self, num_decoding: int, chunks: "Chunks", cause: WaitCause | None, now: float) -> None:
-        """A step computes ``chunks``, and a token of ``num_decoding`` sequences; there is none if it has neither.
-        ``cause``: what those who still wait do so for; None: nobody does."""
+        """A step computes ``chunks``, and a token of ``num_decoding`` sequences; there is no step if both are empty.
+
+        ``cause``: why requests in the queue still wait, None if the queue is empty.
+        """
         self._ahead = None
         if chunks:
             self.steps += 1
@@ -74,19 +76,21 @@ class Activity:
             self._chunks.append((self.steps, [PrefillShare(one.request.owner.ref, size) for one, size in chunks]))
         elif num_decoding:
             self.steps += 1
-        if self._cause is not None and now > self._since:
-            self._waited[self._cause] += now - self._since
+        self._note_wait(now)
         self._cause, self._since = cause, now
 
     def sums(self, now: float) -> Sums:
-        """What was done up to ``now``."""
+        """Return the work up to ``now``."""
+        self._note_wait(now)
+        return Sums(self.steps, self.prefill_tokens, tuple(self._waited.values()))
+
+    def _note_wait(self, now: float) -> None:
         if self._cause is not None and now > self._since:
             self._waited[self._cause] += now - self._since
             self._since = now
-        return Sums(self.steps, self.prefill_tokens, tuple(self._waited.values()))
 
     def ahead(self) -> tuple[PrefillShare, ...]:
-        """Whose prompts the last steps compute, the largest first, a few of them."""
+        """Return the prompts that the last steps compute, the largest first, a few of them."""
         if self._ahead is None:
             tokens = Counter[RequestRef]()
             for step, shares in self._chunks:
@@ -97,8 +101,8 @@ class Activity:
 
 
 class Departure(NamedTuple):
-    """It left an executor: at ``time``, because of ``reason``. ``ran``: it had begun to run there. ``next_token``: when
-    its next token came, if one has."""
+    """The request left an executor at ``time``. ``ran``: it had begun to run there. ``next_token``: when its next token
+    came, None if none has."""
 
     time: float
     executor_id: str
@@ -109,7 +113,7 @@ class Departure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Reset:
-    """An executor was reset at ``time``, after an error, and lost all KV; one object for all whom that interrupted.
+    """An executor was reset at ``time``, after an error, and lost all KV; its requests share one object.
 
     ``ended``: when the first step after it had come back, NaN until then.
     """
@@ -120,7 +124,7 @@ class Reset:
 
 
 class Chunk(NamedTuple):
-    """A step that was planned at ``time`` computes so many of its tokens beside its decodes."""
+    """A step that was planned at ``time`` computes so many tokens of the request, beside its decodes."""
 
     time: float
     tokens: int
@@ -134,18 +138,17 @@ class Interrupted(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps at its executors between two moments of a request, and the tokens of prompts of others in them."""
+    """Steps between two moments of a request, and the tokens of other prompts in them."""
 
     steps: int
     others_tokens: int
 
 
-@dataclass(slots=True, frozen=True)
-class Divergence:
-    """Where a prompt leaves the cached prefix of another one.
+class Divergence(NamedTuple):
+    """Where a prompt leaves the cached prefix of another request.
 
-    ``position``: the first token that differs. ``beyond``: tokens that are cached behind it there. ``compared``: of
-    these, how many were compared with the prompt's own at the same positions, and ``equal``: how many are the same.
+    ``position``: the first token that differs. ``beyond``: tokens that are cached behind it there. ``compared``: how
+    many of these were compared with the prompt's own at the same positions, and ``equal``: how many are the same.
     """
 
     position: int
@@ -155,8 +158,7 @@ class Divergence:
     equal: int
 
 
-@dataclass(slots=True, frozen=True)
-class OtherSalt:
+class OtherSalt(NamedTuple):
     """The same first ``tokens`` are cached under another cache salt, or for another adapter."""
 
     tokens: int
@@ -168,8 +170,8 @@ class OtherSalt:
 class MissedPrefix:
     """Why nothing is cached of a prompt behind its first ``found`` tokens, when it first ran.
 
-    ``lost``: what had been cached there, as far as that is remembered, with how many tokens of the prompt it was.
-    ``not_asked``: the cache was not asked, because log-probabilities of the prompt come from computing it.
+    ``lost``: runs of blocks that had been cached there, as far as they are remembered, each with its number of tokens.
+    ``not_asked``: the cache was not used, because log-probabilities of the prompt come from computing it.
     """
 
     found: int
@@ -179,19 +181,43 @@ class MissedPrefix:
     not_asked: bool = False
 
 
+class _Wait(NamedTuple):
+    """A wait that has not ended. ``cause``: None in a queue where the scheduler's work tells the causes apart.
+
+    ``queue``: the work of the scheduler in whose queue the request is, with ``before``: its sums at ``since``.
+    """
+
+    cause: WaitCause | None
+    since: float
+    queue: Activity | None = None
+    before: Sums | None = None
+
+    def until(self, now: float) -> Iterator[tuple[WaitCause, float]]:
+        """Yield the causes of the wait, and the seconds of each."""
+        left = now - self.since
+        if self.cause is not None or self.queue is None or self.before is None:
+            yield self.cause or "step", left
+            return
+        for cause, then, until in zip(SHARED_CAUSES, self.before.waited, self.queue.sums(now).waited, strict=True):
+            seconds = max(0.0, min(until - then, left))
+            yield cause, seconds
+            left -= seconds
+        yield "step", left
+
+
 @dataclass(slots=True)
 class Timeline:
-    """What is known of one request; times are seconds of the scheduler's clock.
+    """The facts about one request; times are seconds of the scheduler's clock.
 
     Fields:
         resumed: when it came from another scheduler, None if it did not.
-        waits: seconds by cause, before it ran. ahead: whose prompts were being computed when it came, and how much of
-            them; computes_prefix: who computed the prefix that it waited for.
+        waits: seconds by cause, before it ran. ahead: prompts that were being computed when it arrived;
+            computes_prefix: the request that computed the prefix for which it waited.
         prefill, decode: steps between its start and its first token, and from there to its end.
-        missed: why its prefix was not cached. departures: from executors, and interruptions: by resets of those it was
-            at; the last few.
-        computed: tokens that steps have computed of it beside its decodes, those that they computed again included.
-        chunks: what each of these steps computed; of many, neighbours are told as one.
+        missed: why its prefix was not cached. departures: from executors, and interruptions: by resets of its
+            executors; the last few.
+        computed: tokens of it that steps have computed beside its decodes, also those that were computed again.
+        chunks: the part of it in each of these steps; of many, neighbours are joined.
     """
 
     resumed: float | None = None
@@ -205,9 +231,7 @@ class Timeline:
     interruptions: tuple[Interrupted, ...] = ()
     computed: int = 0
     chunks: tuple[Chunk, ...] = ()
-    _waits_since: tuple[WaitCause, float] | None = None
-    _queued: tuple[Activity, float, Sums] | None = None  # since what it waits for there was noted last
-    _held: WaitCause | None = None
+    _wait: _Wait | None = None
     _running: tuple[Activity, Sums, int] | None = None
     _steps: Steps | None = None
     _waited_until: float = float("-inf")
@@ -222,96 +246,64 @@ class Timeline:
             )
         self.chunks = (*known, Chunk(now, tokens))
 
-    def add(self, cause: WaitCause, seconds: float) -> None:
-        """It has waited so long for this."""
-        if seconds > 0.0:
-            self.waits[cause] = self.waits.get(cause, 0.0) + seconds
-
     def begin(self, cause: WaitCause, now: float) -> None:
-        """It waits for something whose end ``end`` tells, since ``now`` or since the end of its last wait."""
+        """It waits outside of a queue until ``end``, since ``now`` or since the end of its last wait."""
         self.end(now)
-        self._waits_since = cause, max(now, self._waited_until)
+        self._wait = _Wait(cause, max(now, self._waited_until))
 
     def end(self, now: float) -> None:
         """The wait that was begun last has ended, if there was one."""
-        if self._waits_since is not None:
-            cause, since = self._waits_since
-            self.add(cause, now - since)
-            self._waits_since, self._waited_until = None, now
+        if self._wait is not None and self._wait.queue is None:
+            self._end_wait(now)
+            self._waited_until = now
 
     def queued(self, work: Activity, now: float) -> None:
-        """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait; told for each of its
-        sequences that comes there, of which the first tells."""
-        if any(one is not None and one[0] is work for one in (self._queued, self._running)):
+        """It waits in the queue of a scheduler, since ``now`` or since the end of its last wait. The first of its
+        sequences that comes there counts."""
+        if (self._wait is not None and self._wait.queue is work) or (
+            self._running is not None and self._running[0] is work
+        ):
             return
         self.end(now)
         now = max(now, self._waited_until)
-        self._queued, self._held = (work, now, work.sums(now)), None
+        self._wait = _Wait(None, now, work, work.sums(now))
         if not self.ahead:
             self.ahead = work.ahead()
 
     def held(self, cause: WaitCause, computes: RequestRef | None, now: float) -> None:
-        """It could start in the queue but for this, from ``now`` until ``released``; it may be told again meanwhile.
+        """It could start in the queue but for this, from ``now`` until ``released``; repeated calls change nothing.
 
-        ``computes``: who computes the prefix that it waits for, if anybody.
+        ``computes``: the request that computes the prefix for which it waits, if there is one.
         """
-        if self._queued is None:
+        if self._wait is None or self._wait.queue is None:
             return  # it waits because it was preempted
         self.computes_prefix = computes or self.computes_prefix
-        if cause != self._held:
-            self._note_wait(now)
-            self._held = cause
+        self._wait_for(cause, now)
 
     def released(self, now: float) -> None:
-        """What held it in the queue does so no more."""
-        if self._held is not None:
-            self._note_wait(now)
-            self._held = None
+        """It is not held in the queue any more."""
+        self._wait_for(None, now)
+
+    def _wait_for(self, cause: WaitCause | None, now: float) -> None:
+        """Wait in the same queue for another cause."""
+        wait = self._wait
+        if wait is not None and wait.queue is not None and wait.cause != cause:
+            self._end_wait(now)
+            self._wait = _Wait(cause, now, wait.queue, wait.queue.sums(now))
 
     def started(self, now: float) -> None:
         """It runs, for the first time at this executor, or since that was reset."""
-        work = self._leave_queue(now)
-        if work is not None:
+        if self._wait is not None and (work := self._wait.queue) is not None:
+            self._end_wait(now)
             self._running = work, work.sums(now), self.computed
 
-    def _leave_queue(self, now: float) -> Activity | None:
-        """Note for what it has waited in a queue; returns whose queue that is, None if it is in none."""
-        if self._queued is None:
-            return None
-        work = self._queued[0]
-        self._note_wait(now)
-        self._queued = self._held = None
-        return work
-
-    def _note_wait(self, now: float) -> None:
-        """Add what it has waited for in the queue since this was noted last."""
-        if self._queued is not None:
-            for cause, seconds in self._wait_until(now):
-                self.add(cause, seconds)
-            work = self._queued[0]
-            self._queued = work, now, work.sums(now)
-
-    def _wait_until(self, now: float) -> Iterator[tuple[WaitCause, float]]:
-        """What it has waited for, and how long, since that was noted last."""
-        if self._waits_since is not None:
-            cause, since = self._waits_since
-            yield cause, now - since
-        elif self._queued is not None:
-            work, since, before = self._queued
-            left = now - since
-            if self._held is not None:
-                yield self._held, left
-                return
-            for cause, then, until in zip(SHARED_CAUSES, before.waited, work.sums(now).waited, strict=True):
-                seconds = max(0.0, min(until - then, left))
-                yield cause, seconds
-                left -= seconds
-            yield "step", left
+    def _end_wait(self, now: float) -> None:
+        self.waits, self._wait = self.waits_until(now), None
 
     def waits_until(self, now: float) -> dict[WaitCause, float]:
-        """Seconds by cause, with what it waits for at ``now``."""
+        """Return the seconds that it has waited until ``now``, by cause."""
         waits = dict(self.waits)
-        for cause, seconds in self._wait_until(now):
+        for cause, seconds in self._wait.until(now) if self._wait is not None else ():
             if seconds > 0.0:
                 waits[cause] = waits.get(cause, 0.0) + seconds
         return waits
@@ -325,10 +317,10 @@ class Timeline:
         self.end(now)
         if self.prefill is not None and self.decode is None:
             self.decode = self._end_phase(now)
-        self._running = self._queued = None
+        self._running = self._wait = None
 
     def left(self, executor_id: str, reason: str, now: float) -> None:
-        """It goes on elsewhere."""
+        """It leaves its executor, and goes on elsewhere."""
         departure = Departure(now, executor_id, reason, ran=self._running is not None)
         self.departures = (*self.departures[1 - _DEPARTURES :], departure)
         self._leave(now)
@@ -351,13 +343,14 @@ class Timeline:
             )
 
     def _leave(self, now: float) -> None:
-        """It neither waits nor runs at its executor any more."""
-        self._leave_queue(now)
+        """It neither waits in a queue nor runs at its executor any more."""
+        if self._wait is not None and self._wait.queue is not None:
+            self._end_wait(now)
         self._count_steps(now)
         self._running = None
 
     def _end_phase(self, now: float) -> Steps | None:
-        """The steps since the last phase ended, at all executors."""
+        """Return the steps since the last phase ended, at all executors."""
         self._count_steps(now)
         steps, self._steps = self._steps, None
         return steps

@@ -1,23 +1,22 @@
-"""Says in plain sentences what an explanation's facts are."""
+"""Says in plain sentences where the time of a request went, and where its cached prefix was lost."""
 
 from collections.abc import Iterator
 from datetime import datetime
 
-from pagewise_scheduler.core.explanation import (
-    Explanation,
+from pagewise_shared.reports import (
+    Event,
     Interruption,
     LeftPrefix,
     LostPrefix,
     Move,
     OtherCache,
-    Preemption,
-    RecoveredPrefix,
+    RequestName,
+    RequestReport,
     Share,
-    Who,
 )
-from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE
 
 _LEAST_SECONDS = 1e-3
+_MOST_EVENTS = 16
 
 _REASONS = {
     "decode": "its prompt was computed, and {executor} does not decode",
@@ -31,23 +30,43 @@ _REASONS = {
 }
 
 
-def sentences(told: Explanation) -> list[str]:
-    """What happened, in order, each sentence whole."""
+def sentences(report: RequestReport) -> list[str]:
+    """Return the life of a request in order, in whole sentences."""
     return [
-        *_overview(told),
-        *_waiting(told),
-        *_cache(told),
-        *(_recovery(one) for one in told.recoveries if one.source != "device" or one.resumed),
-        *_prefill(told),
-        *(_preemption(one) for one in told.preemptions),
-        *(_move(one) for one in told.moves),
-        *(_reset(one) for one in told.resets),
-        *_decode(told),
+        *_overview(report),
+        *_placements(report),
+        *_waiting(report),
+        *_cache(report),
+        *_events(report),
+        *_prefill(report),
+        *(_move(one, report) for one in report.moves),
+        *(_reset(one, report) for one in report.resets),
+        *_decode(report),
     ]
 
 
+def _events(report: RequestReport) -> Iterator[str]:
+    for event in report.events[-_MOST_EVENTS:]:
+        if event.reason is not None:
+            yield _preemption(event, report)
+        elif event.source != "device" or event.kind == "resumed":
+            yield _recovery(event, report)
+
+
+def delivery(blocked_seconds: float | None) -> str | None:
+    """Return the sentence about how fast the client read, None if it read as fast as the tokens came.
+
+    ``blocked_seconds``: for which the answer waited for the client, None if that is not known.
+    """
+    if blocked_seconds is None:
+        return "How fast its client read is not known to this gateway, which has not served it lately."
+    if blocked_seconds < _LEAST_SECONDS:
+        return None
+    return f"Its answer waited {duration(blocked_seconds)} for its client, which read more slowly than the tokens came."
+
+
 def duration(seconds: float) -> str:
-    """A time span as people write it."""
+    """Return a time span as people write it."""
     if seconds < 1e-3:
         return f"{1e6 * seconds:.0f} µs"
     if seconds < 1.0:
@@ -58,12 +77,16 @@ def duration(seconds: float) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """The time of day at the server, to the second; ``seconds``: since 1970."""
+    """Return the time of day at the server, to the second; ``seconds``: since 1970."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S")
 
 
-def _who(who: Who | None) -> str:
-    return "another request" if who is None else f"request {who.request_id}"
+def _at(report: RequestReport, at: float) -> str:
+    return f"At {clock_time(report.arrived + at)}, {duration(max(0.0, at))} after its arrival,"
+
+
+def _name(request: RequestName | None) -> str:
+    return "another request" if request is None else f"request {request.request_id}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -75,42 +98,49 @@ def _tokens(number: int) -> str:
 
 
 def _of_others(shares: list[Share]) -> str:
-    return ", ".join(f"{_who(one.request)} ({_tokens(one.tokens)})" for one in shares)
+    return ", ".join(f"{_name(one.request)} ({_tokens(one.tokens)})" for one in shares)
 
 
-def _overview(told: Explanation) -> Iterator[str]:
-    when = f"It arrived at {clock_time(told.arrived)}"
-    if told.queue_seconds is None:
-        yield f"{when} and has not started: it has waited {duration(told.total_seconds)}."
+def _overview(report: RequestReport) -> Iterator[str]:
+    when = f"It arrived at {clock_time(report.arrived)}"
+    if report.queue_seconds is None:
+        yield f"{when} and has not started: it has waited {duration(report.total_seconds)}."
         return
-    parts, so_far = [f"{duration(told.queue_seconds)} before it ran"], "" if told.state == "ended" else " so far"
-    first = told.first_token_seconds
+    parts, so_far = [f"{duration(report.queue_seconds)} before it ran"], "" if report.state == "ended" else " so far"
+    first = report.first_token_seconds
     if first is not None:
-        parts.append(f"{duration(first - told.queue_seconds)} until its first token")
-        parts.append(f"{duration(told.total_seconds - first)} for its output of {_tokens(told.output_tokens)}")
+        parts.append(f"{duration(first - report.queue_seconds)} until its first token")
+        parts.append(f"{duration(report.total_seconds - first)} for its output of {_tokens(report.output_tokens)}")
     else:
-        parts.append(f"{duration(told.total_seconds - told.queue_seconds)} without a token so far")
-    yield f"{when} and took {duration(told.total_seconds)}{so_far}: {', '.join(parts)}."
+        parts.append(f"{duration(report.total_seconds - report.queue_seconds)} without a token so far")
+    yield f"{when} and took {duration(report.total_seconds)}{so_far}: {', '.join(parts)}."
 
 
-def _waiting(told: Explanation) -> Iterator[str]:
-    if told.resumed is not None:
+def _placements(report: RequestReport) -> Iterator[str]:
+    if places := [f"on {one.executor_id} after {duration(one.at)}" for one in report.executors]:
+        yield f"It was placed {', then '.join(places)}."
+    if report.finish_reason is not None:
+        yield f"It ended with the finish reason {report.finish_reason}."
+
+
+def _waiting(report: RequestReport) -> Iterator[str]:
+    if report.resumed is not None:
         yield (
-            f"At {clock_time(told.resumed)} it came from another scheduler, which had been restarted or was lost: what "
-            "happened there is not known any more, and its KV was found or computed again."
+            f"At {clock_time(report.resumed)} it came from another scheduler, which had been restarted or was lost: "
+            "its time there is not known any more, and its KV was found or computed again."
         )
     prefix = (
-        f"while {_who(told.computes_prefix)} computed the prefix that both have in common, so that it was not computed "
-        "twice"
+        f"while {_name(report.computes_prefix)} computed the prefix that both have in common, so that it was not "
+        "computed twice"
     )
-    behind = f": {_of_others(told.ahead)}" if told.ahead else ""
+    behind = f": {_of_others(report.ahead)}" if report.ahead else ""
     texts = {
         "rows": "because other sequences had all rows of the executor (--max-num-seqs)",
         "memory": "because too few blocks of the executor's KV memory were free for its prompt",
         "prefill": f"because the steps computed the prompts of others{behind}",
         "turn": "because others in the queue were next",
         "step": f"for steps in flight that computed the prompts of others{behind}"
-        if told.ahead
+        if report.ahead
         else "for steps in flight to return",
         "prefix": prefix,
         "grammar": "until the executor had compiled its grammar",
@@ -119,35 +149,35 @@ def _waiting(told: Explanation) -> Iterator[str]:
         "restart": "for the executors to come back after a restart of the scheduler",
         "storage": "for the answer how much of its prompt was in storage",
     }
-    for cause, seconds in sorted(told.waits.items(), key=lambda wait: -wait[1]):
+    for cause, seconds in sorted(report.waits.items(), key=lambda wait: -wait[1]):
         if seconds >= _LEAST_SECONDS:
             yield f"It waited {duration(seconds)} {texts[cause]}."
 
 
-def _cache(told: Explanation) -> Iterator[str]:
-    if told.queue_seconds is None:
+def _cache(report: RequestReport) -> Iterator[str]:
+    if report.queue_seconds is None:
         return
-    found = sum(told.cached_tokens.values())
-    missing = told.prompt_tokens - found
-    lying = ", ".join(f"{tokens:,} {_place(source)}" for source, tokens in told.cached_tokens.items() if tokens)
+    found = sum(report.cached_tokens.values())
+    missing = report.prompt_tokens - found
+    lying = ", ".join(f"{tokens:,} {_location(source)}" for source, tokens in report.cached_tokens.items() if tokens)
     yield (
-        f"Of the {_tokens(told.prompt_tokens)} of its prompt, {found:,} came from the cache ({lying}), and "
+        f"Of the {_tokens(report.prompt_tokens)} of its prompt, {found:,} came from the cache ({lying}), and "
         f"{missing:,} had to be computed."
         if found
         else f"Nothing of its prompt of {_tokens(missing)} came from the cache: all of it had to be computed."
     )
-    if told.not_asked:
+    if report.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
-    for lost in told.lost:
+    for lost in report.lost:
         yield _lost(lost)
-    if told.left is not None:
-        yield _left(told.left)
-    if told.other_cache is not None:
-        yield _other(told.other_cache)
+    if report.left is not None:
+        yield _left(report.left)
+    if report.other_cache is not None:
+        yield _other(report.other_cache)
 
 
 def _other(other: OtherCache) -> str:
-    begin, by = f"Its first {_tokens(other.tokens)} are cached for", f"(by {_who(other.cached_by)})"
+    begin, by = f"Its first {_tokens(other.tokens)} are cached for", f"(by {_name(other.cached_by)})"
     if other.kind != "adapter":
         return f"{begin} another cache salt or API key {by}, whose KV this request may not use."
     of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
@@ -155,7 +185,7 @@ def _other(other: OtherCache) -> str:
 
 
 def _left(left: LeftPrefix) -> str:
-    text = f"Its prompt is the same as the cached one of {_who(left.cached_by)} up to token {left.position:,}, and "
+    text = f"Its prompt is the same as the cached one of {_name(left.cached_by)} up to token {left.position:,}, and "
     if left.compared > 1 and left.equal * 2 > left.compared:
         differ = left.compared - left.equal
         text += (
@@ -168,7 +198,7 @@ def _left(left: LeftPrefix) -> str:
     return text
 
 
-def _place(source: str) -> str:
+def _location(source: str) -> str:
     return "at other executors" if source == "peer" else f"on the {source}"
 
 
@@ -177,7 +207,7 @@ def _lost(lost: LostPrefix) -> str:
     at = f" at {lost.executor_id}" if lost.executor_id else ""
     run = f"{_tokens(lost.tokens)} of its prompt, from token {lost.position:,} on,"
     text = (
-        f"{run} {'was' if lost.tokens == 1 else 'were'} cached by {_who(lost.cached_by)}{cached} "
+        f"{run} {'was' if lost.tokens == 1 else 'were'} cached by {_name(lost.cached_by)}{cached} "
         if lost.cached_by is not None
         else f"{run} had been cached "
     )
@@ -189,11 +219,11 @@ def _lost(lost: LostPrefix) -> str:
     if lost.reason == "corrupt":
         return f"{text}and dropped{at} at {when}, because they came back from the {lost.tier} with wrong content."
     many = lost.taker is not None and lost.num_takers > 1
-    by = f"by the allocation of {_who(lost.taker)}" + (" and others that decode" if many else "")
-    return f"{text}and evicted{at} at {when} {by}, {_why_these(lost)}."
+    by = f"by the allocation of {_name(lost.taker)}" + (" and others that decode" if many else "")
+    return f"{text}and evicted{at} at {when} {by}, {_eviction_reason(lost)}."
 
 
-def _why_these(lost: LostPrefix) -> str:
+def _eviction_reason(lost: LostPrefix) -> str:
     if lost.policy == "CostAware":
         return "because their expected value was the least"
     if lost.policy == "LeastRecentlyUsed":
@@ -201,17 +231,17 @@ def _why_these(lost: LostPrefix) -> str:
     return f"because the policy {lost.policy} chose them first"
 
 
-def _recovery(event: RecoveredPrefix) -> str:
-    begin = f"At {clock_time(event.time)} it " + ("went on" if event.resumed else "started")
+def _recovery(event: Event, report: RequestReport) -> str:
+    begin = f"{_at(report, event.at)} it " + ("went on" if event.kind == "resumed" else "started")
     begin += f" with {_tokens(event.device_tokens)} of KV on the device"
     if event.source == "device":
         return begin + ", and the rest was computed again."
-    sources = event.sources or [event.source]
+    sources = event.sources or [event.source or ""]
     place = " and ".join(
-        f"at the executor {event.peer}" if one == "peer" and event.peer else _place(one) for one in sources
+        f"at the executor {event.peer}" if one == "peer" and event.peer else _location(one) for one in sources
     )
     took = "" if event.seconds is None else f", which took {duration(event.seconds)}"
-    predicted = event.predicted.get(event.method)
+    predicted = event.predicted_seconds.get(event.method or "")
     expected = "" if predicted is None else f" ({duration(predicted)} had been predicted)"
     method = {
         "load": f"{event.loaded_tokens:,} were loaded from where they lay {place}",
@@ -219,12 +249,12 @@ def _recovery(event: RecoveredPrefix) -> str:
         "predicted to be faster",
         "both": f"{event.found_tokens:,} more of them lay {place}: {event.loaded_tokens:,} were loaded while the "
         "others were computed",
-    }.get(event.method, event.method)
+    }.get(event.method or "", event.method)
     return f"{begin}; {method}{took}{expected}."
 
 
-def _prefill(told: Explanation) -> Iterator[str]:
-    if (phase := told.prefill) is None or told.queue_seconds is None:
+def _prefill(report: RequestReport) -> Iterator[str]:
+    if (phase := report.prefill) is None or report.queue_seconds is None:
         return
     others = (
         f", in which {_tokens(phase.others_tokens)} of the prompts of others were computed too"
@@ -237,38 +267,40 @@ def _prefill(told: Explanation) -> Iterator[str]:
     )
 
 
-def _preemption(event: Preemption) -> str:
+def _preemption(event: Event, report: RequestReport) -> str:
     again = "has not gone on yet" if event.seconds is None else f"went on after {duration(event.seconds)}"
-    what = "started over" if event.reason in (BLOCKS_CORRUPT, LENDER_GONE) else f"was preempted for {_who(event.by)}"
+    lost = "started over" if event.kind == "started over" else f"was preempted for {_name(event.by)}"
     return (
-        f"At {clock_time(event.time)} it {what} ({event.reason}): it let go of "
+        f"{_at(report, event.at)} it {lost} ({event.reason}): it let go of "
         f"{_count(event.blocks, 'block')}, of which {event.freed:,} became free, and {again}."
     )
 
 
-def _move(move: Move) -> str:
+def _move(move: Move, report: RequestReport) -> str:
     why = _REASONS.get(move.reason, move.reason).format(executor=f"the executor {move.executor_id}")
+    when = _at(report, move.at)
     if move.to is None:
-        return f"At {clock_time(move.time)} it left, because {why}: it has not been placed since."
+        return f"{when} it left, because {why}: it has not been placed since."
     to = f"{move.to} again, which had come back," if move.to == move.executor_id else move.to
     after = "" if move.seconds is None else f" after {duration(move.seconds)}"
     back = move.next_token_seconds
     token = "no token of it has come since" if back is None else f"its next token came after {duration(back)}"
-    return f"At {clock_time(move.time)} it moved, because {why}: it was placed on {to}{after}, and {token}."
+    return f"{when} it moved, because {why}: it was placed on {to}{after}, and {token}."
 
 
-def _reset(event: Interruption) -> str:
+def _reset(event: Interruption, report: RequestReport) -> str:
     back = (
         "no step has come back from it since"
         if event.seconds is None
         else f"its first step after that came back {duration(event.seconds)} later"
     )
-    what = " and lost all KV, which had to be computed again" if event.ran else ", while it waited there"
-    return f"At {clock_time(event.time)} the executor {event.executor_id} was reset after an error{what}; {back}."
+    when, lost = _at(report, event.at), " and lost all KV, which had to be computed again"
+    effect = lost if event.ran else ", while it waited there"
+    return f"{when} the executor {event.executor_id} was reset after an error{effect}; {back}."
 
 
-def _decode(told: Explanation) -> Iterator[str]:
-    if (phase := told.decode) is not None and phase.others_tokens:
+def _decode(report: RequestReport) -> Iterator[str]:
+    if (phase := report.decode) is not None and phase.others_tokens:
         yield (
             f"While its output was decoded, {_count(phase.steps, 'step')} ran, in which "
             f"{_tokens(phase.others_tokens)} of the prompts of others were computed too: steps that do so take longer."

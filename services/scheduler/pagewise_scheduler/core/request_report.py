@@ -1,0 +1,327 @@
+"""Makes the report of a request: where its time went, its blocks, and where its cached prefix was lost."""
+
+from collections.abc import Mapping
+from itertools import islice
+from math import isnan, nan
+
+from msgspec.structs import asdict, replace
+from pagewise_shared import reports
+from pagewise_shared.protocol import tier_name
+from pagewise_shared.reports import Event, RequestLine, RequestName, RequestReport
+
+from pagewise_scheduler.core.memory.eviction_history import LostRun, RequestRef
+from pagewise_scheduler.core.memory.prefix_tree import hash_of
+from pagewise_scheduler.core.requests.request import Preempted, Request, RequestSequence, SequenceStatus
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE, MissedPrefix, Steps
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery
+
+_MOST_OUTPUTS = 64
+"""Outputs of a request whose blocks are counted for its line: it may have thousands."""
+
+
+class Room:
+    """How much a report may still list: so many sequences, blocks and events each."""
+
+    def __init__(self, limit: int) -> None:
+        self.sequences = self.blocks = self.events = limit
+        self.cut = False
+
+
+def request_line(
+    request: Request, executor_id: str, pool: BlockPool | None, now: float, *, ended: bool = False
+) -> RequestLine:
+    """Return the line of a request. ``pool``: where its blocks are; None if it is on no executor. ``now``: seconds."""
+    outputs = request.sequences[:_MOST_OUTPUTS]
+    status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING).name.lower()
+    places = [name for _, name in request.executors]
+    here = places[-1] if ended and places else executor_id
+    return RequestLine(
+        request.request_id,
+        request.params.client_request_id,
+        request.params.key,
+        here,
+        "finished" if ended else "unplaced" if pool is None else status,
+        len(request.prompt_token_ids),
+        request.num_output_tokens,
+        0 if ended else sum(one.num_with_kv for one in outputs if one.table.blocks),
+        0 if ended else sum(len(one.table.blocks) for one in outputs),
+        0 if ended or pool is None else sum(_num_shared(one, pool) for one in outputs),
+        request.num_cached_tokens,
+        sum(one.num_preemptions for one in outputs),
+        round(now - request.arrival_time, 6),
+        _seconds(request.arrival_time, request.scheduled_time),
+        _seconds(request.arrival_time, request.first_token_time),
+        next((one.finish_reason for one in request.sequences if one.finish_reason), None) if ended else None,
+        next((name for name in reversed(places) if name != here), None),
+    )
+
+
+def is_waiting(request: Request) -> bool:
+    """Return whether no sequence of a request runs."""
+    return all(
+        sequence.status in (SequenceStatus.WAITING, SequenceStatus.FINISHED)
+        for sequence in islice(request.sequences, _MOST_OUTPUTS)
+    )
+
+
+def request_report(
+    request: Request,
+    scheduler: Scheduler | None,
+    now: float,
+    room: Room | int,
+    since_1970: float = 0.0,
+    *,
+    ended: bool = False,
+) -> RequestReport:
+    """Return the report of a request.
+
+    ``scheduler``: of the executor that has it, None if it is on none. ``now``: of the scheduler's clock, to which
+    ``since_1970`` seconds are added. ``room``: how many sequences, blocks and events it may list. ``ended``: it ends
+    at ``now``.
+    """
+    room = Room(room) if isinstance(room, int) else room
+    timeline, start, first = request.timeline, request.arrival_time, request.first_token_time
+    executor_id = request.executors[-1][1] if request.executors and scheduler is not None else ""
+    pool = scheduler.kv.pool if scheduler is not None else None
+    line = request_line(request, executor_id, pool, now, ended=ended)
+    sequences = request.sequences[: room.sequences] if scheduler is not None else []
+    room.sequences -= len(sequences)
+    events = request_events(request)
+    shown = events[max(0, len(events) - room.events) :]
+    room.events -= len(shown)
+    report = RequestReport(
+        **asdict(line),
+        priority=request.params.priority,
+        arrived=start + since_1970,
+        state="ended" if ended else "waiting" if isnan(request.scheduled_time) else "running",
+        total_seconds=round(now - start, 6),
+        ended_seconds_ago=0.0 if ended else None,
+        executors=[reports.Placement(name, round(time - start, 6)) for time, name in request.executors],
+        cached_tokens=request.cached_tokens,
+        sequences=[_sequence_report(one, scheduler.kv.pool, room) for one in sequences] if scheduler else [],
+        events=shown,
+        chunks=[reports.Chunk(round(one.time - start, 6), one.tokens) for one in timeline.chunks],
+        waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
+        ahead=[
+            reports.Share(_name(one.request), one.tokens) for one in timeline.ahead if one.request is not request.ref
+        ],
+        computes_prefix=_name(timeline.computes_prefix),
+        prefill=_phase(timeline.prefill, first - request.scheduled_time, line.prompt_tokens - line.num_cached_tokens),
+        decode=_phase(timeline.decode, now - first, line.output_tokens) if ended else None,
+        moves=_moves(request),
+        resets=[
+            reports.Interruption(one.time - start, one.executor_id, _seconds(one.time, one.ended), not isnan(time))
+            for one, time in timeline.interruptions
+        ],
+        resumed=_dated(timeline.resumed, since_1970),
+    )
+    report.truncated = (
+        len(shown) < len(events)
+        or (scheduler is not None and len(sequences) < len(request.sequences))
+        or any(one.truncated for one in report.sequences)
+    )
+    room.cut |= report.truncated
+    if timeline.missed is not None:
+        _add_missed(report, timeline.missed, since_1970)
+    return report
+
+
+def later(report: RequestReport, seconds: float) -> RequestReport:
+    """Return the report of a request that has ended, asked for so many seconds after it was made."""
+    return replace(
+        report,
+        arrived_seconds_ago=round(report.arrived_seconds_ago + seconds, 6),
+        ended_seconds_ago=round((report.ended_seconds_ago or 0.0) + seconds, 6),
+    )
+
+
+def seen_by(report: RequestReport, key: str, names: Mapping[str, str]) -> RequestReport:
+    """Return a report as the holder of an API key gets it; ``key``: its name, "" for an operator.
+
+    Other keys' requests are not named, nothing is said of their caches, and block hashes are left out. ``names``: of
+    executors, by their block endpoints; other peers are left out for all readers.
+    """
+    events = [replace(one, peer=names.get(one.peer or "")) for one in report.events]
+    if not key:
+        return replace(report, events=events)
+
+    def mine(name: RequestName | None) -> RequestName | None:
+        return name if name is not None and name.key == key else None
+
+    others = sum(one.tokens for one in report.ahead if mine(one.request) is None)
+    ahead = [one for one in report.ahead if mine(one.request) is not None]
+    left, other = report.left, report.other_cache
+    return replace(
+        report,
+        sequences=[replace(one, blocks=[replace(block, hash="") for block in one.blocks]) for one in report.sequences],
+        events=[replace(one, by=mine(one.by)) for one in events],
+        ahead=[*ahead, reports.Share(None, others)] if others else ahead,
+        computes_prefix=mine(report.computes_prefix),
+        lost=[replace(one, taker=mine(one.taker)) for one in report.lost if mine(one.cached_by) is not None],
+        left=left if left is not None and mine(left.cached_by) is not None else None,
+        other_cache=other if other is not None and mine(other.cached_by) is not None else None,
+    )
+
+
+def _name(request: RequestRef | None) -> RequestName | None:
+    return None if request is None else RequestName(request.request_id, request.key)
+
+
+def _seconds(start: float, end: float) -> float | None:
+    return None if isnan(end) else round(max(0.0, end - start), 6)
+
+
+def _dated(time: float | None, since_1970: float) -> float | None:
+    return None if time is None or isnan(time) else time + since_1970
+
+
+def _phase(steps: Steps | None, seconds: float, tokens: int) -> reports.Phase | None:
+    if steps is None or isnan(seconds):
+        return None
+    return reports.Phase(max(0.0, seconds), tokens, steps.steps, steps.others_tokens)
+
+
+def _num_shared(sequence: RequestSequence, pool: BlockPool) -> int:
+    """Found by bisection: a sequence that holds a block of a prefix holds the blocks before it too."""
+    blocks, references = sequence.table.blocks, pool.references
+    low, high = 0, len(blocks)
+    while low < high:
+        middle = (low + high) // 2
+        if references(blocks[middle]) > 1:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _sequence_report(sequence: RequestSequence, pool: BlockPool, room: Room) -> reports.SequenceReport:
+    table = sequence.table
+    blocks = table.blocks[: room.blocks]
+    room.blocks -= len(blocks)
+    return reports.SequenceReport(
+        index=sequence.index,
+        status=sequence.status.name.lower(),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_output_tokens=len(sequence.output_token_ids),
+        num_computed_tokens=sequence.num_with_kv if table.blocks else 0,
+        num_blocks=len(table.blocks),
+        shared=sum(1 for block in table.blocks if pool.references(block) > 1),
+        preemptions=sequence.num_preemptions,
+        finish_reason=sequence.finish_reason,
+        blocks=[_block_report(index, block, pool) for index, block in enumerate(blocks)],
+        truncated=len(blocks) < len(table.blocks),
+    )
+
+
+def _block_report(index: int, block: int, pool: BlockPool) -> reports.BlockReport:
+    report = reports.BlockReport(index, block, pool.references(block))
+    if (node := pool.node(block)) is not None:
+        report.copies = {
+            tier_name(tier.number): copy for tier in pool.lower if (copy := node.block_id(tier.number)) >= 0
+        }
+        report.cached, report.hash = True, hash_of(node).hex()
+    return report
+
+
+def request_events(request: Request) -> list[Event]:
+    """Return the changes of the memory of all outputs, in order. A loss lasts until the same output resumes."""
+    timeline = request.timeline
+    broken_off = [one.time for one in timeline.departures if one.ran] + [one.time for one in timeline.interruptions]
+    events = []
+    for sequence in request.sequences:
+        loss: Event | None = None
+        for fact in sequence.history:
+            if isinstance(fact, Preempted):
+                loss = _loss(fact, sequence)
+                events.append(loss)
+            elif isinstance(fact, Recovery):
+                events.append(_recovery(fact, broken_off))
+                if fact.resumed and loss is not None:
+                    loss.seconds, loss = round(fact.began - loss.at, 6), None
+    for event in events:
+        event.at = round(event.at - request.arrival_time, 6)
+    return sorted(events, key=_at)
+
+
+def _at(event: Event) -> float:
+    return event.at
+
+
+def _loss(loss: Preempted, sequence: RequestSequence) -> Event:
+    kind = "started over" if loss.reason in (BLOCKS_CORRUPT, LENDER_GONE) else "preempted"
+    return Event(
+        loss.time,
+        kind,
+        sequence.index,
+        reason=loss.reason,
+        blocks=loss.blocks,
+        freed=loss.freed,
+        by=_name(loss.by),
+    )
+
+
+def _recovery(recovery: Recovery, broken_off: list[float]) -> Event:
+    again = not recovery.first_start and any(time <= recovery.began for time in broken_off)
+    return Event(
+        recovery.began,
+        "resumed" if recovery.resumed or again else "started",
+        recovery.sequence.index,
+        seconds=_seconds(recovery.began, recovery.ended),
+        method=recovery.method,
+        device_tokens=recovery.device_tokens,
+        found_tokens=recovery.plan.num_blocks * recovery.sequence.table.block_size,
+        loaded_tokens=recovery.loaded_tokens,
+        source=recovery.origin,
+        sources=recovery.plan.sources,
+        peer=recovery.plan.peer,
+        predicted_seconds={} if recovery.estimate is None else recovery.estimate.by_method,
+    )
+
+
+def _moves(request: Request) -> list[reports.Move]:
+    moves = []
+    for left in request.timeline.departures:
+        then, to = next(((time, name) for time, name in request.executors if time >= left.time), (nan, None))
+        token = None if left.next_token is None else left.next_token - left.time
+        at = left.time - request.arrival_time
+        moves.append(reports.Move(at, left.executor_id, left.reason, to, _seconds(left.time, then), token))
+    return moves
+
+
+def _add_missed(report: RequestReport, missed: MissedPrefix, since_1970: float) -> None:
+    """Say why a part of the prompt was not cached."""
+    position = missed.found
+    causes: list[tuple[object, ...]] = []
+    for run, tokens in missed.lost:
+        cause = run.reason, run.executor_id, run.cached_by, run.taker
+        if causes and causes[-1] == cause:
+            report.lost[-1].tokens += tokens
+        else:
+            report.lost.append(_lost(run, position, tokens, since_1970))
+        causes.append(cause)
+        position += tokens
+    if (left := missed.divergence) is not None:
+        report.left = reports.LeftPrefix(left.position, left.beyond, left.compared, left.equal, _name(left.cached_by))
+    if (other := missed.other_salt) is not None:
+        adapter = other.cached_by.adapter if other.cached_by is not None else ""
+        report.other_cache = reports.OtherCache(other.tokens, other.kind, adapter, _name(other.cached_by))
+    report.not_asked = missed.not_asked
+
+
+def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> reports.LostPrefix:
+    return reports.LostPrefix(
+        position=position,
+        tokens=tokens,
+        reason=run.reason,
+        time=run.time + since_1970,
+        executor_id=run.executor_id,
+        tier=tier_name(run.tier),
+        cached_by=_name(run.cached_by),
+        cached_at=_dated(run.cached_by.started if run.cached_by is not None else nan, since_1970),
+        taker=_name(run.taker),
+        num_takers=run.num_takers,
+        policy=run.policy,
+        price=None if isnan(run.price) else run.price,
+    )
