@@ -6,9 +6,10 @@ check metrics`` refuses it on a histogram. Values are summed over executors; nam
 ``executor_``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from pagewise_shared.protocol import POOL_TIERS, SOURCES
 from pagewise_shared.tracing import TRACE_SPANS, Outcome
@@ -23,11 +24,14 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from pagewise_scheduler.collectors import ExecutorGauges
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.routing.policies import REASONS
 from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
+
+MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
 MEMORY_EVENTS = tuple(MemoryCounters().by_name())
 """The names of the core's ``MemoryCounters``."""
@@ -132,52 +136,31 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def service_restarts(self, service: str) -> Counter:
-        """The counter of restarts of a process of this server, by its name."""
-        return self._service_restarts.labels(self.model_name, service)
-
-    def service_failing(self, service: str) -> Gauge:
-        """The gauge of whether a process of this server keeps failing, by its name."""
-        return self._service_failing.labels(self.model_name, service)
-
-    def key_requests(self, key: str) -> Counter:
-        """The counter of requests that came with a key of this name."""
-        return self._key_requests.labels(self.model_name, key)
-
-    def key_tokens(self, key: str, kind: str) -> Counter:
-        """The counter of tokens of a kind ("prompt", "generation") for keys of this name."""
-        return self._key_tokens.labels(self.model_name, key, kind)
-
-    def recoveries(self, method: str, source: str) -> Counter:
-        """The counter of recoveries by one of ``RECOVERIES``."""
-        return self._recoveries.labels(self.model_name, method, source)
-
     def recovery_seconds(self, method: str, source: str, predicted: float, actual: float) -> None:
         """Observe a recovery that has ended."""
-        self._recovery_predicted.labels(self.model_name, method, source).observe(predicted)
-        self._recovery_actual.labels(self.model_name, method, source).observe(actual)
+        self._recovery_predicted(method, source).observe(predicted)
+        self._recovery_actual(method, source).observe(actual)
 
     def placement_answered(self, predicted: float, actual: float) -> None:
         """Observe the time from a request's placement to its first token, as predicted and as it was, in seconds."""
         self.placement_actual_ratio.observe(actual / max(predicted, 1e-6))
-
-    def kv_blocks(self, tier: str, state: str) -> Gauge:
-        """The gauge of blocks by one of ``KV_BLOCKS``."""
-        return self._kv_blocks.labels(self.model_name, tier, state)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format, with the metrics of the gateways."""
         return generate_latest(Merged(self.registry, self.gateways))
 
     def _bind_services(self) -> None:
-        self._service_restarts = self._raw_counter(
-            "service_restarts", "How often a process of this server was started again after it had ended.", ("service",)
+        self.service_restarts = self._labelled(
+            Counter,
+            "service_restarts",
+            "How often a process of this server was started again after it had ended.",
+            "service",
         )
-        self._service_failing = Gauge(
-            "pagewise_service_failing",
+        self.service_failing = self._labelled(
+            Gauge,
+            "service_failing",
             "1 for a process of this server that is started again and again and does not become ready, else 0.",
-            ("model_name", "service"),
-            registry=self.registry,
+            "service",
         )
 
     def _bind_gauges(self) -> None:
@@ -193,12 +176,7 @@ class Metrics:
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
-        self._kv_blocks = Gauge(
-            "pagewise_kv_blocks",
-            "KV blocks by tier and state.",
-            ("model_name", "tier", "state"),
-            registry=self.registry,
-        )
+        self.kv_blocks = self._labelled(Gauge, "kv_blocks", "KV blocks by tier and state.", "tier", "state")
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
         self.executors = ExecutorGauges(self.model_name)
@@ -222,10 +200,12 @@ class Metrics:
             SOURCES,
         )
         self.block_events = self._counters("kv_block_events", "Events of KV blocks, by kind.", "event", MEMORY_EVENTS)
-        self._recoveries = self._raw_counter(
+        self.recoveries = self._labelled(
+            Counter,
             "recoveries",
             "Sequences that started or resumed with cached KV, by the method of recovery and the tier that had the KV.",
-            ("method", "source"),
+            "method",
+            "source",
         )
         self.placements = self._counters(
             "placements", "Requests placed on executors, by the reason of the choice.", "reason", REASONS
@@ -257,12 +237,15 @@ class Metrics:
         self.requests_refused = self._counters(
             "requests_refused", "Requests that were not accepted, by reason.", "reason", REFUSALS
         )
-        self._key_requests = self._raw_counter(
+        self.key_requests = self._labelled(
+            Counter,
             "key_requests",
             "Accepted requests, by name of the API key; if it has limits, also those that were refused for their body.",
-            ("key",),
+            "key",
         )
-        self._key_tokens = self._raw_counter("key_tokens", "Tokens by name of the API key, and kind.", ("key", "kind"))
+        self.key_tokens = self._labelled(
+            Counter, "key_tokens", "Tokens by name of the API key, and kind.", "key", "kind"
+        )
 
     def _bind_feature_counters(self) -> None:
         """``of_features``: by the names of ``Feature.counts``."""
@@ -276,24 +259,29 @@ class Metrics:
             "segment_moved_tokens": "Tokens of segments whose KV was moved to where they stand.",
         }
         self.of_features = {name: self._counter(name, text) for name, text in texts.items()}
-        segments = self._raw_counter(
+        segments = self._counters(
             "segment_tokens",
             "Tokens of segments that sequences started with, by whether their KV was found or had to be computed.",
-            ("outcome",),
+            "outcome",
+            ("found", "computed"),
         )
-        for outcome in ("found", "computed"):
-            self.of_features[f"segment_tokens_{outcome}"] = segments.labels(self.model_name, outcome)
+        self.of_features |= {f"segment_tokens_{outcome}": segments(outcome) for outcome in ("found", "computed")}
 
     def _bind_histograms(self) -> None:
-        self._recovery_predicted = self._raw_histogram(
+        by_recovery = ("method", "source")
+        self._recovery_predicted = self._labelled(
+            Histogram,
             "recovery_predicted_seconds",
             "Predicted time of a recovery of KV by the chosen method.",
-            ("method", "source"),
+            *by_recovery,
+            buckets=_SECONDS,
         )
-        self._recovery_actual = self._raw_histogram(
+        self._recovery_actual = self._labelled(
+            Histogram,
             "recovery_actual_seconds",
             "Time from the start of a sequence until all its KV from lower tiers or from peers was on the device.",
-            ("method", "source"),
+            *by_recovery,
+            buckets=_SECONDS,
         )
         self.placement_predicted_seconds = self._histogram(
             "placement_predicted_seconds", "Predicted time from a request's placement to its first token.", _SECONDS
@@ -309,23 +297,80 @@ class Metrics:
         self.iteration_tokens = self._histogram("iteration_tokens", "Tokens computed in one step.", _TOKENS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge("pagewise_" + name, text, ("model_name",), registry=self.registry)
-        return gauge.labels(self.model_name)
+        return self._labelled(Gauge, name, text)()
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._raw_counter(name, text).labels(self.model_name)
+        return self._labelled(Counter, name, text)()
 
     def _counters(self, name: str, text: str, label: str, values: Sequence[str]) -> Callable[[str], Counter]:
-        """Returns a function from each value of the label to its counter."""
-        counter = self._raw_counter(name, text, (label,))
-        return {value: counter.labels(self.model_name, value) for value in values}.__getitem__
-
-    def _raw_counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter("pagewise_" + name, text, ("model_name", *labels), registry=self.registry)
-
-    def _raw_histogram(self, name: str, text: str, labels: tuple[str, ...]) -> Histogram:
-        return Histogram("pagewise_" + name, text, ("model_name", *labels), buckets=_SECONDS, registry=self.registry)
+        """Return a function from each value of the label to its counter, which exists from the start."""
+        labels = self._labelled(Counter, name, text, label)
+        return {value: labels(value) for value in values}.__getitem__
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram("pagewise_" + name, text, ("model_name",), buckets=tuple(buckets), registry=self.registry)
-        return histogram.labels(self.model_name)
+        return self._labelled(Histogram, name, text, buckets=buckets)()
+
+    def _labelled(
+        self, kind: type[MetricT], name: str, text: str, *labels: str, **options: Sequence[float]
+    ) -> Callable[..., MetricT]:
+        """Return a function from the values of the labels to the metric that is bound to them."""
+        metric = kind("pagewise_" + name, text, ("model_name", *labels), registry=self.registry, **options)  # type: ignore[arg-type]
+        return partial(metric.labels, self.model_name)
+
+
+class ExecutorState(NamedTuple):
+    """The state of one executor: its sequences, the blocks of its device, the tasks of its event loop.
+
+    ``fallback``: 1 if it computes by slower kernels than its first choice, or without CUDA graphs, else 0.
+    """
+
+    running: int
+    waiting: int
+    free: int
+    cached: int
+    in_use: int
+    tasks: int
+    fallback: int
+
+
+class ExecutorGauges(Collector):
+    """Gauges with the label ``executor``, of the connected executors: series of executors that have gone disappear."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._states: dict[str, ExecutorState] = {}
+
+    def show(self, executors: Iterable[tuple[str, ExecutorState]]) -> None:
+        """Show these executors, by name, and no others. The values of two with one name are added up."""
+        states: dict[str, ExecutorState] = {}
+        for name, state in executors:
+            before = states.get(name)
+            states[name] = state if before is None else ExecutorState(*map(sum, zip(before, state, strict=True)))
+        self._states = states  # one assignment: a scrape in another thread sees the old ones or the new ones
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges."""
+        running = self._family("requests_running", "Sequences in an executor's running batch.")
+        waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
+        usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
+        blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
+        tasks = self._family("tasks", "Tasks of an executor's event loop.")
+        fallback = self._family(
+            "fallback",
+            "Whether an executor computes by slower kernels than its first choice, or without the CUDA graphs that it "
+            "was to have; its log says why.",
+        )
+        for name, state in self._states.items():
+            labels = [self._model_name, name]
+            running.add_metric(labels, state.running)
+            waiting.add_metric(labels, state.waiting)
+            usage.add_metric(labels, state.in_use / max(1, state.free + state.cached + state.in_use))
+            blocks.add_metric([*labels, "free"], state.free)
+            blocks.add_metric([*labels, "cached"], state.cached)
+            blocks.add_metric([*labels, "in_use"], state.in_use)
+            tasks.add_metric(labels, state.tasks)
+            fallback.add_metric(labels, state.fallback)
+        yield from (running, waiting, usage, blocks, tasks, fallback)
+
+    def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily("pagewise_executor_" + name, text, labels=["model_name", "executor", *labels])

@@ -231,15 +231,16 @@ def _eviction_reason(lost: LostPrefix) -> str:
     return f"because the policy {lost.policy} chose them first"
 
 
+def _source(source: str, event: Event) -> str:
+    return f"at the executor {event.peer}" if source == "peer" and event.peer else _location(source)
+
+
 def _recovery(event: Event, report: RequestReport) -> str:
     begin = f"{_at(report, event.at)} it " + ("went on" if event.kind == "resumed" else "started")
     begin += f" with {_tokens(event.device_tokens)} of KV on the device"
     if event.source == "device":
         return begin + ", and the rest was computed again."
-    sources = event.sources or [event.source or ""]
-    place = " and ".join(
-        f"at the executor {event.peer}" if one == "peer" and event.peer else _location(one) for one in sources
-    )
+    place = " and ".join(_source(one, event) for one in event.sources or [event.source or ""])
     took = "" if event.seconds is None else f", which took {duration(event.seconds)}"
     predicted = event.predicted_seconds.get(event.method or "")
     expected = "" if predicted is None else f" ({duration(predicted)} had been predicted)"

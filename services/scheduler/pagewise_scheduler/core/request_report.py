@@ -1,8 +1,9 @@
 """Makes the report of a request: where its time went, its blocks, and where its cached prefix was lost."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import isnan, nan
+from typing import TypeVar
 
 from msgspec.structs import asdict, replace
 from pagewise_shared import reports
@@ -16,6 +17,8 @@ from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GON
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
+
+CachedT = TypeVar("CachedT", reports.LeftPrefix, reports.OtherCache)
 
 _MOST_OUTPUTS = 64
 """Outputs of a request whose blocks are counted for its line: it may have thousands."""
@@ -34,7 +37,7 @@ def request_line(
 ) -> RequestLine:
     """Return the line of a request. ``pool``: where its blocks are; None if it is on no executor. ``now``: seconds."""
     outputs = request.sequences[:_MOST_OUTPUTS]
-    status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING).name.lower()
+    status, computed, blocks, shared = ("finished", 0, 0, 0) if ended else _held(outputs, pool)
     places = [name for _, name in request.executors]
     here = places[-1] if ended and places else executor_id
     return RequestLine(
@@ -42,12 +45,12 @@ def request_line(
         request.params.client_request_id,
         request.params.key,
         here,
-        "finished" if ended else "unplaced" if pool is None else status,
+        status,
         len(request.prompt_token_ids),
         request.num_output_tokens,
-        0 if ended else sum(one.num_with_kv for one in outputs if one.table.blocks),
-        0 if ended else sum(len(one.table.blocks) for one in outputs),
-        0 if ended or pool is None else sum(_num_shared(one, pool) for one in outputs),
+        computed,
+        blocks,
+        shared,
         request.num_cached_tokens,
         sum(one.num_preemptions for one in outputs),
         round(now - request.arrival_time, 6),
@@ -55,6 +58,18 @@ def request_line(
         _seconds(request.arrival_time, request.first_token_time),
         next((one.finish_reason for one in request.sequences if one.finish_reason), None) if ended else None,
         next((name for name in reversed(places) if name != here), None),
+    )
+
+
+def _held(outputs: Sequence[RequestSequence], pool: BlockPool | None) -> tuple[str, int, int, int]:
+    """The status of a request, its tokens that are computed, its blocks, and how many of these are shared."""
+    status = next((one.status for one in outputs if not one.finished), SequenceStatus.WAITING)
+    tables = [one for one in outputs if one.table.blocks]
+    return (
+        "unplaced" if pool is None else status.name.lower(),
+        sum(one.num_with_kv for one in tables),
+        sum(len(one.table.blocks) for one in tables),
+        sum(_num_shared(one, pool) for one in tables) if pool is not None else 0,
     )
 
 
@@ -83,46 +98,37 @@ def request_report(
     """
     room = Room(room) if isinstance(room, int) else room
     timeline, start, first = request.timeline, request.arrival_time, request.first_token_time
-    executor_id = request.executors[-1][1] if request.executors and scheduler is not None else ""
     pool = scheduler.kv.pool if scheduler is not None else None
+    executor_id = request.executors[-1][1] if request.executors and pool is not None else ""
     line = request_line(request, executor_id, pool, now, ended=ended)
-    sequences = request.sequences[: room.sequences] if scheduler is not None else []
-    room.sequences -= len(sequences)
-    events = request_events(request)
-    shown = events[max(0, len(events) - room.events) :]
-    room.events -= len(shown)
+    sequences = _sequences(request, pool, room)
+    every_event = request_events(request)
+    events = every_event[max(0, len(every_event) - room.events) :]
+    room.events -= len(events)
+    truncated = len(events) < len(every_event) or _is_cut(request, sequences, pool)
+    room.cut |= truncated
     report = RequestReport(
         **asdict(line),
         priority=request.params.priority,
         arrived=start + since_1970,
-        state="ended" if ended else "waiting" if isnan(request.scheduled_time) else "running",
-        total_seconds=round(now - start, 6),
+        state=_state(request, ended),
+        total_seconds=line.arrived_seconds_ago,
         ended_seconds_ago=0.0 if ended else None,
-        executors=[reports.Placement(name, round(time - start, 6)) for time, name in request.executors],
+        executors=_placements(request),
         cached_tokens=request.cached_tokens,
-        sequences=[_sequence_report(one, scheduler.kv.pool, room) for one in sequences] if scheduler else [],
-        events=shown,
-        chunks=[reports.Chunk(round(one.time - start, 6), one.tokens) for one in timeline.chunks],
+        sequences=sequences,
+        events=events,
+        chunks=_chunks(request),
+        truncated=truncated,
         waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
-        ahead=[
-            reports.Share(_name(one.request), one.tokens) for one in timeline.ahead if one.request is not request.ref
-        ],
+        ahead=_ahead(request),
         computes_prefix=_name(timeline.computes_prefix),
         prefill=_phase(timeline.prefill, first - request.scheduled_time, line.prompt_tokens - line.num_cached_tokens),
         decode=_phase(timeline.decode, now - first, line.output_tokens) if ended else None,
         moves=_moves(request),
-        resets=[
-            reports.Interruption(one.time - start, one.executor_id, _seconds(one.time, one.ended), not isnan(time))
-            for one, time in timeline.interruptions
-        ],
+        resets=_resets(request),
         resumed=_dated(timeline.resumed, since_1970),
     )
-    report.truncated = (
-        len(shown) < len(events)
-        or (scheduler is not None and len(sequences) < len(request.sequences))
-        or any(one.truncated for one in report.sequences)
-    )
-    room.cut |= report.truncated
     if timeline.missed is not None:
         _add_missed(report, timeline.missed, since_1970)
     return report
@@ -146,23 +152,35 @@ def seen_by(report: RequestReport, key: str, names: Mapping[str, str]) -> Reques
     events = [replace(one, peer=names.get(one.peer or "")) for one in report.events]
     if not key:
         return replace(report, events=events)
-
-    def mine(name: RequestName | None) -> RequestName | None:
-        return name if name is not None and name.key == key else None
-
-    others = sum(one.tokens for one in report.ahead if mine(one.request) is None)
-    ahead = [one for one in report.ahead if mine(one.request) is not None]
-    left, other = report.left, report.other_cache
     return replace(
         report,
-        sequences=[replace(one, blocks=[replace(block, hash="") for block in one.blocks]) for one in report.sequences],
-        events=[replace(one, by=mine(one.by)) for one in events],
-        ahead=[*ahead, reports.Share(None, others)] if others else ahead,
-        computes_prefix=mine(report.computes_prefix),
-        lost=[replace(one, taker=mine(one.taker)) for one in report.lost if mine(one.cached_by) is not None],
-        left=left if left is not None and mine(left.cached_by) is not None else None,
-        other_cache=other if other is not None and mine(other.cached_by) is not None else None,
+        sequences=[_without_hashes(one) for one in report.sequences],
+        events=[replace(one, by=_own(one.by, key)) for one in events],
+        ahead=_own_ahead(report.ahead, key),
+        computes_prefix=_own(report.computes_prefix, key),
+        lost=[replace(one, taker=_own(one.taker, key)) for one in report.lost if _own(one.cached_by, key)],
+        left=_if_own(report.left, key),
+        other_cache=_if_own(report.other_cache, key),
     )
+
+
+def _without_hashes(sequence: reports.SequenceReport) -> reports.SequenceReport:
+    return replace(sequence, blocks=[replace(block, hash="") for block in sequence.blocks])
+
+
+def _own(name: RequestName | None, key: str) -> RequestName | None:
+    return name if name is not None and name.key == key else None
+
+
+def _if_own(cached: CachedT | None, key: str) -> CachedT | None:
+    return cached if cached is not None and _own(cached.cached_by, key) else None
+
+
+def _own_ahead(ahead: list[reports.Share], key: str) -> list[reports.Share]:
+    """The shares of the key's own requests, and the sum of the others without a name."""
+    own = [one for one in ahead if _own(one.request, key)]
+    others = sum(one.tokens for one in ahead) - sum(one.tokens for one in own)
+    return [*own, reports.Share(None, others)] if others else own
 
 
 def _name(request: RequestRef | None) -> RequestName | None:
@@ -194,6 +212,17 @@ def _num_shared(sequence: RequestSequence, pool: BlockPool) -> int:
         else:
             high = middle
     return low
+
+
+def _sequences(request: Request, pool: BlockPool | None, room: Room) -> list[reports.SequenceReport]:
+    """The outputs of a request on an executor, as many as there is room for."""
+    sequences = request.sequences[: room.sequences] if pool is not None else []
+    room.sequences -= len(sequences)
+    return [_sequence_report(one, pool, room) for one in sequences if pool is not None]
+
+
+def _is_cut(request: Request, shown: list[reports.SequenceReport], pool: BlockPool | None) -> bool:
+    return pool is not None and (len(shown) < len(request.sequences) or any(one.truncated for one in shown))
 
 
 def _sequence_report(sequence: RequestSequence, pool: BlockPool, room: Room) -> reports.SequenceReport:
@@ -278,6 +307,34 @@ def _recovery(recovery: Recovery, broken_off: list[float]) -> Event:
         peer=recovery.plan.peer,
         predicted_seconds={} if recovery.estimate is None else recovery.estimate.by_method,
     )
+
+
+def _state(request: Request, ended: bool) -> str:
+    return "ended" if ended else "waiting" if isnan(request.scheduled_time) else "running"
+
+
+def _placements(request: Request) -> list[reports.Placement]:
+    start = request.arrival_time
+    return [reports.Placement(name, round(time - start, 6)) for time, name in request.executors]
+
+
+def _chunks(request: Request) -> list[reports.Chunk]:
+    start = request.arrival_time
+    return [reports.Chunk(round(one.time - start, 6), one.tokens) for one in request.timeline.chunks]
+
+
+def _ahead(request: Request) -> list[reports.Share]:
+    shares = request.timeline.ahead
+    return [reports.Share(_name(one.request), one.tokens) for one in shares if one.request is not request.ref]
+
+
+def _resets(request: Request) -> list[reports.Interruption]:
+    return [
+        reports.Interruption(
+            one.time - request.arrival_time, one.executor_id, _seconds(one.time, one.ended), not isnan(time)
+        )
+        for one, time in request.timeline.interruptions
+    ]
 
 
 def _moves(request: Request) -> list[reports.Move]:

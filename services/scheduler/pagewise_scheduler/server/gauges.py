@@ -8,8 +8,7 @@ from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.service_process import num_tasks
 
-from pagewise_scheduler.collectors import ExecutorState
-from pagewise_scheduler.metrics import KV_BLOCKS, Metrics
+from pagewise_scheduler.metrics import KV_BLOCKS, ExecutorState, Metrics
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_scheduler.server.router import Router
 

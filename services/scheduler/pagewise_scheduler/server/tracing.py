@@ -8,6 +8,7 @@ import logging
 import traceback
 from math import isnan
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.reports import Event
@@ -66,20 +67,25 @@ class RequestTraces:
         if first < now:
             tracing.span("decode", here, first, now, {"gen_ai.usage.output_tokens": request.num_generated_tokens})
         events = [one for one in request_events(request) if one.sequence < _MOST_SEQUENCES]
-        for event in events:
-            if event.method not in (None, "device"):
-                began = request.arrival_time + event.at
-                ended = now if event.seconds is None else began + event.seconds
-                tracing.span("recovery", here, began, ended, _recovery(event))
-        for index, (began, executor_id) in enumerate(request.executors):
-            ended = request.executors[index + 1][0] if index + 1 < len(request.executors) else now
-            attributes = {"pagewise.executor.id": executor_id, "pagewise.reported_by": "scheduler"}
-            tracer = tracing.tracer("pagewise-executor", executor_id)
-            tracing.span("executor", here, began, ended, attributes, tracer)
+        self._trace_recoveries(request, events, here, now)
+        self._trace_executors(request, here, now)
         _add_events(whole, request, events)
         if request.failure:
             whole.set_status(Status(StatusCode.ERROR, request.failure))
         whole.end(wall_ns(now))
+
+    def _trace_recoveries(self, request: ClientRequest, events: list[Event], here: Context, now: float) -> None:
+        for event in (one for one in events if one.method not in (None, "device")):
+            began = request.arrival_time + event.at
+            ended = now if event.seconds is None else began + event.seconds
+            self._tracing.span("recovery", here, began, ended, _recovery(event))
+
+    def _trace_executors(self, request: ClientRequest, here: Context, now: float) -> None:
+        for index, (began, executor_id) in enumerate(request.executors):
+            ended = request.executors[index + 1][0] if index + 1 < len(request.executors) else now
+            attributes = {"pagewise.executor.id": executor_id, "pagewise.reported_by": "scheduler"}
+            tracer = self._tracing.tracer("pagewise-executor", executor_id)
+            self._tracing.span("executor", here, began, ended, attributes, tracer)
 
 
 def _attributes(request: ClientRequest, now: float) -> Attributes:
