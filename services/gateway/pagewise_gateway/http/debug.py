@@ -23,7 +23,7 @@ DEFAULT_LIMIT, MOST = 100, 10_000
 MOST_OF_OWN = 1_000
 """The most that a client without an operator's key may ask for: the scheduler does nothing else meanwhile."""
 _LONGEST_NAME = 256
-_EXPLAINED = 16
+EXPLAINED = 16
 """Sequences, blocks and events that an explanation lists, unless its ``limit`` says otherwise."""
 
 _decode = msgspec.json.Decoder(RequestReport).decode
@@ -48,7 +48,7 @@ async def debug_explain(request: web.Request) -> web.Response:
     """Answer with the same report, and sentences about where the request's time and its cached prefix went."""
     await count_request(request)
     try:
-        report = _decode(await _request_report(request, _EXPLAINED))
+        report = _decode(await _request_report(request, EXPLAINED))
     except msgspec.ValidationError:
         raise NotFoundError("this scheduler is of a version that explains no requests", "request_id") from None
     blocked = request.app[Deliveries.KEY].blocked(report.request_id)

@@ -8,7 +8,7 @@ import msgspec
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
 from pagewise_gateway.http import messages_schema as messages
 from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
-from pagewise_gateway.http.debug import DEFAULT_LIMIT, MOST
+from pagewise_gateway.http.debug import DEFAULT_LIMIT, EXPLAINED, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
 from pagewise_gateway.http.params import Limits
@@ -163,13 +163,14 @@ def _get(path: str) -> dict[str, Any]:
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
     if path.startswith("/debug/"):
-        responses |= {"503": _error("No scheduler answers."), "401": _error(_ERRORS[401])}
+        responses["400"] = _error("limit is not a number, or out of range.")
+        responses["503"] = _error("No scheduler answers.")
+        responses["401"] = _error(_ERRORS[401])
         if path == "/debug/memory":
             responses["403"] = _error(_OPERATORS)
-        if not path.startswith("/debug/explain/"):
-            responses["400"] = _error("limit is not a number, or out of range.")
-            schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": DEFAULT_LIMIT}
-            parameters.append({"name": "limit", "in": "query", "schema": schema})
+        default = EXPLAINED if path.startswith("/debug/explain/") else DEFAULT_LIMIT
+        schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": default}
+        parameters.append({"name": "limit", "in": "query", "schema": schema})
     if parameters:
         operation["parameters"] = parameters
     return operation
