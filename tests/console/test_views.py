@@ -1,6 +1,7 @@
 """What the views of the console say, in a real browser, over executors that are made up."""
 
 import re
+import time
 
 import pytest
 from pagewise_scheduler.core.requests.timeline import LENDER_GONE
@@ -257,7 +258,7 @@ async def test_the_time_line_of_a_request_that_has_ended_ends_there(
 ) -> None:
     gateway.load(2)
     async with console(browser, url) as page:
-        gateway.began -= 8.0
+        gateway.began = time.monotonic() - 8.0
         gateway.end(FIRST)
         await page.page.wait_for_timeout(3_000)
         await page.show("requests", id=FIRST)
