@@ -166,12 +166,12 @@ def test_packages_that_are_missing(tmp_path: Path) -> None:
         "m.PathFinder.find_spec = classmethod(lambda c, name, *r: None if name in ('torch',) else find(name, *r))"
     )
     said = serve(PYTHONPATH=str(tmp_path))
-    assert said.endswith("what the executor needs is not installed (torch): pip install 'pagewise[executor]'")
+    assert said.endswith("the executor needs packages that are not installed (torch): pip install 'pagewise[executor]'")
     (tmp_path / "sitecustomize.py").write_text(
         (tmp_path / "sitecustomize.py").read_text().replace("'torch'", "'aiohttp'")
     )
     said = serve("--simulate", PYTHONPATH=str(tmp_path))
-    assert said.endswith("what the gateway needs is not installed (aiohttp): pip install 'pagewise[gateway]'")
+    assert said.endswith("the gateway needs packages that are not installed (aiohttp): pip install 'pagewise[gateway]'")
 
 
 def test_models_that_are_not_served(model: Path) -> None:
@@ -192,6 +192,29 @@ def test_a_gpu_that_is_asked_for_and_not_there() -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")
     assert "--device cuda: torch sees no CUDA device here: --device cpu computes without one" in serve("--device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--kv-memory=9999GiB", "--device=cpu"], "--kv-memory asks for 9999GiB, and "),
+        (["--host-memory=4000GiB", "--executors=2"], "--host-memory asks for 8000GiB for 2 executors, and "),
+        (["--keys=/no/keys"], "--keys /no/keys: there is no key of 'scheduler': no file /no/keys/scheduler/"),
+        (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert cannot be read: No such file or directory"),
+        (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys cannot be read: No such file or directory"),
+        (["--enable-lora", "--lora-modules", "a=/no/folder"], "--lora-modules a=/no/folder: there is no such folder"),
+    ],
+)
+def test_options_that_name_nothing_or_too_much_are_refused_before_a_process_starts(
+    options: list[str], expected: str
+) -> None:
+    command = [sys.executable, "-m", "pagewise.main", "serve", *options, f"--port={free_port()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert expected in line
+    if "memory" in options[0]:
+        assert line.endswith(f"of memory are free: lower {options[0].partition('=')[0]}")
 
 
 def test_a_pool_that_is_too_small() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pagewise import supervisor
+from pagewise import process, supervisor
 from pagewise.gateways import reserved_port
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
@@ -150,6 +150,18 @@ def test_whatever_dies_is_started_again_at_its_place(start: Start) -> None:
     assert "scheduler ended with exit code -9, starting it again in 0.5 s" in output
 
 
+def test_a_process_that_is_stopped_from_outside_is_replaced_without_a_warning(start: Start) -> None:
+    running = start(*SERVE)
+    running.wait_for("started", ALL)
+    os.kill(running.pid("executor-0"), signal.SIGTERM)
+    running.wait_for("started", ALL | {"executor-0": 2})
+    _, output = running.end(signal.SIGINT)
+    (line,) = (line for line in output.splitlines() if "executor-0 was stopped" in line)
+    assert "INFO" in line
+    assert "to have fewer, start again with lower numbers for --executors and --gateways" in line
+    assert "WARNING" not in output
+
+
 def test_streams_may_end_before_executors_and_the_scheduler_are_stopped(start: Start) -> None:
     running = start(*SERVE)
     running.wait_for("started", ALL)
@@ -259,7 +271,7 @@ def test_a_port_is_reserved_while_gateways_come_and_go() -> None:
 
 
 async def test_one_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_RESTART_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(process, "_PAUSES", (0.01, 0.01))
     monkeypatch.setattr(supervisor, "_MOST_EARLY_ENDS", 2)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "dying.py").write_text("import sys; print('x'); sys.exit(3)")
@@ -281,7 +293,7 @@ async def test_one_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pyt
 async def test_one_that_keeps_dying_is_tried_again_while_others_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(supervisor, "_RESTART_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(process, "_PAUSES", (0.01, 0.02))
     monkeypatch.setattr(supervisor, "_MOST_EARLY_ENDS", 2)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "dying.py").write_text(

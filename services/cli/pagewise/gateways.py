@@ -36,13 +36,13 @@ async def gateways(config: GatewaysConfig) -> int:
 def gateway_group(config: GatewayConfig, count: int) -> Group:
     """Return ``count`` gateways that share the port of ``config``. Their names are its ``gateway_id`` and a number.
 
-    When they are stopped, their streams may go on for the ``shutdown_timeout``. They are told by SIGINT, because after
-    a SIGTERM each would leave the port to the others.
+    A stop lets their streams continue for the ``shutdown_timeout``. Its signal is SIGINT, because after a SIGTERM each
+    would leave the port to the others.
     """
     services = []
     for number in range(count):
         one = replace(config, reuse_port=count > 1, gateway_id=f"{config.gateway_id}-{number}")
-        services.append(Service(f"gateway-{number}", _MODULE, to_argv(one), variables=secret_variables(one)))
+        services.append(Service(f"{config.gateway_id}-{number}", _MODULE, to_argv(one), variables=secret_variables(one)))
     return Group(services, signal.SIGINT, max(STOP_SECONDS, config.shutdown_timeout + STOP_SECONDS / 2))
 
 

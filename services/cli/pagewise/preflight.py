@@ -1,14 +1,19 @@
-"""Checks that ``pagewise serve`` makes before it starts a process: packages, and the files of a model."""
+"""Checks that ``pagewise serve`` makes before it starts a process, so that an error comes before any log line."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from pagewise_shared.config import ServeConfig
-from pagewise_shared.config.adapter_options import SERVE_ADAPTER
-from pagewise_shared.errors import ModelError
+from pagewise_shared.config import ServeConfig, parse_size, size_text
+from pagewise_shared.config.adapter_options import SERVE_ADAPTER, adapter_rights
+from pagewise_shared.curve import EXECUTOR as EXECUTOR_KEY
+from pagewise_shared.curve import GATEWAY as GATEWAY_KEY
+from pagewise_shared.curve import SCHEDULER as SCHEDULER_KEY
+from pagewise_shared.curve import Keys
+from pagewise_shared.errors import ConfigError, ModelError
 from pagewise_shared.model_files import local_model
 
+from pagewise.doctor.machine import available_memory
 from pagewise.supervisor import StartError
 
 GATEWAY = ("aiohttp", "huggingface_hub", "jinja2", "llguidance", "numpy", "tokenizers", "transformers")
@@ -16,39 +21,40 @@ EXECUTOR = ("huggingface_hub", "llguidance", "numpy", "redis", "safetensors", "t
 """The modules that the services import, as the extras of pyproject.toml install them."""
 
 
-def check_packages(config: ServeConfig) -> None:
-    """Look whether what the services import is installed, without importing it.
+def check_options(config: ServeConfig, gpus: Sequence[str]) -> None:
+    """Check that the packages, files and memory that the options need are there. ``gpus``: those of this machine.
 
     Raises:
-        StartError: something is not; the text says how to install it.
+        StartError: one is missing; the text names the option, and a remedy.
     """
-    wanted: list[tuple[str, Sequence[str]]] = [("gateway", GATEWAY)]
+    _check_packages(config)
+    _check_model(config.gateway.model)
+    _check_files(config)
     if config.executors and not config.executor.simulate:
-        wanted = [("gateway", GATEWAY), ("executor", EXECUTOR)]
-    for service, modules in wanted:
+        _check_memory(config, on_cpu=config.executor.device == "cpu" or not gpus)
+
+
+def _check_packages(config: ServeConfig) -> None:
+    """Look for the packages without importing them."""
+    needed: list[tuple[str, Sequence[str]]] = [("gateway", GATEWAY)]
+    if config.executors and not config.executor.simulate:
+        needed.append(("executor", EXECUTOR))
+    for service, modules in needed:
         if missing := [name for name in modules if find_spec(name) is None]:
-            extra = "executor" if len(wanted) > 1 else "gateway"
             raise StartError(
-                f"what the {service} needs is not installed ({', '.join(missing)}): pip install 'pagewise[{extra}]'"
+                f"the {service} needs packages that are not installed ({', '.join(missing)}): "
+                f"pip install 'pagewise[{needed[-1][0]}]'"
             )
 
 
-def check_folder(model: str) -> None:
-    """Look whether a directory can be a model at all. Hub ids are left alone.
-
-    Raises:
-        StartError: it cannot; the text says what to do.
-    """
+def _check_model(model: str) -> None:
+    """Check that a folder can be a model at all. The hub is asked later."""
     try:
         folder = local_model(model)
     except ModelError as error:
         raise StartError(str(error)) from error
     if folder is None or (folder / "config.json").is_file():
         return
-    raise StartError(f"{folder} is no model directory: it has no config.json{_advice(folder)}")
-
-
-def _advice(folder: Path) -> str:
     for pattern, advice in (
         ("*.gguf", "GGUF files are not served: take the model's repository with safetensors"),
         ("adapter_config.json", "it is an adapter: give the model, and " + SERVE_ADAPTER),
@@ -56,5 +62,42 @@ def _advice(folder: Path) -> str:
         ("*/config.json", "did you mean {}?"),
     ):
         if found := next(iter(sorted(folder.glob(pattern))), None):
-            return "; " + advice.format(folder if pattern == "adapter_config.json" else found.parent)
-    return ""
+            raise StartError(f"{folder} is no model directory: it has no config.json; {advice.format(found.parent)}")
+    raise StartError(f"{folder} is no model directory: it has no config.json")
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Check that the files of keys, certificates and adapters can be read."""
+    gateway = config.gateway
+    try:
+        for name in (SCHEDULER_KEY, GATEWAY_KEY, EXECUTOR_KEY) if gateway.keys is not None else ():
+            Keys(Path(gateway.keys or ""), name)
+    except ConfigError as error:
+        raise StartError(f"--keys {gateway.keys}: {error}; `pagewise keys init` makes a folder of keys") from error
+    for option in ("ssl_certfile", "ssl_keyfile", "api_keys_file"):
+        if (file := getattr(gateway, option)) is not None:
+            try:
+                with open(file, "rb"):
+                    pass
+            except OSError as error:
+                raise StartError(f"--{option.replace('_', '-')} {file} cannot be read: {error.strerror}") from error
+    for name, path in adapter_rights(gateway).modules.items():
+        try:
+            local_model(path)
+        except ModelError as error:
+            raise StartError(f"--lora-modules {name}={path}: there is no such folder, and it is no hub id") from error
+
+
+def _check_memory(config: ServeConfig, *, on_cpu: bool) -> None:
+    """Check that the memory of this machine holds the pools whose sizes the options give."""
+    executor, free = config.executor, available_memory()
+    sizes = {"--host-memory": executor.host_memory and parse_size(executor.host_memory)}
+    if on_cpu:
+        sizes["--kv-memory"] = executor.kv_memory and executor.tensor_parallel * parse_size(executor.kv_memory)
+    for option, size in sizes.items():
+        if size and config.executors * size > free:
+            each = f" for {config.executors} executors" if config.executors > 1 else ""
+            raise StartError(
+                f"{option} asks for {size_text(config.executors * size)}{each}, and {size_text(free)} of memory are "
+                f"free: lower {option}"
+            )

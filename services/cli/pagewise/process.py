@@ -7,12 +7,36 @@ import signal
 import subprocess  # nosec B404
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pagewise_shared.config import VARIABLE_PREFIX
 from pagewise_shared.logs import relayed
 from pagewise_shared.service_process import CANNOT_START, die_with_parent, reason_in
 
 STOP_SECONDS = 10.0
+
+_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""Seconds before a process that ended soon is started again; the last pause is repeated."""
+_SETTLED_SECONDS = 30.0
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Counts the ends of a process that is started again after each of them.
+
+    Fields:
+        failures: ends in a row within ``_SETTLED_SECONDS`` of the start.
+        early_ends: ends in a row before the process was ready.
+    """
+
+    failures: int = 0
+    early_ends: int = 0
+
+    def ended(self, seconds: float, *, ready: bool) -> float:
+        """Count an end ``seconds`` after the start; return the seconds until the next start."""
+        self.failures = 0 if seconds > _SETTLED_SECONDS else self.failures + 1
+        self.early_ends = 0 if ready else self.early_ends + 1
+        return _PAUSES[min(max(0, self.failures - 1), len(_PAUSES) - 1)]
 
 
 class Service:

@@ -17,7 +17,7 @@ from pagewise_shared.cpu_threads import openmp_threads, share_of_cores, wait_var
 
 from pagewise.fetch import fetch
 from pagewise.gateways import gateway_group, reserved_port, url_of
-from pagewise.preflight import check_folder, check_packages
+from pagewise.preflight import check_options
 from pagewise.probe import answers
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
@@ -38,9 +38,9 @@ async def serve(
     is ready, and print how to send a request).
     """
     try:
-        check_packages(config)
-        check_folder(config.gateway.model)
-        gpus = gpu_variables(config, visible_gpus())
+        found = visible_gpus()
+        check_options(config, found)
+        gpus = gpu_variables(config, found)
         with reserved_port(config.gateway) as port:
             await fetch(config)
             # Not before: until the supervisor runs, SIGTERM ends this process without removing the folder.

@@ -12,17 +12,14 @@ from typing import Any, NamedTuple
 from pagewise_shared.service_process import CANNOT_START
 from pagewise_shared.service_status import ServiceStatus, write_status
 
-from pagewise.process import STOP_SECONDS, Service
+from pagewise.process import STOP_SECONDS, Restarts, Service
 
 log = logging.getLogger(__name__)
 
-_RESTART_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before a process that ended soon is started again; the last pause is repeated."""
 _MOST_EARLY_ENDS = 5
 """How often in a row a process may end soon after its start before that is an error, while nothing has served yet."""
 _PROBLEM_ENDS = 3
 """How often in a row a process ends before it is ready until ``/health`` calls that a problem."""
-_SETTLED_SECONDS = 30.0
 _INTERRUPTED = 130
 
 
@@ -112,23 +109,30 @@ class Supervisor:
             StartError: the service cannot start, or has ended too often in a row, and the others are not to go on.
         """
         service.on_ready = lambda: self._note(service)
-        failures = early_ends = 0
+        restarts = Restarts()
         while not self._stopping.is_set():
             began = time.monotonic()
             code = await service.run()
             if self._stopping.is_set():
                 return
-            failures = 0 if time.monotonic() - began > _SETTLED_SECONDS else failures + 1
-            early_ends = 0 if service.ready else early_ends + 1
-            problem = _problem(service, code, failures)
-            if self._gives_up(code, failures):
+            pause = restarts.ended(time.monotonic() - began, ready=service.ready)
+            problem = _problem(service, code, restarts.failures)
+            if self._gives_up(code, restarts.failures):
                 raise StartError(f"{service.name} {problem}")
-            failing = code == CANNOT_START or early_ends >= _PROBLEM_ENDS
+            failing = code == CANNOT_START or restarts.early_ends >= _PROBLEM_ENDS
             self._note(service, problem if failing else "", restarts=1)
-            pause = _RESTART_PAUSES[min(max(0, failures - 1), len(_RESTART_PAUSES) - 1)]
-            log.warning(
-                "%s ended with exit code %d, starting it again in %g s%s", service.name, code, pause, _meaning(code)
-            )
+            if code:
+                log.warning(
+                    "%s ended with exit code %d, starting it again in %g s%s", service.name, code, pause, _meaning(code)
+                )
+            else:
+                # SIGTERM: an operator wants another process in its place, or fewer processes, which nothing here does.
+                log.info(
+                    "%s was stopped, starting another one in %g s: to have fewer, start again with lower numbers for "
+                    "--executors and --gateways",
+                    service.name,
+                    pause,
+                )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 

@@ -150,7 +150,7 @@ def _print_table(found: Sizing, ranks: int) -> None:
         print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
         return
     print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
-    print(f"  each token of KV takes {size_text(found.kv_per_token)}")
+    print(f"  each token of KV takes {found.kv_per_token / 1024:.4g}KiB")
     print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
 
 

@@ -269,19 +269,34 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _convert(value: Any, kind: Any, source: str) -> Any:
+def _convert(value: Any, hint: Any, source: str) -> Any:
     try:
-        return msgspec.convert(value, kind, strict=False)
+        return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as error:
-        words = _words(kind)
-        known = f"; words that it takes: {', '.join(words)}" if words else ""
-        raise ConfigError(f"{source}: {error} (got {value!r}{known})") from error
+        *others, last = _expected(hint) or [""]
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{source} must be {expected} (got {value!r})" if last else f"{source}: {error}") from error
 
 
-def _words(hint: Any) -> list[str]:
-    """Return the words that an option of this type may be."""
+def _expected(hint: Any) -> list[str]:
+    """Return the kinds of value and the words that an option of this type takes; empty: it takes any text."""
     base = _base(hint)
-    return [word for part in (base, *get_args(base)) if get_origin(part) is Literal for word in get_args(part)]
+    constraints = [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
+    if base is bool:
+        return ["true", "false"]
+    if base in (int, float):
+        kind = "a whole number" if base is int else "a number"
+        names = {"ge": "from", "gt": "above", "le": "to"}
+        limits = [
+            f"{text} {limit}"
+            for meta in constraints
+            for name, text in names.items()
+            if (limit := getattr(meta, name)) is not None
+        ]
+        return [" ".join([kind, *limits])]
+    if get_origin(base) is Literal:
+        return list(get_args(base))
+    return [each for part in get_args(base) for each in _expected(part)]
 
 
 def _compose(config_type: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

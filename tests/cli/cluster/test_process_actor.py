@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pagewise import process
 from pagewise.cluster import process_actor
 from pagewise.cluster.plan import ProcessPlan, make_plan
 from pagewise.cluster.process_actor import Description, ProcessActor, read_description
@@ -34,7 +35,8 @@ class Here(ProcessActor):
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(process_actor, "_PAUSES", (0.05,))
+    monkeypatch.setattr(process, "_PAUSES", (0.05,))
+    monkeypatch.setattr(process_actor, "_HOPELESS_SECONDS", 0.05)
     return tmp_path
 
 

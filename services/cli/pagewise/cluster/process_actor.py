@@ -25,13 +25,12 @@ from pagewise.cluster.private_folder import PrivateFolder
 from pagewise.cluster.rank_actor import FOLDER, Ranks, block_options, in_brackets, key_option, place
 from pagewise.cluster.reconcile import State
 from pagewise.probe import text_of
-from pagewise.process import Service
+from pagewise.process import Restarts, Service
 
-_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
-"""Seconds before a process that ended soon is started again; the last pause is repeated."""
-_SETTLED_SECONDS = 30.0
+_HOPELESS_SECONDS = 60.0
+"""Until a process that cannot start is tried again."""
 _EARLY_ENDS = 2
-"""How often in a row a process may end before it is ready, until that is a problem to tell of."""
+"""How often in a row a process may end before it is ready until its description has a problem."""
 _STATUS = "services.json"
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
@@ -87,7 +86,7 @@ class ProcessActor:
         self._since = time.time()
         self._restarts = 0
         self._problem, self._problem_of_pointing = "", ""
-        self._early_ends = 0
+        self._ends = Restarts()
         self._service: Service | None = None
         self._pointed, self._stopping = asyncio.Event(), asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -178,7 +177,6 @@ class ProcessActor:
         if self._plan.kind != "scheduler":
             await self._pointed.wait()
         variables = self._plan.variables | await self._ranks.take_places()
-        failures = 0
         while not self._stopping.is_set():
             began, lines_before = time.time(), self._num_lines
             self._since = began
@@ -193,18 +191,16 @@ class ProcessActor:
             await self._ranks.end()
             if self._stopping.is_set():
                 break
-            self._early_ends += self._state != "ready"
+            pause = self._ends.ended(time.time() - began, ready=self._state == "ready")
             self._state, self._restarts = "starting", self._restarts + 1
-            failures = 0 if time.time() - began > _SETTLED_SECONDS else failures + 1
-            pause = _PAUSES[min(max(0, failures - 1), len(_PAUSES) - 1)]
             if code == CANNOT_START:
                 if self._plan.kind == "scheduler" and self._listened:
                     self._listened, pause = [], 0.0  # its last ports are taken: others will do
                 else:
-                    self._problem, pause = self._last_line(lines_before), _PAUSES[-1]
-            elif self._early_ends > _EARLY_ENDS:
+                    self._problem, pause = self._last_line(lines_before), _HOPELESS_SECONDS
+            elif self._ends.early_ends > _EARLY_ENDS:
                 self._problem = (
-                    f"it has ended {self._early_ends} times before it was ready, now with exit code {code}; its last "
+                    f"it has ended {self._ends.early_ends} times before it was ready, now with exit code {code}; its last "
                     f"line: {self._last_line(lines_before)}"
                 )
             text = f"ended with exit code {code}, starting it again in {pause:g} s"
@@ -286,7 +282,7 @@ class ProcessActor:
 
     def _is_ready(self) -> None:
         if self._state == "starting":
-            self._state, self._problem, self._early_ends = "ready", "", 0
+            self._state, self._problem = "ready", ""
 
     def _end_if_failed(self, run: "asyncio.Task[None]") -> None:
         """End this actor, and with it the process, if what holds the process has failed: the controller starts another.

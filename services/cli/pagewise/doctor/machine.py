@@ -38,12 +38,12 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
     """Look at memory, the limit of the container, shared memory and huge pages."""
     table = _fields(root / "proc/meminfo")
     sizes = {name: int(value.split()[0]) * 1024 for name, value in table.items()}
-    free = sizes.get("MemAvailable", 0)
-    text = f"{gib(free)} of {gib(sizes.get('MemTotal', 0))} available, {gib(sizes.get('SwapFree', 0))} of swap"
+    text = f"{gib(sizes.get('MemAvailable', 0))} of {gib(sizes.get('MemTotal', 0))} available, {gib(sizes.get('SwapFree', 0))} of swap"
     if (limit := _memory_limit(root)) is not None and limit < sizes.get("MemTotal", 0):
-        free = min(free, limit)
         text += f", limited to {gib(limit)} by the cgroup"
-    yield noted("memory", text, "only small models fit: --kv-memory 256MiB" if free < _LITTLE_MEMORY else "")
+    yield noted(
+        "memory", text, "only small models fit: --kv-memory 256MiB" if available_memory(root) < _LITTLE_MEMORY else ""
+    )
     shared = root / "dev/shm"
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
@@ -52,6 +52,13 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
     pages = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").strip()
     chosen = pages[pages.find("[") + 1 : pages.find("]")] if "[" in pages else "unknown"
     yield Finding("huge pages", f"transparent: {chosen}, reserved: {table.get('HugePages_Total', '0')}")
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Return the bytes of memory that processes can still take, within the limit of the cgroup."""
+    free = int(_fields(root / "proc/meminfo").get("MemAvailable", "0").split()[0]) * 1024
+    limit = _memory_limit(root)
+    return free if limit is None else min(free, limit)
 
 
 def check_disk(cache: Path) -> Iterator[Finding]:
