@@ -30,7 +30,7 @@ from pagewise_shared.config import (
     options_of,
     vllm,
 )
-from pagewise_shared.config.groups import GROUPS
+from pagewise_shared.config.options import GROUPS
 from prometheus_client import CollectorRegistry
 
 from docs import wire_tables

@@ -91,19 +91,19 @@ TRIED = [
 @pytest.mark.parametrize("diff", ALL)
 def test_the_toy_change_of_a_recipe_applies(diff: Path) -> None:
     try:
-        run(ROOT, "git", "apply", "--check", "--recount", "-C1", str(diff))
+        run(ROOT, "git", "apply", "--check", str(diff))
     except AssertionError as error:
         name = diff.relative_to(ROOT)
         pytest.fail(
             f"{name} does not apply to this tree any more. Make it anew in a clean checkout: "
-            f"`git apply --reject -C1 {name}`, by hand what that leaves in *.rej, remove those, `git add -AN .`, "
-            f"`git diff -- . ':!docs' > {name}`; then take everything else back.\n{error}"
+            f"`git apply --reject -C1 {name}`, make the changes that it leaves in *.rej, remove these files, "
+            f"`git add -AN .`, `git diff -- . ':!docs' > {name}`; then take everything else back.\n{error}"
         )
 
 
 @pytest.mark.parametrize("diff", TRIED)
 def test_a_toy_change_that_follows_the_recipe_works(diff: Path, tree: Path) -> None:
-    run(tree, "git", "apply", "--recount", "-C1", str(diff))
+    run(tree, "git", "apply", str(diff))
     run(tree, sys.executable, "-m", "docs.tables")
     run(tree, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *NODES[diff.stem])
 

@@ -22,7 +22,7 @@ from pagewise_shared.config import (
     size_text,
     to_argv,
 )
-from pagewise_shared.config.composed import without
+from pagewise_shared.config.options import without
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.version import package_version
 
@@ -122,10 +122,10 @@ def test_errors_name_their_source(
         (["--nnodes=2", "--master-addr=tcp://a"], "--master-addr 'tcp://a' is neither the name nor the address"),
         (["--nnodes=2", "--master-addr=-a"], "--master-addr '-a' is neither the name nor the address of a host"),
         (["--nnodes=2", f"--master-addr={'a' * 64}.b"], "is neither the name nor the address of a host"),
-        (["--nnodes=2", "--master-addr=[::1]"], "'[::1]' has brackets: an address of IPv6 is given without them"),
-        (["--nnodes=2", "--master-addr=host-a:29501"], "'host-a:29501' has a port, which is given by --master-port"),
-        (["--nnodes=2", "--master-addr=10.0.0.256"], "--master-addr '10.0.0.256' is no address of IPv4"),
-        (["--nnodes=2", "--master-addr=0.0.0.0"], "'0.0.0.0' is no address of a host: others cannot reach it"),
+        (["--nnodes=2", "--master-addr=[::1]"], "'[::1]' has brackets: write an IPv6 address without them"),
+        (["--nnodes=2", "--master-addr=host-a:29501"], "'host-a:29501' has a port: --master-port sets it"),
+        (["--nnodes=2", "--master-addr=10.0.0.256"], "--master-addr '10.0.0.256' is not an IPv4 address"),
+        (["--nnodes=2", "--master-addr=0.0.0.0"], "'0.0.0.0' is not the address of a host: other"),
     ],
 )
 def test_nodes_of_an_executor_have_numbers_and_equal_parts(

@@ -89,7 +89,7 @@ def test_options_are_taken_with_their_units(argv: list[str], expected: dict[str,
         (["model", "another"], "unrecognized arguments: another"),
         (["--kv-cache-dtype", "int8"], "--kv-cache-dtype: 'int8' cannot be used"),
         (["--api-key", "sk-1,sk-2"], "--api-key: a key has a space, a comma"),
-        (["--max-model-len", "3z"], "--max-model-len: "),
+        (["--max-model-len", "3z"], "--max-model-len must be a whole number from 1 or auto (got '3z')"),
     ],
 )
 def test_errors_name_the_option(argv: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from pagewise_kernels.kv_layer import FP8
-from pagewise_shared.config import ExecutorConfig, build_config, parse_size, size_text
+from pagewise_shared.config import ExecutorConfig, build_config, parse_size
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 

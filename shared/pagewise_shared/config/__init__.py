@@ -6,13 +6,18 @@ the same name, meaning and default in every command. A secret is read from the e
 a machine can see command lines.
 """
 
-from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
+from pagewise_shared.config.checks import parse_size, size_text
 from pagewise_shared.config.options import (
+    DEFAULT_BATCHED_TOKENS,
+    DEFAULT_NUM_SEQS,
     DEMO_MODEL,
     Device,
     ExecutorConfig,
     GatewayConfig,
+    GatewaysConfig,
     SchedulerConfig,
+    ServeConfig,
+    UpConfig,
 )
 from pagewise_shared.config.reading import (
     VARIABLE_PREFIX,
@@ -21,12 +26,9 @@ from pagewise_shared.config.reading import (
     misspelt_variables,
     options_of,
     parse_config,
-    parse_size,
     secret_variables,
-    size_text,
     to_argv,
 )
-from pagewise_shared.config.size_options import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS
 from pagewise_shared.config.speculative import SpeculativeConfig, parse_speculative
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The options of LoRA adapters, by vLLM's names; ``docs/lora.md`` tells how they are used."""
+"""The options of LoRA adapters, by vLLM's names; ``docs/lora.md`` describes their use."""
 
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 

@@ -5,17 +5,17 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from pagewise_shared.config import adapter_options
-from pagewise_shared.config.kernel_options import DependentLaunch
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
-from pagewise_shared.config.observability_options import LogFormat, LogLevel, ServiceStatusFile, TracesEndpoint
-from pagewise_shared.config.parallel_options import MasterAddr, MasterPort, Nnodes, NodeRank, TensorParallel
-from pagewise_shared.config.size_options import GpuMemoryUtilization, MaxModelLen, MaxNumBatchedTokens, MaxNumSeqs
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
+from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_RANKS
 
 DEMO_MODEL = "pagewise-demo"
 """Name of the bundled model."""
+
+EvictionName = Literal["lru", "cost"]
+"""A policy of eviction. The scheduler has a class for each name."""
 
 Device = Literal["auto", "cpu", "cuda"]
 """Where a model runs."""
@@ -48,9 +48,115 @@ ToolCallParser = Literal[
     "deepseek_v3", "deepseek_v31", "glm45", "hermes", "llama3_json", "mistral", "openai", "pythonic"
 ]
 ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3"]
+DEFAULT_NUM_SEQS, DEFAULT_BATCHED_TOKENS = 256, 2048
+"""The limits of a step that neither an option nor an executor's device sets."""
 
+_BY_DEVICE = "1,024 and 8,192 on GPUs with 70 GiB and compute capability 9.0 or more, as in vLLM"
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # what is put there is locked, its user's alone, and checked
+MaxNumSeqs = Annotated[
+    Positive | None,
+    _help(
+        f"maximum number of sequences that run at the same time, per executor (default: {DEFAULT_NUM_SEQS}, or by the "
+        "GPU)",
+        "N",
+        f"Each executor chooses its own by its device, with the token budget: {_BY_DEVICE}. Each sequence needs a "
+        "token of the budget: more are refused, or raise a budget that is not given.",
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    Annotated[int, Meta(ge=1, le=MAX_BATCHED_TOKENS)] | None,
+    _help(
+        f"token budget of one step: decodes first, then prefill chunks (default: {DEFAULT_BATCHED_TOKENS}, or by the "
+        "GPU)",
+        "N",
+        "See `--max-num-seqs`.",
+    ),
+]
+MaxModelLen = Annotated[
+    Positive | Literal["auto"] | None,
+    _help(
+        "maximum tokens of a sequence, prompt and output; auto: those that fit into the KV pool (default: the model's "
+        "own limit)",
+        "N",
+        "`auto` is never more than the model's own limit either.",
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    Meta(gt=0, le=1),
+    _help(
+        "share of a GPU's memory that an executor may take, for weights, steps and the KV pool",
+        "SHARE",
+        "Not with `--num-blocks` or `--kv-memory`. Without effect on the CPU, as a warning says.",
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    Meta(ge=1, le=MAX_RANKS, extra={"short": "--tensor-parallel-size"}),
+    _help(
+        "processes that hold a part of the model each and compute a step together, on a GPU each: an executor's ranks",
+        "N",
+        "`--tensor-parallel-size` is the same. `--kv-memory` is that of each rank, `--host-memory` that of all of them "
+        "together ([operations.md](operations.md#a-model-larger-than-one-device)).",
+    ),
+]
+
+Nnodes = Annotated[
+    Positive,
+    _help(
+        "nodes that the ranks of this executor are on; each of them runs pagewise-executor, with the same options",
+        "N",
+        "Each node has the same number of ranks ([operations.md](operations.md#ranks-on-several-hosts)).",
+    ),
+]
+NodeRank = Annotated[
+    int, Meta(ge=0), _help("which of the --nnodes nodes this is; node 0 has rank 0, which the others join", "N")
+]
+MasterAddr = Annotated[
+    str,
+    _help(
+        "name or address of node 0, by which the other nodes reach it; without brackets and port",
+        "HOST",
+        "A name may not resolve yet, such as that of a pod that is about to start: every node tries again for ten "
+        "minutes, and says so in its log at once and every 30 s, with the number of attempts.",
+    ),
+]
+MasterPort = Annotated[
+    Port,
+    _help(
+        "port of node 0 on which it waits for the other nodes; 0 takes a free one",
+        "PORT",
+        "NCCL and gloo take further ports, which they choose themselves.",
+    ),
+]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("lowest severity that is logged")]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    _help(
+        "how a line of the log is written; json: as an object, for programs that collect logs",
+        more="[observability.md](observability.md#logs) lists the fields.",
+    ),
+]
+
+ServiceStatusFile = Annotated[
+    str | None,
+    _help(
+        "file in which the program that starts the services says which of them keep failing; /health shows it",
+        "FILE",
+        "`pagewise serve` and `pagewise up` write one by themselves.",
+    ),
+]
+TracesEndpoint = Annotated[
+    str | None,
+    _help(
+        "OpenTelemetry collector to which traces of requests are sent, such as http://collector:4318 (default: none)",
+        "URL",
+        "OTLP over HTTP; a URL without a path gets `/v1/traces`. It needs `pip install pagewise[otel]`. "
+        "[observability.md](observability.md#traces) tells what is in a trace.",
+    ),
+]
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  # nosec B108 # its files are locked, checked, and their user's alone
 
 
 MAX_BODY_BYTES, MAX_BODY_MEMORY = 4 * 2**20, 64 * 2**20
@@ -116,10 +222,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = True
     eviction: Annotated[
-        Literal["lru", "cost"],
+        EvictionName,
         _help(
-            "which cached blocks are evicted first; cost: those whose keeping is expected to save the least recovery "
-            "time, by what became of blocks like them"
+            "which cached blocks are evicted first; cost: the blocks that are cheapest to lose, predicted from "
+            "similar blocks"
         ),
     ] = "cost"
     listen: Annotated[str, _help("ZeroMQ endpoint that executors connect to (tcp:// or ipc://)", "ENDPOINT")] = (
@@ -328,7 +434,13 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
             "kernels and a model that does not wait for the device inside a step (the log says so).",
         ),
     ] = True
-    dependent_launch: DependentLaunch = True
+    dependent_launch: Annotated[
+        bool,
+        _help(
+            "let a Triton kernel begin while the one before it ends, where the GPU can (compute capability 9.0)",
+            more="Results are the same. It takes CUDA 12.3 ([kernels.md](kernels.md#programmatic-dependent-launch)).",
+        ),
+    ] = True
     block_size: Annotated[Positive, _help("tokens per KV block", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
@@ -448,3 +560,126 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     keys: KeysFolder = None
     key_name: Annotated[str, _help("name of this executor's key in the folder of keys", "NAME")] = "executor"
     plaintext: Plaintext = False
+
+
+def without(*names: str) -> Meta:
+    """Marks a part of a composed configuration: the whole sets these options of it, and does not offer them."""
+    return Meta(extra={"without": names})
+
+
+OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port")
+"""Options of an executor on several nodes, whose processes are started one by one, or by ``pagewise up``."""
+
+
+ExitOnFailure = Annotated[
+    bool,
+    _help(
+        "stop everything when one process cannot start, or keeps ending, while the others serve",
+        more="Without it, such a process is started again after pauses of up to a minute, and `/health` says so.",
+    ),
+]
+
+
+class GatewaysConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise gateways``: the options of each gateway, and the number of gateways."""
+
+    gateway: Annotated[GatewayConfig, without("gateway_id", "reuse_port")] = GatewayConfig()
+    gateways: Gateways = 1
+    exit_on_failure: ExitOnFailure = False
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise serve``: the options of the services, and the number of each."""
+
+    scheduler: Annotated[SchedulerConfig, without("listen", "listen_gateways", "service_status")] = SchedulerConfig()
+    gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port")] = GatewayConfig()
+    executor: Annotated[ExecutorConfig, without("scheduler", "executor_id", "key_name", "role", *OF_NODES)] = (
+        ExecutorConfig()
+    )
+    gateways: Gateways = 1
+    executors: Executors = 1
+    listen: ExecutorsEndpoint = None
+    listen_gateways: GatewaysEndpoint = None
+    exit_on_failure: ExitOnFailure = False
+
+
+class UpConfig(Struct, frozen=True, kw_only=True):
+    """Options of ``pagewise up``: the options of the services, and how a Ray cluster runs them."""
+
+    scheduler: Annotated[
+        SchedulerConfig, without("listen", "listen_gateways", "gateways_end_any_request", "service_status")
+    ] = SchedulerConfig()
+    gateway: Annotated[GatewayConfig, without("scheduler", "gateway_id", "key_name", "reuse_port", "host")] = (
+        GatewayConfig()
+    )
+    executor: Annotated[
+        ExecutorConfig,
+        without("scheduler", "executor_id", "key_name", "role", "block_listen", "advertise", *OF_NODES),
+    ] = ExecutorConfig()
+    gateways: Gateways = 1
+    executors: Executors = 1
+    ray: Annotated[
+        str,
+        _help("the Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to", "ADDRESS"),
+    ] = "auto"
+    name: Annotated[str, _help("name of what runs in the cluster; several may run beside each other", "NAME")] = (
+        "pagewise"
+    )
+    executor_cpus: Annotated[
+        Positive,
+        _help(
+            "CPUs that each rank of an executor takes in the cluster",
+            "N",
+            "It is also the number of its threads, unless `--threads` says otherwise.",
+        ),
+    ] = 1
+    min_executors: Annotated[
+        Positive | None, _help("executors that stay when there is nothing to do (default: --executors)", "N")
+    ] = None
+    max_executors: Annotated[
+        Positive | None, _help("executors that there may be when many requests wait (default: --executors)", "N")
+    ] = None
+    scale_queue: Annotated[
+        Positive, _help("waiting sequences per executor above which more executors are started", "N")
+    ] = 16
+    scale_up_after: Annotated[Seconds, _help("seconds that a queue has to stay before executors are started", "S")] = (
+        30.0
+    )
+    scale_down_after: Annotated[
+        Seconds, _help("seconds without a queue after which an executor that is not needed is drained", "S")
+    ] = 600.0
+
+
+_GROUPS = {
+    "model": (
+        "revision served_model_name max_model_len device dtype kernels attention quantization deterministic "
+        "trust_remote_code simulate simulate_step"
+    ),
+    "batching": "max_num_seqs max_num_batched_tokens max_waiting max_waiting_tokens routing speculative_config",
+    "KV cache": (
+        "block_size num_blocks gpu_memory_utilization kv_memory kv_dtype kv_layout kv_mapping host_memory "
+        "host_memory_dir keep_host_memory disk_cache disk_memory store store_expire host_bandwidth "
+        "verify_copies role lend_blocks block_listen advertise storage_salted recovery eviction"
+    ),
+    "LoRA adapters": "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras allow_runtime_lora_updating",
+    "HTTP": (
+        "host port reuse_port allowed_hosts ssl_certfile ssl_keyfile max_connections keepalive_timeout "
+        "write_timeout max_body_bytes max_body_memory max_answer_memory max_n console console_shows_text"
+    ),
+    "conversations": "enable_auto_tool_choice tool_call_parser reasoning_parser default_chat_template_kwargs",
+    "API keys": (
+        "api_keys_file share_cache public_metrics key_concurrent key_requests_per_minute key_tokens_per_minute"
+    ),
+    "processes": (
+        "gateways executors tensor_parallel nnodes node_rank master_addr master_port profile cuda_graphs "
+        "dependent_launch threads listen listen_gateways scheduler scheduler_timeout executor_id gateway_id "
+        "gateway_timeout shutdown_timeout drain_timeout executor_timeout step_timeout exit_on_failure "
+        "service_status"
+    ),
+    "observability": "log_level log_format log_requests otlp_traces_endpoint",
+    "Ray": "ray name executor_cpus min_executors max_executors scale_queue scale_up_after scale_down_after",
+    "security": "keys key_name plaintext gateways_end_any_request",
+}
+
+GROUPS = {title: tuple(names.split()) for title, names in _GROUPS.items()}
+"""The names of options by group."""

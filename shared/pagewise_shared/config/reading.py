@@ -1,7 +1,7 @@
 """Reads options from the command line, the environment and the defaults.
 
-A configuration may be composed of others, as ``ServeConfig`` is composed of those of the services. Their options are
-options of the whole. An option that several parts have is given once and applies to all of them.
+A configuration may be composed of others, as ``ServeConfig`` is of the services' configurations. The options of its
+parts are its own. An option that several parts have is given once and applies to all of them.
 """
 
 import argparse
@@ -15,20 +15,16 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pagewise_shared.config import vllm
-from pagewise_shared.config.adapter_options import check_adapters
-from pagewise_shared.config.composed import GatewaysConfig, ServeConfig, UpConfig
-from pagewise_shared.config.groups import GROUPS
-from pagewise_shared.config.observability_options import check_tracing
+from pagewise_shared.config.checks import check
 from pagewise_shared.config.options import (
-    MAX_BODY_BYTES,
-    MAX_BODY_MEMORY,
+    GROUPS,
     ExecutorConfig,
     GatewayConfig,
+    GatewaysConfig,
     SchedulerConfig,
+    ServeConfig,
+    UpConfig,
 )
-from pagewise_shared.config.parallel_options import check_parallel
-from pagewise_shared.config.size_options import check_pool_options, check_step_options
-from pagewise_shared.config.speculative import check_speculative
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import printable
 from pagewise_shared.version import package_version
@@ -39,9 +35,7 @@ VARIABLE_PREFIX = "PAGEWISE_"
 """The prefix of the names of all environment variables."""
 
 _OTHER_VARIABLES = frozenset({"PAGEWISE_URL", "PAGEWISE_API_KEY", "PAGEWISE_HTTP_HOST", "PAGEWISE_HTTP_PORT"})
-"""Variables that are no options: two of ``pagewise vmstat`` and ``pmap``, and two of ``compose.yaml``."""
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+"""Variables that are not options: two of ``pagewise vmstat`` and ``pmap``, and two of ``compose.yaml``."""
 
 
 class Option(NamedTuple):
@@ -129,44 +123,12 @@ def build_config(config_type: type[ConfigT], given: Mapping[str, Any], environ: 
         elif text := environ.get(option.variable):
             value = text.split() if _is_list(option.hint) else text
             values[option.name] = value if option.secret else _convert(value, option.hint, option.variable)
-    for check in _CHECKS:
-        check(values)
-    check_adapters(values, loads=config_type is not SchedulerConfig)
+    check(values, loads_adapters=config_type is not SchedulerConfig)
     return _compose(config_type, values)
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    for name in ("kv_memory", "host_memory", "host_bandwidth", "disk_memory"):
-        if values.get(name) is not None:
-            parse_size(values[name])
-
-
-def _check_role(values: Mapping[str, Any]) -> None:
-    role = values.get("role", "both")
-    if role != "both" and values.get("lend_blocks") is False:
-        raise ConfigError(f"--role {role} needs --lend-blocks: requests move, and their blocks are fetched")
-
-
-def _check_bodies(values: Mapping[str, Any]) -> None:
-    if values.get("max_body_bytes", MAX_BODY_BYTES) > values.get("max_body_memory", MAX_BODY_MEMORY):
-        raise ConfigError("--max-body-bytes is more than --max-body-memory: no body of that size could be read")
-
-
-_CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
-    check_pool_options,
-    check_step_options,
-    _check_sizes,
-    check_parallel,
-    check_tracing,
-    check_speculative,
-    _check_role,
-    _check_bodies,
-)
-"""Checks of option values together; each raises a ``ConfigError`` that names an option."""
-
-
 def options_of(config_type: type[Struct]) -> dict[str, Option]:
-    """Return the options of a configuration by name, including those of the parts that it is composed of."""
+    """Return the options of a configuration by name, including the options of its parts."""
     found: dict[str, Option] = {}
     for name, hint, default in _fields(config_type):
         if (part := _part(hint)) is None:
@@ -192,7 +154,7 @@ def flags_of(config_type: type[Struct]) -> list[str]:
 
 
 def to_argv(config: Struct) -> list[str]:
-    """Return the options of a service's ``config`` that differ from the defaults, as arguments, without secrets."""
+    """Return the arguments that set the options of ``config`` which differ from the defaults, without secrets."""
     argv = []
     for option in options_of(type(config)).values():
         value = getattr(config, option.name)
@@ -245,24 +207,6 @@ def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
         meant = f": did you mean {VARIABLE_PREFIX}{near[0]}?" if near else ""
         warnings.append(f"the environment variable {printable(name, 100)} is unknown and has no effect{meant}")
     return warnings
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``4GiB``, ``500MB`` or ``1073741824``.
-
-    Raises:
-        ConfigError: the text is not a positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if match is None or match[2] == "I" or float(match[1]) <= 0:
-        raise ConfigError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def size_text(size: int) -> str:
-    """Return ``size`` bytes as ``parse_size`` reads them, rounded up to three digits or so."""
-    unit = next((unit for unit in ("GI", "MI") if size >= 10 * _UNITS[unit]), "KI")
-    return f"{-(-size // _UNITS[unit])}{unit[0]}iB"
 
 
 def _flag(name: str) -> str:
@@ -353,7 +297,7 @@ def _is_list(hint: Any) -> bool:
 
 
 def _meta(hint: Any) -> dict[str, Any]:
-    """Return what the annotations of a type say besides its constraints; ``text`` is the help text."""
+    """Return the annotations of a type besides its constraints; ``text`` is the help text."""
     if get_origin(hint) is not Annotated:
         return {}
     found = _meta(get_args(hint)[0])

@@ -1,4 +1,4 @@
-"""The option of speculative decoding, by vLLM's names; ``docs/speculation.md`` tells when it pays."""
+"""The option of speculative decoding, by vLLM's names; ``docs/speculation.md`` describes it."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ SpeculativeOption = Annotated[
         "(default: do not)",
         "CONFIG",
         '`ngram:K` is short for `{"method": "ngram", "num_speculative_tokens": K}`. [speculation.md](speculation.md) '
-        "tells of the other fields, and when it pays.",
+        "describes the other fields, and when it pays.",
     ),
     Meta(extra={"short": "--speculative"}),
 ]
@@ -49,10 +49,10 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def parse_speculative(text: str) -> SpeculativeConfig:
-    """Return what ``--speculative-config`` says.
+    """Parse the value of ``--speculative-config``.
 
     Raises:
-        ConfigError: it is neither ``ngram:K`` nor such a JSON object; the text names the option.
+        ConfigError: the value is neither ``ngram:K`` nor a JSON object of a ``SpeculativeConfig``.
     """
     name = "--speculative-config"
     try:

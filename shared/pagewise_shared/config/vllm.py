@@ -1,7 +1,7 @@
-"""The options of ``vllm serve`` that are accepted: those that mean the same here, and values that change nothing here.
+"""The options of ``vllm serve`` that are accepted: options with the same meaning, and values that change nothing here.
 
-Every other option is refused as any unknown one is: the error names the nearest option. ``docs/vllm-flags.md`` says
-which options replace those that are refused.
+Every other option is refused like an unknown one: the error names the nearest option. ``docs/vllm-flags.md`` lists the
+options that replace refused ones.
 """
 
 import argparse
@@ -18,7 +18,7 @@ _UNITS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
 def _count(text: str) -> int | str:
-    """Read a number as vLLM does: 1k is 1,000, and 1K is 1,024; -1 and auto are what fits."""
+    """Read a number as vLLM does: 1k is 1,000, and 1K is 1,024; -1 means auto."""
     if text in ("-1", "auto"):
         return "auto"
     match = _COUNT.fullmatch(text.strip())
@@ -199,9 +199,9 @@ def unknown(arguments: Sequence[str], known: Collection[str]) -> str:
 
 
 def options_from(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return keyword arguments with those of vLLM turned into our options.
+    """Return keyword arguments, with vLLM's options replaced by ours.
 
-    Names that neither has are left as they are. ``known``: the names of our options.
+    Unknown names stay. ``known``: the names of our options.
 
     Raises:
         ConfigError: a value of an option of vLLM is refused.

@@ -200,8 +200,8 @@ class ProcessActor:
                     self._problem, pause = self._last_line(lines_before), _HOPELESS_SECONDS
             elif self._ends.early_ends > _EARLY_ENDS:
                 self._problem = (
-                    f"it has ended {self._ends.early_ends} times before it was ready, now with exit code {code}; its last "
-                    f"line: {self._last_line(lines_before)}"
+                    f"it has ended {self._ends.early_ends} times before it was ready, now with exit code {code}; its "
+                    f"last line: {self._last_line(lines_before)}"
                 )
             text = f"ended with exit code {code}, starting it again in {pause:g} s"
             print(f"{self._name:<10} | {text}", file=sys.stderr, flush=True)

@@ -38,7 +38,8 @@ def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
     """Look at memory, the limit of the container, shared memory and huge pages."""
     table = _fields(root / "proc/meminfo")
     sizes = {name: int(value.split()[0]) * 1024 for name, value in table.items()}
-    text = f"{gib(sizes.get('MemAvailable', 0))} of {gib(sizes.get('MemTotal', 0))} available, {gib(sizes.get('SwapFree', 0))} of swap"
+    free, total, swap = (gib(sizes.get(name, 0)) for name in ("MemAvailable", "MemTotal", "SwapFree"))
+    text = f"{free} of {total} available, {swap} of swap"
     if (limit := _memory_limit(root)) is not None and limit < sizes.get("MemTotal", 0):
         text += f", limited to {gib(limit)} by the cgroup"
     yield noted(

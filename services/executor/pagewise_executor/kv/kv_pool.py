@@ -275,8 +275,8 @@ def pool_size(
     if sharing * wanted > free:
         each = f" on each of {sharing} ranks" if sharing > 1 else ""
         raise ModelError(
-            f"not enough memory: the KV pool asks for {size_text(wanted)}{each}, and {size_text(free)} are free on {device}: "
-            f"lower {'--num-blocks' if config.num_blocks is not None else '--kv-memory'}"
+            f"not enough memory: the KV pool asks for {size_text(wanted)}{each}, and {size_text(free)} are free on "
+            f"{device}: lower {'--num-blocks' if config.num_blocks is not None else '--kv-memory'}"
         )
     if wanted < block_bytes:
         check_pool(0, config.block_size, block_bytes, max_model_len)

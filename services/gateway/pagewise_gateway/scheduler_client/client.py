@@ -91,6 +91,9 @@ class SchedulerClient:
         self._table = StreamTable(metrics)
         self._repeats = RepeatWatch(metrics)
         self._live: dict[LiveRequest, None] = {}
+        # Streams that lost their scheduler and have no token since, with their tokens at that time.
+        self._interrupted: dict[LiveRequest, int] = {}
+        self._interrupted_since = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self.closing = False
@@ -316,6 +319,9 @@ class SchedulerClient:
     def lost(self) -> None:
         """Have all live requests wait for the next scheduler. The stream numbers of the lost one are void."""
         now = monotonic()
+        if not self._interrupted:
+            self._interrupted_since = now
+        self._interrupted |= {live: live.num_taken for live in self._live}
         self._modules.clear()
         self._rejoins += 1
         self._fleet_known.clear()
@@ -425,6 +431,15 @@ class SchedulerClient:
         if epoch is not None and stream is not None and live.unfinished:
             self._connection.send(Abort(epoch, stream))
 
+    def _report_resumed(self, now: float) -> None:
+        """Log once that the streams which lost their scheduler go on, when none of them is left waiting."""
+        if any(live in self._live and live.num_taken <= tokens for live, tokens in self._interrupted.items()):
+            return
+        if resumed := sum(live.num_taken > tokens for live, tokens in self._interrupted.items()):
+            seconds = now - self._interrupted_since
+            log.info("%d streams resumed within %.1f s of the loss of the scheduler", resumed, seconds)
+        self._interrupted.clear()
+
     async def _tick(self) -> None:
         """Send metrics to the scheduler, and fail requests that have waited too long for a scheduler."""
         pause = min(METRICS_SECONDS, self._timeout / 4)
@@ -435,6 +450,7 @@ class SchedulerClient:
             for live in list(self._live):
                 if live.stream is None and now - live.waiting_since > self._timeout:
                     self._give_up(live)
+            self._report_resumed(now)
             if (epoch := self._connection.epoch) is not None and now - last_sent >= METRICS_SECONDS:
                 last_sent = now
                 self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))

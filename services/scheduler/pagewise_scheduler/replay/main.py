@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from pagewise_shared.config.options import EvictionName
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import HOST
 from tqdm import tqdm
@@ -188,7 +189,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--host-tokens", default="0", metavar="N", help="tokens the host holds (default: 0)")
     memory.add_argument("--block-size", type=_count, default=16, metavar="N", help="tokens per block (default: 16)")
     memory.add_argument(
-        "--eviction", choices=("lru", "cost", "belady"), default="cost", help="what goes first (default: cost)"
+        "--eviction",
+        choices=(*get_args(EvictionName), "belady"),
+        default="cost",
+        help="what goes first (default: cost)",
     )
     memory.add_argument(
         "--recovery", choices=("auto", "swap", "recompute", "both"), default="auto", help="(default: auto)"

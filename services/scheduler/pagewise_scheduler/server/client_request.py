@@ -111,6 +111,11 @@ class ClientRequest(Request):
     _tokens_at_death: int = 0
     _last_prompt_logprob: int = 0
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs so far."""
+        return sum(len(sequence.output_token_ids) for sequence in self.sequences)
+
     def started(self, now: float) -> None:
         """Report its first token; harmless the second time. ``now``: seconds of ``clock``."""
         if self.placement is not None:
@@ -173,7 +178,7 @@ class ClientRequest(Request):
         if self.placement is not None:
             self.placement.end(now)
             self.placement = None  # breaks a reference cycle, so that no garbage is left
-        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences) - self.tokens_before
+        tokens = self.num_output_tokens - self.tokens_before
         self.timeline.ended(now)
         self.num_generated_tokens = max(tokens, self.num_sampled_tokens)
         self.on_end(self)
@@ -186,6 +191,6 @@ class ClientRequest(Request):
 
     def count_death(self) -> None:
         """Count an executor that died in a step of this request; a new token since the last death resets the count."""
-        tokens = sum(len(sequence.output_token_ids) for sequence in self.sequences)
+        tokens = self.num_output_tokens
         self.deaths = self.deaths + 1 if tokens <= self._tokens_at_death else 1
         self._tokens_at_death = tokens

@@ -35,6 +35,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Eviction
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_checks import (
     check_copies,
     check_loaded,
@@ -106,6 +107,9 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self._eviction: Eviction = UseHistory() if config.eviction == "cost" else config.eviction
         self._lost_blocks = LostBlocks()
         self._fingerprint: str | None = None
+        # Requests that lost their executor and have no token since, with their output tokens at that time.
+        self._interrupted: dict[ClientRequest, int] = {}
+        self._interrupted_since = 0.0
         self._session_of: dict[ExecutorHandle, Session[ExecutorHandle]] = {}
         self.directory = PrefixDirectory()
         self._heartbeat_counters = {
@@ -146,6 +150,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
     def tick(self, now: float, stood_still: float) -> None:
         """Cancel late copies; end sessions of executors that are silent, or whose steps or copies do not return."""
         super().tick(now, stood_still)
+        self._report_resumed(now)
         most = self._config.step_timeout
         for session in self:
             executor = session.peer
@@ -337,6 +342,18 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                 with self.guarded(other):
                     other.peer_lost(endpoint)
         self.router.place(moved)
+        if not self._interrupted:
+            self._interrupted_since = clock()
+        self._interrupted |= {live: live.num_output_tokens for live in moved}
+
+    def _report_resumed(self, now: float) -> None:
+        """Log once that the requests which lost their executor go on, when none of them is left waiting."""
+        if any(not live.done and live.num_output_tokens <= tokens for live, tokens in self._interrupted.items()):
+            return
+        if resumed := sum(live.failure is None for live in self._interrupted):
+            seconds = now - self._interrupted_since
+            log.info("%d requests resumed within %.1f s of the loss of an executor", resumed, seconds)
+        self._interrupted.clear()
 
 
 def _described(hello: Hello) -> str:

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
@@ -31,8 +31,6 @@ def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = 
         return TOOL_CALL
     return BATCH if priority > 0 else min(num_output_tokens.bit_length() // 2, PREEMPTED - 1)
 
-
-EvictionName = Literal["lru", "cost"]
 
 REDUNDANT, NEAREST = 0, 1
 """The ranks of evictable blocks: a tier nearer to the computing has it as well; this is the nearest that has it."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from math import inf, log2, sqrt
 from operator import mul
 
-from pagewise_scheduler.core.memory.eviction import CostAware, EvictionName, EvictionPolicy, LeastRecentlyUsed
+from pagewise_shared.config.options import EvictionName
+
+from pagewise_scheduler.core.memory.eviction import CostAware, EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.use_history import UseHistory
 
 _LEAST_SECONDS = 1e-9
