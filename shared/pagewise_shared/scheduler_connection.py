@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 HELLO_PAUSES = (1.0, 1.0, 2.0, 5.0)
 """Seconds to wait for an answer to each Hello before the next one; the last pause repeats."""
+RESTART_HELLOS = 3
+"""Hellos without an answer that are usual while a scheduler restarts, and are logged without a warning."""
 
 LEAST_SILENCE, MOST_SILENCE = 3.0, 5.0
 """Bounds of the seconds of silence after which the scheduler is given up. ZeroMQ closes the connection at the lower

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from pagewise.doctor.command import report
-from pagewise.doctor.findings import Finding
-from pagewise.doctor.machine import check_cpu, check_disk, check_limits, check_memory, check_port
+from pagewise.doctor.machine import Finding, check_cpu, check_disk, check_limits, check_memory, check_port
 from pagewise.doctor.software import check_environment, check_packages, read_constraints, torch_findings
 
 TORCH: dict[str, Any] = {

@@ -129,6 +129,7 @@ def test_a_scheduler_that_is_killed_is_started_again_and_streams_go_on() -> None
         server.wait_for_metric("executors_ready", 2)
         expected = complete(server, max_tokens=200)
         (old,) = server.pids(SCHEDULER)
+        server.wait_for_metric("num_requests_running", 0)
         executors = server.pids(EXECUTOR)
         with ThreadPoolExecutor() as pool:
             stream = pool.submit(complete, server, max_tokens=200)
@@ -138,6 +139,18 @@ def test_a_scheduler_that_is_killed_is_started_again_and_streams_go_on() -> None
             assert stream.result(60) == expected
         assert wait_for_another(server, SCHEDULER, old)
         assert server.pids(EXECUTOR) == executors, "they have stayed"
+        server.wait_for_line("gateway pagewise_gateway.scheduler_client.client: 1 stream resumed within ")
+
+
+def test_a_line_says_that_streams_go_on_after_their_executor_was_killed() -> None:
+    with serving("--simulate", "--simulate-step=0.02", "--executors", "2") as server:
+        server.wait_for_metric("executors_ready", 2)
+        with ThreadPoolExecutor() as pool:
+            streams = [pool.submit(complete, server, max_tokens=200) for _ in range(4)]
+            server.wait_for_metric("num_requests_running", 4)
+            os.kill(server.pids(EXECUTOR)[0], signal.SIGKILL)
+            assert len({stream.result(60) for stream in streams}) == 1
+        server.wait_for_line(" resumed within ")
 
 
 def test_gateways_share_a_port_and_one_that_is_killed_comes_back() -> None:

@@ -158,7 +158,7 @@ def test_a_process_that_is_stopped_from_outside_is_replaced_without_a_warning(st
     _, output = running.end(signal.SIGINT)
     (line,) = (line for line in output.splitlines() if "executor-0 was stopped" in line)
     assert "INFO" in line
-    assert "to have fewer, start again with lower numbers for --executors and --gateways" in line
+    assert "starting it again in 0.5 s; for fewer, restart with a lower --executors" in line
     assert "WARNING" not in output
 
 

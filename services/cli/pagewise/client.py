@@ -1,4 +1,4 @@
-"""Asks a gateway that runs over HTTP: for ``vmstat``, ``pmap``, ``explain``, ``top`` and ``chat``."""
+"""HTTP requests to a running gateway, for ``vmstat``, ``pmap``, ``explain``, ``top`` and ``chat``."""
 
 import argparse
 import http.client
@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagewise.errors import CommandError
+
+class CommandError(Exception):
+    """``pagewise`` prints its text behind the name of the command, and ends with exit code 1."""
 
 
 class UnreachableError(CommandError):
-    """A URL does not answer, or answers with the error ``status``; the text says which."""
+    """A URL does not answer, or answers with the error ``status``."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -22,7 +24,7 @@ class UnreachableError(CommandError):
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where a gateway is."""
+    """Add the option of a gateway's URL."""
     default = os.environ.get("PAGEWISE_URL", "http://127.0.0.1:8000")
     parser.add_argument(
         "--url", default=default, help=f"URL of a gateway, also set by PAGEWISE_URL (default: {default})"
@@ -47,7 +49,7 @@ def connect(
         request = urllib.request.Request(url.rstrip("/") + path, body, headers)  # noqa: S310
         with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310  # nosec B310 # the user's own --url
             yield answer
-    except BrokenPipeError:  # of the terminal: one of the connection comes as a URLError
+    except BrokenPipeError:  # of the terminal; a broken connection comes as a URLError
         raise
     except urllib.error.HTTPError as error:
         raise UnreachableError(_refusal(error), error.code) from error

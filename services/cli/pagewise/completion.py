@@ -1,6 +1,6 @@
 """``pagewise completion``: lets a shell complete commands, options and their words, by argcomplete.
 
-Options are those of the commands that declare them; other commands complete files.
+Commands with a configuration complete their options; other commands complete files.
 """
 
 import argparse

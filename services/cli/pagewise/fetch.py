@@ -1,8 +1,8 @@
 """Downloads a model before any service starts: ``python -m pagewise.fetch MODEL``, which ``pagewise serve`` runs.
 
 It is a process of its own, because the hub's client takes memory that the supervisor would keep, and because Ctrl-C
-then ends a download at once. It draws its bars on the terminal, which no other process writes to yet. Why there is no
-model goes to standard output, in one sentence.
+then ends a download at once. It draws progress bars on the terminal, to which no other process writes yet. Standard
+output gets the error, in one sentence.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pagewise.supervisor import StartError
 
 
 async def fetch(config: ServeConfig) -> None:
-    """Have the model that services will load in the hub's cache, if it is not on this machine otherwise.
+    """Download the model into the hub's cache, if it is not on this machine.
 
     Raises:
         StartError: there is no such model, or it cannot be downloaded.
@@ -46,7 +46,7 @@ async def fetch(config: ServeConfig) -> None:
     # not run before something else wakes the event loop. The loop's handlers wake it.
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
-        said, _ = await process.communicate()
+        output, _ = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         await process.wait()
@@ -54,8 +54,7 @@ async def fetch(config: ServeConfig) -> None:
     finally:
         loop.remove_signal_handler(signal.SIGINT)
     if process.returncode:
-        last = said.decode(errors="replace").strip() or f"{gateway.model} cannot be downloaded"
-        raise StartError(last)
+        raise StartError(output.decode(errors="replace").strip() or f"{gateway.model} cannot be downloaded")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

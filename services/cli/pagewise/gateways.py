@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 from pagewise_shared.config import GatewayConfig, GatewaysConfig, secret_variables, to_argv
 
-from pagewise.ports import holder_of, next_free
-from pagewise.probe import answers
+from pagewise.ports import answers, holder_of, next_free
 from pagewise.process import STOP_SECONDS, Service
 from pagewise.supervisor import Group, StartError, Supervisor
 
@@ -53,7 +52,7 @@ def reserved_port(config: GatewayConfig) -> Iterator[int]:
     """Reserve the port that gateways will listen on while the context lasts; port 0 stands for any free one.
 
     The port is bound here, but nothing listens on it, so that gateways can come and go. Gateways that share a port
-    would also share it with another program of the same user; binding it here fails if such a program listens already.
+    would also share it with another program of the same user; the bind fails if such a program listens already.
 
     Raises:
         StartError: the address cannot be bound.
@@ -76,7 +75,7 @@ def reserved_port(config: GatewayConfig) -> Iterator[int]:
 
 
 def _unusable(host: str, port: int, error: OSError) -> str:
-    """Return why no gateway can listen there, and what to do."""
+    """Return why no gateway can listen there, and a remedy."""
     text = f"cannot serve HTTP on {host} port {port}: {error.strerror or error}"
     if isinstance(error, socket.gaierror):
         return f"{text}; --host takes an address of this machine, or 0.0.0.0 for all"

@@ -1,8 +1,8 @@
 """Checks the service in this container: ``python -m pagewise.healthcheck scheduler|gateway|executor``.
 
 A scheduler is healthy while it listens for executors and gateways, a gateway while it answers HTTP, an executor while
-it is connected to the scheduler. Addresses come from the environment, as for the service itself. A scheduler or an
-executor that hangs is not noticed here but by the other processes, which miss its heartbeats.
+it is connected to the scheduler. Addresses come from the environment, as for the service itself. The check does not
+notice a scheduler or an executor that hangs; the other processes do, by its heartbeats.
 """
 
 import os
@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, build_config
 
-from pagewise.ports import ESTABLISHED, LISTENING, tcp_sockets
-from pagewise.probe import answers
+from pagewise.ports import ESTABLISHED, LISTENING, answers, tcp_sockets
 
 
 def scheduler_is_healthy(environ: Mapping[str, str]) -> bool:

@@ -13,11 +13,11 @@ from zmq.auth import create_certificates, load_certificate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _INITIAL: dict[str, Kind] = {SCHEDULER: "executor", EXECUTOR: "executor", GATEWAY: "gateway"}
-"""The names of the pairs that ``init`` makes, and which folder their public keys go to."""
+"""The names of the pairs that ``init`` makes, and the kind of folder for their public keys."""
 
 
 class KeysError(Exception):
-    """The folder of keys cannot be changed as asked; the text says why."""
+    """The folder of keys cannot be changed; the text says why."""
 
 
 def keys(arguments: Sequence[str]) -> int:
@@ -99,9 +99,9 @@ def _kind(directory: Path, name: str) -> Kind | None:
 
 
 def _make(directory: Path, name: str, kind: Kind) -> None:
-    """Make a pair: first the secret half, readable by its owner only, then the public half, complete or not at all.
+    """Make a pair: first the secret half, readable by its owner only, then the public half, by an atomic rename.
 
-    Whatever the umask is, nobody but the owner can write to the folders and files that this makes.
+    Whatever the umask is, only the owner can write to the new folders and files.
     """
     public = public_file(directory, name, kind)
     before = os.umask(0o077)

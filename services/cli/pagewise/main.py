@@ -13,9 +13,9 @@ from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
 from pagewise.chat import chat
+from pagewise.client import CommandError
 from pagewise.cluster import commands as cluster
 from pagewise.doctor.command import doctor
-from pagewise.errors import CommandError
 from pagewise.explain import explain
 from pagewise.gateways import gateways
 from pagewise.keys import keys
@@ -28,20 +28,20 @@ commands:
   serve [MODEL]     start a scheduler, gateways and executors on this machine and serve MODEL over HTTP
   gateways [MODEL]  start gateways alone, on one port, for a scheduler that runs already
   up [MODEL]        start a scheduler, gateways and executors on a Ray cluster, or change those that run there
-  status            print which of these run where
-  logs [PROCESS]    print what these have logged
-  down              end these
+  status            print the processes of a Ray cluster and their nodes
+  logs [PROCESS]    print their log lines
+  down              end them
   vmstat [S]        print statistics of KV memory every S seconds
   chat              talk to a model that is served
   top               show executors, memory and requests full-screen
   pmap REQUEST      print the blocks of a request and their history
   explain REQUEST   say where the time of a request went, and where its cached prefix was lost
-  doctor [URL]      check this machine, and print what to paste into a bug report
+  doctor [URL]      check this machine, and print a text for a bug report
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
   wipe              delete the KV of requests with one cache salt from a disk cache or a store
-  size MODEL        say what a model takes of a GPU's memory, and how many tokens fit beside it
+  size MODEL        print the GPU memory that a model takes, and the tokens of KV that fit beside it
   replay TRACE      run a request trace through the scheduler under a virtual clock
-  segments TRACE    say what the prompts of a trace repeat where prefixes do not reach
+  segments TRACE    print repeats in the prompts of a trace that prefix caching does not reach
   completion SHELL  print a script that lets bash, zsh or fish complete these commands and their options
 
 `pagewise COMMAND --help` lists the options of a command. `pagewise --version` prints the version."""
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command; errors that users can mend, pipes that end and Ctrl-C become exit codes."""
+    """Run a command; a ``CommandError``, a closed pipe and Ctrl-C become exit codes."""
     try:
         try:
             return command(arguments)
@@ -78,7 +78,9 @@ def _exit_code(name: str, command: Callable[[Sequence[str]], int], arguments: Se
     except CommandError as error:
         print(f"pagewise {name}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `pagewise ... | head`: nobody reads on, and Python would complain of it at its end
+    except (
+        BrokenPipeError
+    ):  # `pagewise ... | head`: the reader has ended, and Python would print an error when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):  # the second: Ctrl-C while a model is downloaded
@@ -110,13 +112,13 @@ def _gateways(arguments: Sequence[str]) -> int:
 
 
 def _top(arguments: Sequence[str]) -> int:
-    from pagewise.top.command import top  # which other commands need not load
+    from pagewise.top.command import top  # other commands need not load it
 
     return top(arguments)
 
 
 def _run(module: str, arguments: Sequence[str]) -> int:
-    """Run the command of a service, which this package names and does not import: it may not be installed."""
+    """Run a service's own command by its module's name: the service may not be installed."""
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0

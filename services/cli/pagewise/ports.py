@@ -1,13 +1,22 @@
-"""Who has a TCP port, and which one is free (Linux; elsewhere nobody is named)."""
+"""TCP ports of this machine (Linux): their processes, free ones, and HTTP requests to gateways on them."""
 
+import http.client
 import os
 import socket
+import ssl
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ESTABLISHED, LISTENING = 1, 10
 _TRIED = 100
+
+# One context, without the certificates of authorities: ``ssl.create_default_context`` reads a file of them for 30 ms,
+# and these requests are repeated while a server starts on the same cores.
+_UNVERIFIED = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_UNVERIFIED.check_hostname = False  # the certificate is for the name that clients use, not for this address
+_UNVERIFIED.verify_mode = ssl.CERT_NONE
 
 
 class TcpSocket(NamedTuple):
@@ -29,7 +38,7 @@ def tcp_sockets() -> Iterator[TcpSocket]:
 
 
 def holder_of(port: int) -> str:
-    """Return which process listens on a port, as ``name (pid)``; "" if it cannot be seen, as another user's cannot."""
+    """Return the process that listens on a port, as ``name (pid)``; "" for another user's process."""
     sockets = {f"socket:[{one.inode}]" for one in tcp_sockets() if one.state == LISTENING and one.local == port}
     for process in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
@@ -57,7 +66,22 @@ def next_free(host: str, port: int) -> int | None:
 
 
 def _name(words: list[str]) -> str:
-    """Return what a command line runs: the module after ``-m``, or the file's name."""
+    """Return the program in a command line: the module after ``-m``, or the file's name."""
     if "-m" in words[:-1]:
         return words[words.index("-m") + 1]
     return Path(words[0]).name if words[0] else ""
+
+
+def text_of(url: str, key: str = "") -> str | None:
+    """Return the body of a GET of ``url``, with an API key if there is one; None: no 200 within two seconds."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=2, context=_UNVERIFIED) as answer:  # noqa: S310  # nosec B310 # our own server
+            return str(answer.read().decode()) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def answers(url: str) -> bool:
+    """Return whether a GET of ``url`` is answered with 200 within two seconds. Certificates are not verified."""
+    return text_of(url) is not None

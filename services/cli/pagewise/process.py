@@ -63,9 +63,9 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self.reason = ""
-        """Why it cannot run, if it has said so."""
+        """The reason why it cannot run, from its last log lines."""
         self.ready = False
-        """Whether it has said that it listens, or has joined, since it was started."""
+        """Whether it has printed since its start that it listens, or has joined."""
         self.on_ready: Callable[[], None] = lambda: None
 
     async def run(self) -> int:
@@ -121,8 +121,8 @@ class Service:
     def _send(self, number: signal.Signals) -> None:
         """Send a signal, if it runs.
 
-        Not by the methods of asyncio's ``Process``: those ask for the exit code first, and take it away from asyncio's
-        own watcher if the process has just ended, which then warns and reports 255.
+        The methods of asyncio's ``Process`` read the exit code first. If the process has just ended, asyncio's own
+        watcher then misses the code: it logs a warning and reports 255.
         """
         if (pid := self.pid) is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -145,25 +145,22 @@ class Service:
         self._on_line(text)
 
     def _log(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the disk of a log that is full, or its reader gone, ends no service
+        with contextlib.suppress(OSError):  # a full disk, or a reader that has gone, ends no service
             print(relayed(self.name, text), file=sys.stderr, flush=True)
         self.reason = reason_in(text) or self.reason
         self._on_log(text)
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without Pagewise's variables.
-
-    They have been read already. A child must not read them again, because its arguments leave out default values.
-    """
+    # Pagewise's variables have been read. A child must not read them again: its arguments leave out default values.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def _prepare() -> None:
-    """For ``preexec_fn``: die with the parent, and hold back SIGINT until the service takes it (``exit_code_of``).
+    """For ``preexec_fn``: die with the parent, and block SIGINT until the service handles it (``exit_code_of``).
 
-    Python would answer one that comes while modules are imported with a traceback.
+    A SIGINT during imports would end in a traceback.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     die_with_parent()

@@ -17,8 +17,8 @@ from pagewise_shared.cpu_threads import openmp_threads, share_of_cores, wait_var
 
 from pagewise.fetch import fetch
 from pagewise.gateways import gateway_group, reserved_port, url_of
+from pagewise.ports import answers
 from pagewise.preflight import check_options
-from pagewise.probe import answers
 from pagewise.process import Service
 from pagewise.supervisor import Group, StartError, Supervisor
 
@@ -65,7 +65,7 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
             listen=executors,
             listen_gateways=gateways,
             service_status=f"{folder}/{_STATUS}",
-            # Nobody else's gateways can join.
+            # Gateways of other operators can only join an endpoint that was given.
             gateways_end_any_request=config.scheduler.gateways_end_any_request or config.listen_gateways is None,
         ),
         gateway=replace(config.gateway, scheduler=gateways, port=port, gateway_id="gateway"),
@@ -74,9 +74,10 @@ def _connected(config: ServeConfig, folder: str, port: int) -> ServeConfig:
 
 
 def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
-    """Return the services in the order in which they stop: gateways first, so that running streams can end.
+    """Return the services in the order of their stop.
 
-    The scheduler stops last, so that nobody loses a connection without having left.
+    Gateways stop first, so that running streams can end; the scheduler last, so that the others can leave it in good
+    order.
     """
     scheduler = Service("scheduler", "pagewise_scheduler.main", to_argv(config.scheduler))
     threads = config.executor.threads
@@ -96,7 +97,7 @@ def _groups(config: ServeConfig, gpus: list[dict[str, str]]) -> list[Group]:
 
 
 def executor_variables(gpu: dict[str, str]) -> dict[str, str]:
-    """Return what is added to an executor's environment: its GPU, and how its threads wait for each other."""
+    """Return the environment variables of an executor: for its GPU, and for how its threads wait for each other."""
     return gpu | wait_variables(os.environ)
 
 
@@ -104,17 +105,17 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that executors may use, as CUDA_VISIBLE_DEVICES names them. If that is not set, all of them."""
     named = os.environ.get(_VISIBLE)
     if named is None:
-        # torch could tell, but is not loaded here. CUDA numbers devices from 0, whatever their files are called.
+        # torch knows, but is not loaded here. CUDA numbers devices from 0, whatever the names of their files.
         return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     return [name for name in named.replace(" ", "").split(",") if name not in ("", "-1")]
 
 
 def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
-    """Return the variables that give each rank of each executor a GPU of its own, as far as there are enough of them.
+    """Return the variables that give each rank of each executor a GPU of its own, while there are enough GPUs.
 
     Raises:
-        StartError: there are fewer GPUs than one executor has ranks; or executors would share a GPU without a limit,
-            and each would take most of its memory.
+        StartError: one executor has more ranks than there are GPUs; or executors share a GPU without a limit, so that
+            each would take most of its memory.
     """
     count, executor = config.executors, config.executor
     ranks = executor.tensor_parallel
@@ -134,11 +135,7 @@ def gpu_variables(config: ServeConfig, gpus: list[str]) -> list[dict[str, str]]:
 
 
 def _check_shares(config: ServeConfig, on_each: int, num_gpus: int) -> None:
-    """Check that executors have room beside each other, of which at most ``on_each`` share a GPU.
-
-    Raises:
-        StartError: they have not. With ``--device auto`` that is a warning: they may still run on the CPU.
-    """
+    """Check that executors have room on their GPUs, of which each has at most ``on_each`` executors."""
     executor = config.executor
     sized = executor.kv_memory is not None or executor.num_blocks is not None
     if sized or on_each * executor.gpu_memory_utilization <= 1:
@@ -151,26 +148,26 @@ def _check_shares(config: ServeConfig, on_each: int, num_gpus: int) -> None:
     )
     if executor.device == "cuda":
         raise StartError(text)
+    # With --device auto, executors may still run on the CPU.
     log.warning("%s", text)
 
 
 async def wait_until_ready(config: ServeConfig) -> float:
     """Wait until an executor is ready; returns the seconds that it took."""
     url = url_of(config.gateway)
-    began = told = time.monotonic()
+    began = logged = time.monotonic()
     if not config.executors:
         log.info("to start executors: pagewise-executor --scheduler=%s", config.executor.scheduler)
     while not await asyncio.to_thread(answers, f"{url}/health"):
         await asyncio.sleep(0.1)
-        if time.monotonic() - told > _PROGRESS_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - logged > _PROGRESS_SECONDS:
+            logged = time.monotonic()
             waiting = "loading the model" if config.executors else "waiting for executors"
-            log.info("%s, %.0f s so far", waiting, told - began)
+            log.info("%s, %.0f s so far", waiting, logged - began)
     return time.monotonic() - began
 
 
 async def _announce(config: ServeConfig) -> None:
-    """Wait until an executor is ready, then print how to send a request."""
     seconds, url = await wait_until_ready(config), url_of(config.gateway)
     name = config.gateway.served_model_name or config.gateway.model
     body = json.dumps(

@@ -1,4 +1,4 @@
-"""Supervises the processes of one command: restarts those that die, and stops all of them in order."""
+"""Supervises the processes of one command: restarts dead ones, and stops all of them in order."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ from pagewise.process import STOP_SECONDS, Restarts, Service
 log = logging.getLogger(__name__)
 
 _MOST_EARLY_ENDS = 5
-"""How often in a row a process may end soon after its start before that is an error, while nothing has served yet."""
+"""Ends in a row soon after the start that are an error, while nothing has served yet."""
 _PROBLEM_ENDS = 3
-"""How often in a row a process ends before it is ready until ``/health`` calls that a problem."""
+"""Ends in a row before a process is ready that ``/health`` reports as a problem."""
 _INTERRUPTED = 130
 
 
 class StartError(Exception):
-    """A service cannot be started; the text says which."""
+    """A service cannot be started; the text names it and the reason."""
 
 
 class Group(NamedTuple):
-    """Services that stop together: by which signal, and after how many seconds they are killed."""
+    """Services that stop together: by ``signal``, and by SIGKILL after ``seconds``."""
 
     services: Sequence[Service]
     signal: signal.Signals
@@ -38,9 +38,9 @@ class Group(NamedTuple):
 class Supervisor:
     """Runs groups of services, and stops them one group after the other.
 
-    A service that cannot start, or ends again and again, is an error that stops all of them as long as nothing has
-    served (the announcement has not been made). Later the others have clients, so it is started again after growing
-    pauses, and its problem is written to ``status``, unless ``exit_on_failure`` asks for the end.
+    A service that cannot start, or ends again and again, is an error that stops all of them before the announcement.
+    After it the others have clients, so the service is restarted after growing pauses, and its problem is written to
+    ``status``. ``exit_on_failure``: stop all of them then too.
     """
 
     def __init__(self, groups: Sequence[Group], status: Path | None = None, *, exit_on_failure: bool = False) -> None:
@@ -78,9 +78,7 @@ class Supervisor:
             beside.cancel()
             await asyncio.gather(stop, beside, *runs, return_exceptions=True)
         if failure is not None:
-            log.error(
-                "%s", failure
-            )  # after what the services have said while they stopped, so that it is the last line
+            log.error("%s", failure)  # after all lines of the services, so that it is the last one
             return 1
         return _INTERRUPTED if self._killed else 0
 
@@ -103,10 +101,10 @@ class Supervisor:
             await asyncio.gather(*(service.stop(group.signal, group.seconds) for service in group.services))
 
     async def _keep(self, service: Service) -> None:
-        """Run a service, and start it again whenever it ends, after longer and longer pauses if it ends soon.
+        """Run a service, and restart it whenever it ends, after growing pauses if it ends soon.
 
         Raises:
-            StartError: the service cannot start, or has ended too often in a row, and the others are not to go on.
+            StartError: the service cannot start, or has ended too often in a row, so that all of them have to stop.
         """
         service.on_ready = lambda: self._note(service)
         restarts = Restarts()
@@ -126,30 +124,27 @@ class Supervisor:
                     "%s ended with exit code %d, starting it again in %g s%s", service.name, code, pause, _meaning(code)
                 )
             else:
-                # SIGTERM: an operator wants another process in its place, or fewer processes, which nothing here does.
-                log.info(
-                    "%s was stopped, starting another one in %g s: to have fewer, start again with lower numbers for "
-                    "--executors and --gateways",
-                    service.name,
-                    pause,
-                )
+                # An operator sent SIGTERM to have another process, or fewer of them, which is not done here.
+                option = "--executors" if service.name.startswith("executor-") else "--gateways"
+                fewer = f"; for fewer, restart with a lower {option}" if service.name != "scheduler" else ""
+                log.info("%s was stopped, starting it again in %g s%s", service.name, pause, fewer)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     def _gives_up(self, code: int, failures: int) -> bool:
-        """Return whether all services stop because one has ended so often in a row, the last time with ``code``."""
+        """Return whether all services have to stop: one has ended ``failures`` times in a row, now with ``code``."""
         hopeless = code == CANNOT_START or failures > _MOST_EARLY_ENDS
         return hopeless and (self._exit_on_failure or not self._served)
 
     def _note(self, service: Service, problem: str = "", restarts: int = 0) -> None:
-        """Write that a service is ready, or was started again, and why it does not become ready."""
+        """Update the status of a service: it is ready, was restarted, or has a problem."""
         before = self._statuses.get(service.name, ServiceStatus())
         status = ServiceStatus(before.restarts + restarts, problem)
         if status == before:
             return
         self._statuses[service.name] = status
         if problem and not before.problem:
-            log.error("%s %s; the other processes go on, and it is tried again", service.name, problem)
+            log.error("%s %s; the other processes go on, and this one is tried again", service.name, problem)
         elif before.problem and not problem and not restarts:
             log.info("%s is ready again", service.name)
         if self._status is not None:
@@ -160,12 +155,16 @@ class Supervisor:
 
 
 def _problem(service: Service, code: int, failures: int) -> str:
-    """Return why a service does not run that has ended ``failures`` times in a row, the last time with ``code``."""
+    """Return the problem of a service that has ended ``failures`` times in a row, now with ``code``."""
     if code == CANNOT_START:
         return f"cannot start: {service.reason or 'its last log lines say why'}"
     return f"ended {failures} times in a row right after its start, the last time with exit code {code}{_meaning(code)}"
 
 
 def _meaning(code: int) -> str:
-    """Return what an exit code may mean that nobody explains: from here the kernel's killer looks like anybody's."""
-    return " (killed: if nobody did it, memory ran out, and `dmesg` says so)" if code == -signal.SIGKILL else ""
+    """Return the likely cause of an exit code: from here, the kernel's out-of-memory killer looks like any other."""
+    return (
+        " (killed: if not by an operator, then by the kernel for lack of memory; see `dmesg`)"
+        if code == -signal.SIGKILL
+        else ""
+    )

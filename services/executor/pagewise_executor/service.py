@@ -48,6 +48,7 @@ from pagewise_shared.scheduler_connection import (
     HELLO_PAUSES,
     LEAST_SILENCE,
     MOST_SILENCE,
+    RESTART_HELLOS,
     SchedulerAddress,
     follow_scheduler,
     make_dealer,
@@ -222,7 +223,8 @@ class ExecutorService:
                         await self._welcomed.wait()
                 if self._welcome is None and attempt < len(HELLO_PAUSES):
                     text = "no answer from the scheduler at %s, trying again every %g s"
-                    log.log(self._level, text, self._scheduler.endpoint, pause)
+                    level = logging.INFO if attempt < RESTART_HELLOS else self._level
+                    log.log(level, text, self._scheduler.endpoint, pause)
                 attempt += 1
             await self._hello_wanted.wait()
 
@@ -263,7 +265,7 @@ class ExecutorService:
     def _reconnected(self) -> None:
         """Send a new Hello after the connection has broken, because frames may have been lost with it."""
         if self._welcome is not None:
-            log.log(self._level, "the connection to the scheduler broke, saying Hello again")
+            log.info("the connection to the scheduler broke, saying Hello again")
             self._rejoin()
 
     def _rejoin(self) -> None:

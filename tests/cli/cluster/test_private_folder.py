@@ -53,5 +53,5 @@ def test_what_somebody_else_has_put_in_its_place_gets_no_secrets(temporary: Path
     shutil.rmtree(place)
     (temporary / "elsewhere").mkdir()
     place.symlink_to(temporary / "elsewhere")
-    with pytest.raises(PermissionError, match="something of somebody else"):
+    with pytest.raises(PermissionError, match="another user's file"):
         folder.path()

@@ -112,7 +112,7 @@ async def test_a_process_that_dies_again_and_again_is_a_problem_until_it_is_read
         said = await said_by(actor, lambda said: said.problem)
         assert said.restarts == 3
         assert said.problem.startswith("it has ended 3 times before it was ready, now with exit code -6")
-        assert said.problem.endswith("its last line: it has said nothing")
+        assert said.problem.endswith("its last line: it has logged nothing")
         (temporary / "words").touch()
         await said_by(actor, lambda said: said.problem.endswith("its last line: the device is broken"))
         (temporary / "go").touch()
@@ -157,7 +157,7 @@ async def test_without_a_folder_of_its_own_it_tells_why_nothing_starts(write_ser
         assert "the scheduler's address cannot be written" in read_description(await actor.describe()).problem
         assert said.pid is not None
         os.kill(said.pid, signal.SIGKILL)
-        await said_by(actor, lambda said: "something of somebody else is in its place" in said.problem)
+        await said_by(actor, lambda said: "another user's file is in its place" in said.problem)
         folder.unlink()
         await actor.point("tcp://elsewhere:1")
         assert (await said_by(actor, is_ready)).problem == ""

@@ -309,7 +309,7 @@ def test_all_are_replaced_and_another_model_is_refused(deployment: Deployment) -
     assert not before & {one.pid for one in after.values()}
     said = deployment.run("up", *SIMULATED, "--executors=2", "--log-level=error", "another-model")
     assert said.returncode == 1
-    assert "what runs serves MODEL pagewise-demo, and not another-model" in said.stderr
+    assert "the deployment serves MODEL pagewise-demo, and not another-model" in said.stderr
     assert "pagewise down --name pagewise" in said.stderr
     assert {name: one.pid for name, one in deployment.processes().items()} == {
         name: one.pid for name, one in after.items()

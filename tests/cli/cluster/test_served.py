@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagewise.cluster.plan import PlanError
+from pagewise.cluster.plan import PlanError, Served, difference
 from pagewise.cluster.running import check_served
-from pagewise.cluster.served import Served, difference
 from pagewise_shared.config import ExecutorConfig
 
 PLAIN: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -55,7 +54,7 @@ def test_other_options_change_while_it_runs(options: dict[str, Any]) -> None:
 
 def test_a_difference_is_refused_with_what_to_do(tmp_path: Path) -> None:
     old, new = Served(model=str(tmp_path)), Served(model=str(tmp_path), max_model_len=4096)
-    with pytest.raises(PlanError, match=r"nobody can tell here .*config.json cannot be read.* down --name mine"):
+    with pytest.raises(PlanError, match=r"it is unknown here .*config.json cannot be read.* down --name mine"):
         check_served("mine", old, new)
     (tmp_path / "config.json").write_text(json.dumps(PLAIN))
     check_served("mine", old, new)

@@ -1,5 +1,5 @@
 """Pagewise on a Ray cluster: ``pagewise up``, ``down``, ``status`` and ``logs``.
 
-Ray places and restarts actors. Each of ours, a ``ProcessActor``, holds one of our processes as a child, and one more,
-the ``Controller``, compares what runs with what should. Requests and tokens never go through Ray.
+Ray places and restarts actors. Each ``ProcessActor`` holds one Pagewise process as a child, and one ``Controller``
+compares the running processes with the plan. Requests and tokens never go through Ray.
 """

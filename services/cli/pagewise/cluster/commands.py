@@ -13,17 +13,16 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
-from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, in_short, make_plan
+from pagewise.cluster.plan import CONTROLLER, NAMESPACE, Plan, PlanError, Served, in_short, make_plan
 from pagewise.cluster.reconcile import KINDS
 from pagewise.cluster.running import actors, check_served, kept
-from pagewise.cluster.served import Served
-from pagewise.probe import answers
+from pagewise.ports import answers
 
 _ANSWER_SECONDS = 15.0
 _RESTART_SECONDS = 90.0
 """For Ray to start the controller, or to start it again."""
 _STOP_ORDER = ("gateway", "executor", "scheduler")
-"""Gateways first, so that running streams can end; the scheduler last, so that nobody loses it without having left."""
+"""Gateways first, so that streams can end; the scheduler last, so that the others can leave it in good order."""
 
 
 def up(arguments: Sequence[str]) -> int:
@@ -54,7 +53,7 @@ def down(arguments: Sequence[str]) -> int:
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Print what runs where; returns 0 if all that is wanted is ready, 3 if not, 1 if there is no answer."""
+    """Print processes and their nodes; returns 0 if all wanted ones are ready, 3 if not, 1 without an answer."""
     options = _parser("status", "Print which processes of a deployment run on which nodes.").parse_args(arguments)
     with _connected(options.ray, options.name):
         import ray
@@ -83,7 +82,7 @@ def _count(text: str) -> int:
     return number
 
 
-_count.__name__ = "number of lines"  # in what argparse says
+_count.__name__ = "number of lines"  # argparse names it in errors
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -97,10 +96,10 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def _connected(address: str, name: str) -> Iterator[None]:
-    """Be connected to the Ray cluster while the context lasts.
+    """Connect to the Ray cluster for the time of the context.
 
     Raises:
-        PlanError: Ray is not installed, or there is no cluster, or what was asked of it within the context failed.
+        PlanError: Ray is not installed, or there is no cluster, or a call of Ray within the context failed.
     """
     try:
         import ray
@@ -130,10 +129,10 @@ def _controller() -> Any:
 
 
 def _plan(config: UpConfig) -> Plan:
-    """Make the plan for the cluster as it is, with the keys of what runs there already.
+    """Return the plan for the cluster as it is, with the keys of the running deployment.
 
     Raises:
-        PlanError: there is no room for an executor, or what runs there serves another model.
+        PlanError: there is no room for an executor, or the running deployment serves another model.
     """
     import ray
 
@@ -150,11 +149,6 @@ def _plan(config: UpConfig) -> Plan:
 
 
 def _check_room(nodes: list[dict[str, float]], need: dict[str, int], ranks: int) -> None:
-    """Check that the nodes have room for an executor, each of whose ranks takes what it needs of one node.
-
-    Raises:
-        PlanError: they have not.
-    """
     room = sum(min(int(node.get(resource, 0) // count) for resource, count in need.items()) for node in nodes)
     if room >= ranks:
         return
@@ -165,11 +159,7 @@ def _check_room(nodes: list[dict[str, float]], need: dict[str, int], ranks: int)
 
 
 def _replace_controller(plan: Plan) -> None:
-    """Start a controller with this plan, in the place of the one that there is.
-
-    Raises:
-        PlanError: Ray does not let it start.
-    """
+    """Start a controller with this plan, in the place of the running one, if any."""
     import ray
 
     from pagewise.cluster.controller import Controller, head_if_possible
@@ -202,20 +192,20 @@ def _replace_controller(plan: Plan) -> None:
 
 
 def _wait_ready(config: UpConfig) -> int:
-    """Print what the controller decides until everything is ready."""
+    """Print the controller's decisions until everything is ready; return the exit code."""
     import ray
 
-    told = 0
+    printed = 0
     while True:
         controller = _controller()
         try:
-            count, lines = ray.get(controller.lines.remote(told))
+            count, lines = ray.get(controller.lines.remote(printed))
             report = ray.get(controller.report.remote())
         except ray.exceptions.RayActorError:  # it is being started again
-            told = 0
+            printed = 0
             time.sleep(0.5)
             continue
-        told = count
+        printed = count
         for line in lines:
             print(line, file=sys.stderr, flush=True)
         current = _current(report)
@@ -225,8 +215,8 @@ def _wait_ready(config: UpConfig) -> int:
             *map("the next {}".format, report["failing"]),
         ]:
             print(
-                f"pagewise up: {', '.join(problems)} cannot start, as said above. It is tried again; "
-                "`pagewise logs` says more, `pagewise down` ends everything.",
+                f"pagewise up: {', '.join(problems)} cannot start: see above. It is tried again; "
+                "`pagewise logs` prints more, `pagewise down` ends everything.",
                 file=sys.stderr,
             )
             return 1
@@ -239,7 +229,7 @@ def _wait_ready(config: UpConfig) -> int:
 
 
 def _current(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the descriptions of processes with the options that are wanted. Others are replaced."""
+    """Return the descriptions of processes with the current options. Others will be replaced."""
     return {
         name: one
         for name, (one, _) in report["processes"].items()
@@ -248,25 +238,19 @@ def _current(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _urls(descriptions: dict[str, Any]) -> list[str]:
-    """Return the URLs of gateways."""
     return sorted(
         one.listening[0] for name, one in descriptions.items() if name.startswith("gateway") and one.listening
     )
 
 
 def _check_versions(descriptions: dict[str, Any]) -> None:
-    """Check that processes are of this version.
-
-    Raises:
-        PlanError: one is of another.
-    """
     for one in descriptions.values():
         if one.version != package_version():
             raise PlanError(f"node {one.address} has Pagewise {one.version}, and this is {package_version()}")
 
 
 def _all_ready(report: dict[str, Any]) -> bool:
-    """Whether as many processes as are wanted are ready, with the options that are wanted, and no others are left."""
+    """Return whether the wanted number of processes is ready, with the current options, and no others are left."""
     ready = dict.fromkeys(KINDS, 0)
     for name, (described, stopping) in report["processes"].items():
         kind = name.rsplit("-", 1)[0]
@@ -290,40 +274,36 @@ def _print_report(report: dict[str, Any]) -> None:
             f"  {rest or ' '.join(described.listening)}".rstrip()
         )
     for kind in report["failing"]:
-        print(f"{kind}: those started last have died before they said a word; it is tried again after pauses")
+        print(f"{kind}: the last ones died before they answered; new ones are started after pauses")
     print("wanted: " + ", ".join(f"{kind} {count}" for kind, count in report["wanted"].items()))
 
 
 def _print_lines(names: Sequence[str], count: int, follow: bool) -> None:
-    """Print the last lines, each with the name of its process in front.
-
-    Raises:
-        PlanError: there is no such process.
-    """
+    """Print the last lines, each after the name of its process."""
     import ray
 
-    told: dict[str, int] = {}
+    printed: dict[str, int] = {}
     while True:
         there = actors()
-        if unknown := set(names) - there.keys() - told.keys():
+        if unknown := set(names) - there.keys() - printed.keys():
             raise PlanError(
                 f"there is no {', '.join(sorted(unknown))}; there are: {', '.join(sorted(there)) or 'none'}"
             )
         for name in sorted(there.keys() & set(names or there)):
             try:
-                number, lines = ray.get(there[name].lines.remote(told.get(name, 0)), timeout=_ANSWER_SECONDS)
+                number, lines = ray.get(there[name].lines.remote(printed.get(name, 0)), timeout=_ANSWER_SECONDS)
             except ray.exceptions.RayError:  # it has gone, or waits for room
                 continue
-            for line in lines if name in told else lines[len(lines) - min(count, len(lines)) :]:
+            for line in lines if name in printed else lines[len(lines) - min(count, len(lines)) :]:
                 print(f"{name:<12} | {line}", flush=True)
-            told[name] = number
+            printed[name] = number
         if not follow:
             return
         time.sleep(1.0)
 
 
 def _end(deployment: str) -> int:
-    """End everything. The controller goes first, so that it starts nothing again."""
+    # The controller ends first, so that it starts nothing again.
     import ray
 
     from pagewise.cluster.controller import remove_groups
@@ -343,7 +323,6 @@ def _end(deployment: str) -> int:
 
 
 def _end_processes(some: dict[str, Any]) -> None:
-    """End processes, whose actors are given by name, at the same time."""
     import ray
 
     for name in some:

@@ -1,7 +1,7 @@
-"""The actor that keeps a deployment as its plan says: compares, starts, stops, points to the scheduler, and scales.
+"""The actor that keeps a deployment as planned: it starts and stops processes, connects them, and scales.
 
-It keeps nothing that it could not find again. Its plan is an argument, which Ray hands over again when it starts the
-controller anew, and what runs tells of itself.
+It has no state of its own. Its plan is an argument, which Ray passes again when it restarts the controller, and the
+processes describe themselves.
 """
 
 import contextlib
@@ -23,9 +23,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from pagewise.cluster.plan import CONTROLLER, Plan, in_short
 from pagewise.cluster.process_actor import Description, ProcessActor, read_description
-from pagewise.cluster.reconcile import KINDS, Kind, Member, Start, Stop, reconcile
+from pagewise.cluster.reconcile import KINDS, Kind, Member, Start, StartPauses, Stop, reconcile
 from pagewise.cluster.scaling import Load, Scaler
-from pagewise.cluster.start_pauses import StartPauses
 
 _ROUND_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0
@@ -35,9 +34,13 @@ _EVENTS_KEPT = 500
 
 @dataclass(slots=True)
 class _Seen:
-    """A process actor that exists. ``described``: what it has said last; None while Ray has not placed it.
+    """A process actor that exists.
 
-    ``reported``: of a scheduler's actor, the status of all processes as it was told last.
+    Fields:
+        since: when this controller saw it first, seconds of the monotonic clock.
+        described: its last description; None while Ray has not placed it. asked: the pending call for the next one.
+        logged_problem: the last problem of its process that was logged.
+        reported: of a scheduler's actor, the last status of all processes that was sent to it.
     """
 
     actor: Any
@@ -45,7 +48,7 @@ class _Seen:
     described: Description | None = None
     asked: Any = None
     stopping: bool = False
-    complained: str = ""
+    logged_problem: str = ""
     reported: dict[str, dict[str, Any]] | None = None
 
 
@@ -73,15 +76,15 @@ class Controller:
         threading.Thread(target=self._rounds, name="rounds", daemon=True).start()
 
     def kept(self) -> dict[str, Any]:
-        """Return what the next plan takes over, or must not change: the keys of the deployment, and what is served.
+        """Return the keys of the deployment, and the options that the next plan must not change.
 
-        As builtins, because whoever asks may be of another version.
+        The types are builtins, because the caller may be of another version.
         """
         served = self._plan.processes["executor"].served
         return {"keys": self._plan.keys, "served": served and asdict(served)}
 
     def report(self) -> dict[str, Any]:
-        """Return what is wanted and what is there."""
+        """Return the wanted number of processes, and the processes that are there."""
         wanted = self._wanted()
         return {
             "wanted": dict(wanted),
@@ -92,7 +95,7 @@ class Controller:
         }
 
     def lines(self, after: int) -> tuple[int, list[str]]:
-        """Return the decisions behind the first ``after`` of them, and their number."""
+        """Return the number of decisions, and the decisions after the first ``after`` of them."""
         kept = list(self._events)
         count = min(len(kept), max(0, self._num_events - after))
         return self._num_events, kept[len(kept) - count :]
@@ -132,12 +135,12 @@ class Controller:
         return {name for name in ray.util.list_named_actors() if name.rsplit("-", 1)[0] in KINDS}
 
     def _look(self) -> None:
-        """Find the process actors that exist, ask each of them, and forget those that have died."""
+        """Find the process actors that exist, ask each of them, and forget the dead ones."""
         for name in self._names() - self._seen.keys():
             with contextlib.suppress(ValueError):  # gone since it was listed
                 if (actor := ray.get_actor(name)) not in self._dead:
                     self._seen[name] = _Seen(actor, time.monotonic())
-                    # The controller before may have died between making it and starting it. Twice does no harm.
+                    # The last controller may have died before it called start, which may be called twice.
                     actor.start.remote()
         for seen in self._seen.values():
             if seen.asked is None:
@@ -153,31 +156,30 @@ class Controller:
             except ray.exceptions.ActorUnavailableError:
                 continue
             except ray.exceptions.RayError as error:
-                self._mourn(name, seen, error)
+                self._count_death(name, seen, error)
                 continue
             self._note(name, seen, described)
 
     def _note(self, name: str, seen: _Seen, described: Description) -> None:
-        """Take the answer of a process actor, and forget it if its process has ended."""
         if seen.described is None:
             self._pauses.answered(_kind_of(name))
             if not described.digest:
-                self._log(f"{name} is of a version that is not understood here, and counts as to be replaced")
+                self._log(f"{name} is of a version that this one does not understand, and will be replaced")
         seen.described = described
-        if described.problem != seen.complained:
-            seen.complained = described.problem
-            if seen.complained:
-                self._log(f"{name} cannot start: {seen.complained}")
+        if described.problem != seen.logged_problem:
+            seen.logged_problem = described.problem
+            if described.problem:
+                self._log(f"{name} cannot start: {described.problem}")
         if described.state == "stopped":
             self._log(f"{name} has ended")
             self._forget(name)
 
-    def _mourn(self, name: str, seen: _Seen, error: Exception) -> None:
-        """Forget one that has died. What dies before it has said a word is started again after a pause."""
-        said = f"{name} is gone: {in_short(error)}"
+    def _count_death(self, name: str, seen: _Seen, error: Exception) -> None:
+        """Forget a dead actor. After a death before the first answer, the next start waits."""
+        text = f"{name} is gone: {in_short(error)}"
         if seen.described is None:
-            said += f"; the next one may start in {self._pauses.died(_kind_of(name), time.monotonic()):g} s"
-        self._log(said)
+            text += f"; the next one may start in {self._pauses.died(_kind_of(name), time.monotonic()):g} s"
+        self._log(text)
         self._forget(name)
 
     def _forget(self, name: str) -> None:
@@ -187,7 +189,7 @@ class Controller:
         remove_groups(self._plan.name, name)
 
     def _point(self) -> None:
-        """Tell gateways and executors where the scheduler is, if that is news to them."""
+        """Send the address of the scheduler to gateways and executors that do not have it."""
         described = {name: seen.described for name, seen in self._seen.items() if seen.described}
         schedulers = [one for name, one in described.items() if _kind_of(name) == "scheduler" and one.state == "ready"]
         if not schedulers or len(schedulers[0].listening) != 2:
@@ -198,7 +200,7 @@ class Controller:
                 self._seen[name].actor.point.remote(endpoint)
 
     def _report(self) -> None:
-        """Tell the scheduler's actor, if that is news to it, which processes were started again, and which fail."""
+        """Send changes of the processes' restarts and problems to the scheduler's actor."""
         services = {
             name: {"restarts": seen.described.restarts, "problem": seen.described.problem}
             for name, seen in sorted(self._seen.items())
@@ -210,7 +212,7 @@ class Controller:
                 seen.actor.report.remote(services)
 
     def _measure(self) -> None:
-        """Read the load from any gateway that answers, through the actor beside it."""
+        """Read the load from the first gateway that answers, through its actor."""
         self._loads = None
         for name, seen in self._seen.items():
             if name.startswith("gateway") and seen.described and seen.described.listening:
@@ -235,10 +237,10 @@ class Controller:
         members = []
         for name, seen in self._seen.items():
             kind = _kind_of(name)
-            said = seen.described
-            # One that has said nothing yet was started lately, by this controller or by the one before.
-            digest = said.digest if said is not None else self._plan.processes[kind].digest
-            state = "stopping" if seen.stopping else said.state if said is not None else "pending"
+            now = seen.described
+            # An actor without a description was started lately, by this controller or by the last one.
+            digest = now.digest if now is not None else self._plan.processes[kind].digest
+            state = "stopping" if seen.stopping else now.state if now is not None else "pending"
             load = self._loads.by_executor.get(name, 0) if self._loads is not None else 0
             members.append(Member(name, kind, digest, state, load, time.monotonic() - seen.since))
         return members
@@ -316,7 +318,7 @@ def loads_of(text: str) -> _Loads:
 
 
 def head_if_possible() -> Any:
-    """Return the strategy by which Ray prefers its head node, without which nothing runs anyway."""
+    """Return the strategy that prefers Ray's head node, whose loss ends the cluster anyway."""
     head = next((node for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), None)
     return "DEFAULT" if head is None else NodeAffinitySchedulingStrategy(head["NodeID"], soft=True)
 

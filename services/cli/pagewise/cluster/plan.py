@@ -1,27 +1,31 @@
-"""What should run in a cluster: the processes of each kind, their arguments, keys and resources. No Ray here."""
+"""The plan of a deployment: the processes of each kind, their arguments, keys and resources. No Ray here."""
 
 import contextlib
 import hashlib
 import io
+import json
 import re
 import secrets
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from pagewise_shared.config import DEFAULT_NUM_SEQS, UpConfig, secret_variables, to_argv
+from pagewise_shared.config import DEFAULT_NUM_SEQS, ExecutorConfig, UpConfig, secret_variables, to_argv
+from pagewise_shared.errors import ModelError
+from pagewise_shared.model_files import resolve_model
 from pagewise_shared.version import package_version
 
+from pagewise.client import CommandError
 from pagewise.cluster.reconcile import Kind
 from pagewise.cluster.scaling import Policy
-from pagewise.cluster.served import Served
-from pagewise.errors import CommandError
 from pagewise.keys import keys as make_keys
 
 NAMESPACE = "pagewise."
-"""What the names of our namespaces in Ray begin with; the name of the deployment follows."""
+"""The prefix of our namespaces in Ray; the name of the deployment follows."""
 CONTROLLER = "controller"
 """Name of the actor that starts and stops all others."""
 
@@ -32,7 +36,7 @@ _SOLE_KEY = r"[^\s,:#]+"
 
 
 class PlanError(CommandError):
-    """What was asked for cannot run in a cluster; the text says why."""
+    """The options cannot run in a cluster; the text says why."""
 
 
 def in_short(error: Exception) -> str:
@@ -42,18 +46,46 @@ def in_short(error: Exception) -> str:
     return " ... ".join([lines[0].strip(), *raised[-1:]])
 
 
+_ALWAYS = ("model", "revision", "quantization", "simulate")
+_WHERE_QUANTISED = ("device", "kernels", "tensor_parallel")
+"""Options that change how inputs of quantised layers are rounded (``docs/quantization.md``)."""
+_LENGTH_DEPENDENT = ("dynamic",)
+"""Types of RoPE whose frequencies depend on ``--max-model-len``."""
+
+
+class Served(Struct, frozen=True, kw_only=True):
+    """The options of executors that decide which tokens they compute.
+
+    Every field has a default, because another version may have written it.
+    """
+
+    model: str = ""
+    revision: str | None = None
+    quantization: str = "none"
+    simulate: bool = False
+    max_model_len: int | str | None = None
+    device: str = "auto"
+    kernels: str = "auto"
+    tensor_parallel: int = 1
+
+    @classmethod
+    def by(cls, config: ExecutorConfig) -> "Served":
+        """Return the options of ``config`` that decide about tokens."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
 class ProcessPlan(Struct, frozen=True, kw_only=True):
     """How the processes of one kind are started.
 
     Fields:
-        argv: without what depends on the node: addresses, names, and where the keys are.
-        variables, keys: secrets. The latter are the contents of the files of a folder of keys, by their paths in it.
-        metrics_key: of a gateway: an API key with which its metrics may be read; empty if there are no API keys.
-        served: by an executor.
-        cpus, gpus: of each rank. ranks: how many an executor has.
-        drain_seconds, end_seconds: how long it may take to go in good order, or to end at once.
-        version: of Pagewise, as of who made the plan.
-        digest: of all of this.
+        argv: arguments, without those that depend on the node: addresses, names, and the folder of keys.
+        variables: secret environment variables. keys: content of the files of a folder of keys, by path.
+        metrics_key: an API key for reading a gateway's metrics; empty if there are no API keys.
+        served: the options of an executor that decide about tokens.
+        cpus, gpus: of each rank. ranks: number of ranks of an executor.
+        drain_seconds, end_seconds: time for a graceful stop, and for an immediate one.
+        version: of the Pagewise that made the plan.
+        digest: of all other fields.
     """
 
     kind: Kind
@@ -88,7 +120,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) -> Plan:
-    """Make the plan for a configuration. ``keys``: of an earlier plan of the same deployment; None: make new ones.
+    """Return the plan for a configuration. ``keys``: of an earlier plan of the same deployment; None: make new ones.
 
     Raises:
         PlanError: options contradict each other, or a folder of keys cannot be read.
@@ -108,7 +140,7 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
         minimum=least,
         maximum=most,
         queue=config.scale_queue,
-        # What executors choose by their device is never less, and too few keep an executor that might have gone.
+        # Executors never choose fewer by their device. Too few rows here only keep an executor longer than necessary.
         rows=config.executor.max_num_seqs or DEFAULT_NUM_SEQS,
         up_after=config.scale_up_after,
         down_after=config.scale_down_after,
@@ -124,7 +156,6 @@ def make_plan(config: UpConfig, *, gpus: bool, keys: dict[str, bytes] | None) ->
 
 
 def _processes(config: UpConfig, keys: dict[str, bytes], gpus: bool) -> dict[Kind, ProcessPlan]:
-    """Return how the processes of each kind are started."""
     variables, metrics_key = _gateway_secrets(config, keys)
     executor = config.executor
     if executor.threads == "auto":
@@ -169,13 +200,13 @@ def _sealed(process: ProcessPlan) -> ProcessPlan:
 
 
 def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str, str], str]:
-    """Return the secrets of gateways, and an API key for reading their metrics, which is added to those of clients."""
+    """Return the secrets of gateways, and an additional API key for reading their metrics."""
     variables = secret_variables(config.gateway)
     given = config.gateway.api_keys
     if not given and not config.gateway.api_keys_file:
         return variables, ""
     if given and re.fullmatch(_SOLE_KEY, given.strip()):
-        given = f"default: {given.strip()} operator=yes"  # what gateways make of it where it is alone
+        given = f"default: {given.strip()} operator=yes"  # as gateways read a key that is alone
     # Derived from another secret of the deployment, so that the same options make the same plan.
     seed = keys.get("scheduler/scheduler.key_secret") or (given or secrets.token_hex()).encode()
     own = "pw-" + hashlib.sha256(b"metrics " + seed).hexdigest()[:40]
@@ -184,7 +215,7 @@ def _gateway_secrets(config: UpConfig, keys: dict[str, bytes]) -> tuple[dict[str
 
 
 def _keys_of(keys: dict[str, bytes], name: str) -> dict[str, bytes]:
-    """Return the files of the public keys, and of the pair of ``name``, in an order that does not depend on theirs."""
+    """Return the files of the public keys and of the pair ``name``, sorted for a stable digest."""
     return {path: content for path, content in sorted(keys.items()) if path.split("/")[0] in ("public", name)}
 
 
@@ -196,7 +227,7 @@ def _new_keys() -> dict[str, bytes]:
 
 
 def missing_pair(keys: dict[str, bytes]) -> str | None:
-    """Return the name of a key pair that a deployment needs and that is not among ``keys``; None: all are there."""
+    """Return the name of a necessary key pair that is not among ``keys``; None: all are there."""
     names = ("scheduler", "executor", "gateway")
     return next((name for name in names if f"{name}/{name}.key_secret" not in keys), None)
 
@@ -210,3 +241,56 @@ def _read_keys(folder: Path) -> dict[str, bytes]:
     if (name := missing_pair(found)) is not None:
         raise PlanError(f"--keys {folder} has no pair {name}: run `pagewise keys init`")
     return found
+
+
+def difference(old: Served, new: Served, settings: Callable[[], Any]) -> str:
+    """Return the option that makes ``new`` another model than ``old``, with both values; empty if none does.
+
+    ``settings``: returns the content of the model's config.json; called only if the answer depends on it. Its errors
+    pass through.
+    """
+
+    def first(names: tuple[str, ...]) -> str:
+        name = next((name for name in names if getattr(old, name) != getattr(new, name)), None)
+        if name is None:
+            return ""
+        flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+        return f"{flag} {getattr(old, name)}, and not {getattr(new, name)}"
+
+    if found := first(_ALWAYS):
+        return found
+    if new.simulate:
+        return ""
+    if (found := first(("max_model_len",))) and _has_length_dependent_rope(settings()):
+        return f"{found} (on which the RoPE of this model depends)"
+    if (found := first(_WHERE_QUANTISED)) and (new.quantization != "none" or _is_quantised(settings())):
+        return f"{found} (on which the tokens of a quantised model depend)"
+    return ""
+
+
+def settings_of(served: Served) -> Any:
+    """Return the content of a model's config.json.
+
+    Raises:
+        ModelError: the model is not here, or its config.json cannot be read.
+    """
+    path = resolve_model(served.model, served.revision, tokenizer_only=True) / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _is_quantised(settings: Any) -> bool:
+    parts = [settings, settings.get("text_config") or {}]
+    return any(part.get(name) for part in parts for name in ("quantization_config", "compression_config"))
+
+
+def _has_length_dependent_rope(settings: Any) -> bool:
+    # Layers, and parts of a model, may have a RoPE each.
+    if isinstance(settings, list):
+        return any(map(_has_length_dependent_rope, settings))
+    if not isinstance(settings, dict):
+        return False
+    named = settings.get("rope_type"), settings.get("type")
+    return any(name in _LENGTH_DEPENDENT for name in named) or any(map(_has_length_dependent_rope, settings.values()))

@@ -1,4 +1,4 @@
-"""A folder for secrets in the host's temporary folder, which is removed at the latest by whoever makes the next one."""
+"""A folder for secrets in the host's temporary folder. After a crash, the next such folder's maker removes it."""
 
 import contextlib
 import fcntl
@@ -10,23 +10,23 @@ from pathlib import Path
 
 
 class PrivateFolder:
-    """A folder that only its user can read, and that is locked while the process that has made it lives.
+    """A folder that only its user can read, with a lock for the life of the process that made it.
 
-    The lock tells others that it is in use, those in other PID namespaces too, and keeps systemd's cleaner away.
+    The lock marks it as in use for all processes, also in other PID namespaces, and keeps systemd's cleaner away.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Make the folder, and remove those with this prefix on this host whose processes have died."""
+        """Make the folder, and remove folders with this prefix whose processes have died."""
         _remove_unlocked(prefix)
         self._path = Path(tempfile.mkdtemp(prefix=prefix))
         self._lock: int | None = None
         self.path()
 
     def path(self) -> Path:
-        """Return the folder, empty if it had to be made again because somebody had removed it.
+        """Return the folder; a new, empty one if it was removed.
 
         Raises:
-            OSError: it cannot be made, or something of somebody else is in its place.
+            OSError: it cannot be made, or another user's file is in its place.
         """
         while not self._is_locked():
             with contextlib.suppress(FileExistsError):
@@ -43,7 +43,7 @@ class PrivateFolder:
         self.release()
 
     def release(self) -> None:
-        """Give up the lock: the next one who makes a folder removes this one."""
+        """Release the lock, so that the maker of the next folder removes this one."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -54,7 +54,7 @@ class PrivateFolder:
         except FileNotFoundError:
             return False
         if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.geteuid() or there.st_mode & 0o077:
-            raise PermissionError(f"{self._path} was removed, and something of somebody else is in its place")
+            raise PermissionError(f"{self._path} was removed, and another user's file is in its place")
         return self._lock is not None and os.path.samestat(os.fstat(self._lock), there)
 
 

@@ -1,6 +1,6 @@
-"""The actor that holds one process: starts it, starts it again when it ends, passes its lines on, and ends it.
+"""The actor that holds one process: it starts and restarts the process, keeps its log lines, and ends it.
 
-Ray is imported where it is needed: all but the place of the actor and its GPUs works without.
+Ray is imported inside of functions: only the address of the node and the GPUs come from Ray.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pagewise.cluster.plan import ProcessPlan
 from pagewise.cluster.private_folder import PrivateFolder
 from pagewise.cluster.rank_actor import FOLDER, Ranks, block_options, in_brackets, key_option, place
 from pagewise.cluster.reconcile import State
-from pagewise.probe import text_of
+from pagewise.ports import text_of
 from pagewise.process import Restarts, Service
 
 _HOPELESS_SECONDS = 60.0
@@ -35,17 +35,17 @@ _STATUS = "services.json"
 _LINES_KEPT = 1000
 _LINE_CHARACTERS = 2000
 _RANK_SECONDS = 5.0
-"""How long rank 0 may go on when another rank has ended: it notices by itself."""
+"""How long rank 0 may go on after the end of another rank, which it should notice by itself."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """What a process actor says of its process. It may be of another version, so every field has a default.
+    """The state of an actor's process. The actor may be of another version, so every field has a default.
 
     Fields:
-        listening: the addresses that it has printed: of a scheduler those for gateways and executors, of a gateway its
-            URL.
-        scheduler: where it was told that the scheduler is.
-        problem: why it does not start; empty if it does.
+        since: time of the last start, seconds since 1970.
+        listening: the printed addresses: a scheduler's endpoints for gateways and executors, a gateway's URL.
+        scheduler: the address of the scheduler that the controller has sent.
+        problem: the reason why the process does not start; empty if it does.
     """
 
     digest: str = ""
@@ -61,11 +61,14 @@ class Description(Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def read_description(said: Any) -> Description:
-    """Return what a process actor says. If that makes no sense here, it was started with options of before, and serves:
-    so it is replaced like every other one of them."""
+def read_description(answer: Any) -> Description:
+    """Return the description in an actor's answer.
+
+    An answer that cannot be read comes from another version. It counts as ready and without a digest, so that the
+    actor is replaced like any other one with old options.
+    """
     try:
-        return convert(said, Description)
+        return convert(answer, Description)
     except ValidationError:
         return Description(state="ready")
 
@@ -94,31 +97,31 @@ class ProcessActor:
         self._ranks_running: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """What Ray puts in front of lines."""
+        """Return the name, which Ray puts in front of lines."""
         return self._name
 
     async def start(self) -> None:
-        """Begin to run the process, if it does not run; one other than a scheduler waits until it is pointed to one."""
+        """Run the process, if it does not run. A gateway or executor waits for the address of the scheduler."""
         if self._running is None:
             self._running = asyncio.create_task(self._run())
             self._running.add_done_callback(self._end_if_failed)
 
     async def kept(self) -> dict[str, Any]:
-        """Return what the next plan takes over from this process, as ``Controller.kept`` does for all of them."""
+        """Return the keys and options that the next plan keeps, as ``Controller.kept`` does for all processes."""
         return {"keys": self._plan.keys, "served": self._plan.served and asdict(self._plan.served)}
 
     async def metrics(self) -> str | None:
         """Return the metrics of this gateway; None if it does not answer.
 
-        They are asked for here, on its own host, because the request carries an API key: that should not cross a
-        network over http, nor over TLS to somebody whose certificate is not verified.
+        The request carries an API key, so it is sent on the gateway's own host: the key must not cross a network by
+        HTTP, nor by TLS without a verified certificate.
         """
         if not self._listening:
             return None
         return await asyncio.to_thread(text_of, f"{self._listening[0]}/metrics", self._plan.metrics_key)
 
     async def point(self, scheduler: str) -> None:
-        """Say where the scheduler is now. A process that runs notices by itself."""
+        """Set the address of the scheduler. A running process follows the file with it."""
         try:
             self._write_scheduler(scheduler)
         except OSError as error:  # the controller asks again
@@ -128,12 +131,12 @@ class ProcessActor:
         self._pointed.set()
 
     async def report(self, services: dict[str, dict[str, Any]]) -> None:
-        """Take the ``ServiceStatus`` of every process, by name, for the scheduler that runs here."""
+        """Write the ``ServiceStatus`` of every process, by name, for the scheduler that runs here."""
         with contextlib.suppress(OSError):  # the controller reports again when something changes
             write_status(self._folder.path() / _STATUS, convert(services, dict[str, ServiceStatus]))
 
     async def stop(self, drain: bool) -> None:
-        """End the process, in good order or at once; to be followed by the end of this actor."""
+        """End the process, gracefully or at once. The controller then ends this actor."""
         self._state = "stopping"
         self._stopping.set()
         self._pointed.set()
@@ -165,13 +168,13 @@ class ProcessActor:
         return dict(to_builtins(description))
 
     async def lines(self, after: int) -> tuple[int, list[str]]:
-        """Return what it has logged behind the first ``after`` lines, as far as it is kept, and the number of lines."""
+        """Return the number of logged lines, and the kept ones after the first ``after`` of them."""
         count = min(len(self._lines), max(0, self._num_lines - after))
         return self._num_lines, list(self._lines)[len(self._lines) - count :]
 
-    async def said_by_rank(self, rank: int, line: str) -> None:
-        """Note what the process of another rank has logged."""
-        self._said(f"rank {rank} | {line}")
+    async def log_of_rank(self, rank: int, line: str) -> None:
+        """Keep a line that the process of another rank has logged."""
+        self._keep(f"rank {rank} | {line}")
 
     async def _run(self) -> None:
         if self._plan.kind != "scheduler":
@@ -182,10 +185,10 @@ class ProcessActor:
             self._since = began
             try:
                 argv = self._argv()
-                self._service = Service(self._name, self._plan.module, argv, self._printed, variables, self._said)
+                self._service = Service(self._name, self._plan.module, argv, self._take_line, variables, self._keep)
                 code = await self._service.run()
             except OSError as error:
-                self._said(f"cannot be started: {error}")
+                self._keep(f"cannot be started: {error}")
                 code = CANNOT_START
             self._listening, self._service = [], None
             await self._ranks.end()
@@ -205,17 +208,16 @@ class ProcessActor:
                 )
             text = f"ended with exit code {code}, starting it again in {pause:g} s"
             print(f"{self._name:<10} | {text}", file=sys.stderr, flush=True)
-            self._said(text)
+            self._keep(text)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
         await self._ranks.close()
 
     def _argv(self) -> list[str]:
-        """Return its arguments on this node."""
         host = in_brackets(self._address)
         given = [*self._plan.argv, *key_option(self._folder, self._plan.keys)]
         if self._plan.kind == "scheduler":
-            # The same ports as before, if it has had some: whoever is connected need not be told.
+            # The ports of the last process, if there was one: connected processes find the next one there.
             gateways, executors = self._listened or [f"tcp://{host}:*"] * 2
             status = f"--service-status={self._folder.path() / _STATUS}"
             return [*given, f"--listen={executors}", f"--listen-gateways={gateways}", status]
@@ -230,11 +232,7 @@ class ProcessActor:
         ]
 
     def _write_scheduler(self, scheduler: str) -> Path:
-        """Write where the scheduler is, and return the file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the address of the scheduler, and return the file."""
         file = self._folder.path() / "scheduler"
         unfinished = file.with_suffix(".new")
         unfinished.write_text(scheduler)
@@ -254,15 +252,15 @@ class ProcessActor:
         except Exception as error:
             if self._stopping.is_set():
                 return
-            # With a new group of places, which only a new actor gets, ranks may find room elsewhere.
+            # With a new placement group, which only a new actor gets, ranks may find room elsewhere.
             print(f"{self._name:<10} | a rank is lost: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         await asyncio.sleep(_RANK_SECONDS)
         if service is not None and service is self._service and service.pid is not None:
-            self._said(f"rank {rank} has ended with exit code {code}, so all have to")
+            self._keep(f"rank {rank} has ended with exit code {code}, so all have to")
             service.kill()
 
-    def _printed(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         if line.startswith("listening "):
             self._listening = line.split()[1:]
             self._listened = self._listening
@@ -272,22 +270,21 @@ class ProcessActor:
         elif line.startswith("ranks "):
             self._ranks_running = asyncio.ensure_future(self._run_ranks(line.split()[1]))
 
-    def _said(self, line: str) -> None:
+    def _keep(self, line: str) -> None:
         self._lines.append(line[:_LINE_CHARACTERS])
         self._num_lines += 1
 
     def _last_line(self, before: int) -> str:
-        """Return the last line behind the first ``before`` of them."""
-        return self._lines[-1] if self._num_lines > before else "it has said nothing"
+        return self._lines[-1] if self._num_lines > before else "it has logged nothing"
 
     def _is_ready(self) -> None:
         if self._state == "starting":
             self._state, self._problem = "ready", ""
 
     def _end_if_failed(self, run: "asyncio.Task[None]") -> None:
-        """End this actor, and with it the process, if what holds the process has failed: the controller starts another.
+        """End this actor and its process after an error in ``_run``; the controller starts another actor.
 
-        This happens if the actor loses a place of its group: with a new group, others are found.
+        An actor that loses a place of its placement group fails so: only a new actor gets a new group.
         """
         if not run.cancelled() and (error := run.exception()) is not None:
             print(f"{self._name:<10} | {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)

@@ -12,14 +12,14 @@ from pagewise.cluster.private_folder import PrivateFolder
 from pagewise.process import Service
 
 FOLDER = "pagewise-process-"
-"""What the names of folders with keys begin with."""
+"""The prefix of the names of folders with keys."""
 
 
 class RankActor:
-    """Holds the place of a rank in the placement group of an executor, and its process, if it has one of its own.
+    """Holds the place of a rank in an executor's placement group, and the rank's process, if it is a separate one.
 
-    It is made by the actor that holds rank 0, and ends with that. ``name``: of the executor. ``owner``: that actor,
-    which is told what the process logs.
+    The actor of rank 0 makes it, and it ends with that actor. ``name``: of the executor. ``owner``: the actor of rank
+    0, which keeps the log lines of the process.
     """
 
     def __init__(self, name: str, plan: ProcessPlan, rank: int, owner: Any) -> None:
@@ -40,7 +40,7 @@ class RankActor:
             *node_options(self._plan.ranks, self._rank, host, port),
             *block_options(self._address),
         ]
-        self._service = Service(self._name, self._plan.module, argv, on_log=self._tell)
+        self._service = Service(self._name, self._plan.module, argv, on_log=self._send_line)
         return await self._service.run()
 
     async def end(self) -> None:
@@ -49,18 +49,18 @@ class RankActor:
             await self._service.stop(signal.SIGINT, self._plan.end_seconds)
 
     async def close(self) -> None:
-        """End the process, and remove what it was given."""
+        """End the process, and remove its folder."""
         await self.end()
         self._folder.remove()
 
-    def _tell(self, line: str) -> None:
-        self._owner.said_by_rank.remote(self._rank, line)
+    def _send_line(self, line: str) -> None:
+        self._owner.log_of_rank.remote(self._rank, line)
 
 
 class Ranks:
     """The other ranks of an executor, seen from the actor that holds rank 0.
 
-    ``apart``: whether each has a process of its own, because not all are on one node of Ray's.
+    ``apart``: whether each rank has a separate process, because the ranks are on several nodes of Ray's.
     """
 
     def __init__(self, name: str, plan: ProcessPlan) -> None:
@@ -100,7 +100,7 @@ class Ranks:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for some in [own_gpus(), *others] for gpu in some)}
 
     def options(self, address: str) -> list[str]:
-        """Return the options of rank 0's process that let the others join it. ``address``: of this node."""
+        """Return the options with which rank 0's process lets the others join. ``address``: of this node."""
         return node_options(self._plan.ranks, 0, address, "0") if self.apart else []
 
     async def run(self, endpoint: str) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class Ranks:
         return self._runs.index(first) + 1, first.result()
 
     async def end(self) -> None:
-        """See to it that their processes have ended, and wait for that."""
+        """End their processes, and wait for the ends."""
         if not self.apart:
             return
         import ray
@@ -131,7 +131,7 @@ class Ranks:
         await asyncio.gather(*self._runs, return_exceptions=True)
 
     async def close(self) -> None:
-        """End their processes for good."""
+        """End their processes, and remove their folders."""
         for actor in self._actors:
             with contextlib.suppress(Exception):  # it has gone
                 await actor.close.remote()
@@ -167,12 +167,12 @@ def block_options(address: str) -> list[str]:
 
 
 def in_brackets(address: str) -> str:
-    """Return an address as it stands in an endpoint."""
+    """Return an address as an endpoint has it."""
     return f"[{address}]" if ":" in address else address
 
 
 def key_option(folder: PrivateFolder, keys: dict[str, bytes]) -> list[str]:
-    """Write keys into a folder; return the option that says where they are, or none."""
+    """Write keys into a folder; return the option that names it, or none without keys."""
     if not keys:
         return []
     path = folder.path() / "keys"

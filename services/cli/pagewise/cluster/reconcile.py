@@ -1,4 +1,4 @@
-"""What has to be started and stopped, so that what runs becomes what should run. Pure: no Ray, no clock."""
+"""Which processes to start and stop until the plan is met, and pauses between starts. Pure: no Ray, no clock."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["scheduler", "gateway", "executor"]
 KINDS: tuple[Kind, ...] = ("scheduler", "executor", "gateway")
-"""The kinds of process, in the order in which they are started."""
+"""The kinds of process, in the order of their start."""
 
 State = Literal["pending", "starting", "ready", "stopping", "stopped"]
-"""Of a member. pending: Ray has not placed it yet; starting: it runs and does not serve yet."""
+"""The state of a member. pending: Ray has not placed it yet; starting: it runs and does not serve yet."""
 
 PATIENCE = 30.0
-"""Seconds that a replacement may wait for room before what it replaces makes room for it."""
+"""Seconds that a replacement may wait for room before the old process makes room for it."""
 _CHANGED = "its options or its version have changed"
 
 
@@ -21,8 +21,10 @@ _CHANGED = "its options or its version have changed"
 class Member:
     """One process of the cluster as the controller sees it.
 
-    ``digest`` tells with which options and which version it was started, ``waited`` for how many seconds Ray has had no
-    room for it, and ``load`` how many sequences run and wait there.
+    Fields:
+        digest: identifies the options and the version with which it was started.
+        load: sequences that run and wait there.
+        waited: seconds for which Ray has had no room for it.
     """
 
     name: str
@@ -42,20 +44,20 @@ class Start(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """Let a process go in good order: an executor is drained, a gateway lets its streams end."""
+    """Stop a process gracefully: an executor is drained, a gateway lets its streams end."""
 
     name: str
     reason: str
 
 
 def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: Sequence[Member]) -> list[Start | Stop]:
-    """Return what to do now. To be called again whenever something has changed.
+    """Return the actions to take now. Call it again after every change.
 
-    ``wanted``: how many processes of each kind there should be; ``digests``: with which options. What was started with
-    others is replaced one at a time: first a new one is started and ready, then an old one goes. Where Ray has no room
-    for one more, an old one goes first. The scheduler, of which there can be one only, always goes first. No others are
-    replaced until the next one is ready: they could take its room, and would not become ready without it. So a
-    replacement that has begun gives way: if Ray has no room for the scheduler, the old process goes first.
+    ``wanted``: the number of processes of each kind; ``digests``: of their options. A process with other options is
+    replaced, one at a time: a new process becomes ready, then the old one stops. If Ray has no room for one more, the
+    old one stops first. There can be one scheduler only, so the old one always stops first. Until the next scheduler is
+    ready, nothing else is replaced: other processes could take its room, and do not become ready without it. A
+    replacement that has begun gives way: if Ray has no room for the scheduler, the old process stops first.
     """
     current = [one for one in members if one.kind == "scheduler" and one.digest == digests["scheduler"]]
     may_replace = sum(one.state == "ready" for one in current) >= wanted["scheduler"]
@@ -71,7 +73,7 @@ def reconcile(wanted: Mapping[Kind, int], digests: Mapping[Kind, str], members: 
 
 
 def _reconcile_scheduler(wanted: int, digest: str, all_members: list[Member]) -> list[Start | Stop]:
-    """Two schedulers would share out the executors, so the next one starts when the last one has gone."""
+    # Two schedulers would divide the executors among them, so the next one starts when the last one has stopped.
     staying = _staying(all_members)
     if any(one.digest != digest for one in staying):
         return [Stop(one.name, _CHANGED) for one in staying if one.digest != digest]
@@ -101,7 +103,7 @@ def _reconcile_kind(
 
 
 def _stop_one(old: list[Member], new: list[Member], no_room: bool) -> list[Start | Stop]:
-    """Let an old one go once all new ones are ready or find no room; one that does not serve goes at once."""
+    # An old process that does not serve stops at once; others when all new ones are ready, or find no room.
     first = _leavable(old)[0].name
     if no_room or any(map(_finds_no_room, new)):
         return [Stop(first, f"{_CHANGED}, and there is no room for one more")]
@@ -121,8 +123,7 @@ def _finds_no_room(member: Member) -> bool:
 
 
 def _leavable(members: Sequence[Member]) -> list[Member]:
-    """Return members in the order in which they should go: those that do not serve yet, then those with the least to
-    do; of equals the one with the highest number."""
+    """Return members in the order in which they should stop: not serving first, then by load, then highest number."""
     return sorted(members, key=lambda one: (one.state == "ready", one.load, -_number(one.name)))
 
 
@@ -133,3 +134,39 @@ def _free_names(kind: Kind, members: Sequence[Member]) -> Iterator[str]:
 
 def _number(name: str) -> int:
     return int(name.rsplit("-", 1)[1])
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_USUAL_DEATHS = 2
+"""So many deaths in a row may come from one node that goes away."""
+
+
+class StartPauses:
+    """Pauses before starts, by kind of process, each twice as long as the one before.
+
+    An actor dies before its first answer if its node lacks Pagewise or has another version, or if the node dies.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: dict[Kind, int] = {}
+        self._until: dict[Kind, float] = {}
+
+    def died(self, kind: Kind, now: float) -> float:
+        """Count a death before the first answer; return the seconds until the next start of this kind."""
+        deaths = self._deaths[kind] = self._deaths.get(kind, 0) + 1
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(deaths - 1, 10))
+        self._until[kind] = now + pause
+        return pause
+
+    def answered(self, kind: Kind) -> None:
+        """A new process of this kind has answered: its pauses begin anew."""
+        self._deaths.pop(kind, None)
+        self._until.pop(kind, None)
+
+    def may_start(self, kind: Kind, now: float) -> bool:
+        """Return whether a process of this kind may start now."""
+        return now >= self._until.get(kind, now)
+
+    def failing(self) -> list[Kind]:
+        """Return the kinds with too many deaths in a row."""
+        return [kind for kind, deaths in self._deaths.items() if deaths > _USUAL_DEATHS]

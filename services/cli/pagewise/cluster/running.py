@@ -1,4 +1,4 @@
-"""What runs already where ``pagewise up`` is called: its keys are kept, and its model cannot change."""
+"""The deployment that runs when ``pagewise up`` is called: its keys are kept, and its model cannot change."""
 
 import time
 from contextlib import suppress
@@ -7,8 +7,7 @@ from typing import Any
 from msgspec import convert
 from pagewise_shared.errors import ModelError
 
-from pagewise.cluster.plan import CONTROLLER, PlanError, missing_pair
-from pagewise.cluster.served import Served, difference, settings_of
+from pagewise.cluster.plan import CONTROLLER, PlanError, Served, difference, missing_pair, settings_of
 
 _ANSWER_SECONDS = 15.0
 
@@ -25,11 +24,10 @@ def actors() -> dict[str, Any]:
 
 
 def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | None]:
-    """Return the keys of the deployment that runs already, and what it serves; None: nothing runs.
+    """Return the keys and the model options of the running deployment ``name``; None: nothing runs.
 
-    Processes are asked if there is no controller, as where ``pagewise up`` was interrupted while it replaced it.
-    ``name``: of the deployment. ``patience``: seconds for which something may run and not answer, as while Ray starts
-    the controller again.
+    Without a controller, as after an interrupted ``pagewise up``, its processes answer. ``patience``: seconds in which
+    they may not answer, as while Ray starts the controller again.
 
     Raises:
         PlanError: something runs, and does not answer.
@@ -41,26 +39,25 @@ def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | 
         for one in (answers := _kept_by(there)):
             keys |= one["keys"]
             served = served or one["served"]
-        # Gateways and the scheduler do not know what is served.
+        # Gateways and the scheduler do not know the options of executors.
         known = served is not None or not _among(there, CONTROLLER, "executor")
         if answers and known and not (keys and missing_pair(keys)):
             return keys, convert(served, Served | None)
         if time.monotonic() > deadline:
             raise PlanError(
-                f"{', '.join(sorted(there))} run, and do not tell their keys and what they serve: try again, or end "
-                f"them first (pagewise down --name {name})"
+                f"{', '.join(sorted(there))} run, and do not report their keys and options: try again, or end them "
+                f"first (pagewise down --name {name})"
             )
         time.sleep(0.5)
     return None, None
 
 
 def _among(there: dict[str, Any], *kinds: str) -> bool:
-    """Return whether actors of these kinds are there."""
     return any(name.startswith(kinds) for name in there)
 
 
 def _kept_by(there: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answer of the controller, or those of the processes that answer if there is no controller."""
+    """Return the answer of the controller, or the answers of the processes if there is no controller."""
     import ray
 
     asked = [there[CONTROLLER]] if CONTROLLER in there else there.values()
@@ -74,20 +71,20 @@ def _kept_by(there: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_served(name: str, old: Served, new: Served) -> None:
-    """Check that executors with the options of before and those with the new ones serve the same model.
+    """Check that executors with the old and with the new options serve the same model.
 
     Raises:
-        PlanError: they do not, or nobody can tell.
+        PlanError: they do not, or that is unknown.
     """
     instead = f"End it first: pagewise down --name {name}"
     try:
         found = difference(old, new, lambda: settings_of(new))
     except ModelError as error:
         raise PlanError(
-            f"nobody can tell here whether what runs serves the same model with other options: {error}. {instead}"
+            f"it is unknown here whether the running executors serve the same model with other options: {error}. "
+            f"{instead}"
         ) from error
     if found:
         raise PlanError(
-            f"what runs serves {found}: its executors would go on with the model of before, under the new name. "
-            f"{instead}"
+            f"the deployment serves {found}: its executors would keep the old model, under the new name. {instead}"
         )

@@ -1,19 +1,18 @@
-"""When executors come and go: a policy over the queue, with hysteresis. Pure: no Ray, no clock.
+"""The number of executors: a policy over the queue, with hysteresis. Pure: no Ray, no clock.
 
-It follows what Kubernetes' autoscaler is told in ``deploy/autoscaling``: more executors as soon as a queue stays, fewer
-only after it has been quiet for long, one at a time, because a new executor has to load its model.
+It has the rules of the Kubernetes autoscaler in ``deploy/autoscaling``: more executors as soon as a queue persists,
+fewer only after a long quiet time, one at a time, because a new executor has to load its model.
 """
 
 import math
 from typing import NamedTuple
 
 _STEADY = 0.8
-"""Of the rows of the executors that would remain, what may be in use when one goes. The rest keeps it from coming back
-right away."""
+"""Share of the remaining executors' rows that may be in use when one stops. The rest keeps it from coming back soon."""
 
 
 class Load(NamedTuple):
-    """What the scheduler reports: sequences that wait and run, and executors that take work."""
+    """The scheduler's load: sequences that wait, sequences that run, and executors that take work."""
 
     waiting: int
     running: int
@@ -21,13 +20,13 @@ class Load(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Bounds, and when to act.
+    """Bounds and thresholds.
 
     Fields:
-        minimum, maximum: of executors.
+        minimum, maximum: number of executors.
         queue: waiting sequences per executor above which one more is wanted.
         rows: sequences that an executor runs at the same time.
-        up_after, down_after: seconds for which the queue has to stay above, or below, before anything happens.
+        up_after, down_after: seconds for which the queue has to stay above, or below, before the number changes.
     """
 
     minimum: int
@@ -39,25 +38,25 @@ class Policy(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A number of executors, and why it is that."""
+    """A new number of executors, and the reason."""
 
     executors: int
     reason: str
 
 
 class Scaler:
-    """Decides how many executors there should be, from loads at increasing times."""
+    """Decides the number of executors from loads at increasing times."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._above = self._below = math.inf  # since when the queue has been so; infinity: it is not
 
     def decide(self, now: float, load: Load, executors: int) -> Decision | None:
-        """Return another number of executors than the ``executors`` that are wanted now; None: it stays.
+        """Return a number of executors that replaces ``executors``, the number wanted now; None: it stays.
 
-        While executors that were asked for have not joined, none are added: these would not be counted yet. But they
-        may never join, where there is no room for them, so that one of them goes if it is not needed any more. Nothing
-        is known of the load while fewer than the minimum serve.
+        Executors that have been started and have not joined keep more from being added. They may never join, if the
+        cluster has no room for them; so an unneeded one still goes. The load is unknown while fewer than the minimum
+        serve.
         """
         policy = self._policy
         if load.ready < min(executors, policy.minimum):
@@ -66,7 +65,7 @@ class Scaler:
         above = load.ready >= executors and load.waiting > policy.queue * executors
         rows_after = policy.rows * min(load.ready, executors - 1)
         below = not load.waiting and executors > policy.minimum and load.running <= _STEADY * rows_after
-        # With one executor, "none at all" is the only load that fits into those that remain.
+        # With one executor wanted, only a load of zero fits into the executors that remain.
         self._above = min(self._above, now) if above else math.inf
         self._below = min(self._below, now) if below else math.inf
         if now - self._above >= policy.up_after and executors < policy.maximum:

@@ -1,1 +1,1 @@
-"""``pagewise doctor``: whether this machine can run Pagewise, and what to paste into a bug report."""
+"""``pagewise doctor``: checks whether this machine can run Pagewise, and prints a text for a bug report."""

@@ -1,4 +1,4 @@
-"""Runs the checks and prints what they have found, for people or as JSON."""
+"""Runs the checks and prints their findings, as text or JSON."""
 
 import argparse
 import json
@@ -9,10 +9,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pagewise.doctor.findings import Finding
-from pagewise.doctor.machine import check_cpu, check_disk, check_limits, check_memory, check_port
+from pagewise.doctor.machine import Finding, check_cpu, check_disk, check_limits, check_memory, check_port
 from pagewise.doctor.software import check_environment, check_packages, check_python, check_torch
-from pagewise.probe import text_of
+from pagewise.ports import text_of
 
 _MARKS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
@@ -21,7 +20,7 @@ def doctor(arguments: Sequence[str]) -> int:
     """Check this machine; returns 1 if there is a problem, otherwise 0."""
     parser = argparse.ArgumentParser(
         prog="pagewise doctor",
-        description="Check whether this machine can run Pagewise. What is printed can be pasted into a bug report: "
+        description="Check whether this machine can run Pagewise. The output can be pasted into a bug report: "
         "there are no secrets in it, and no host names unless --host-name is given. The exit code is 1 if there is a "
         "problem.",
     )
@@ -41,7 +40,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Return the findings as text: one line for each, and below it what to do."""
+    """Return the findings as text: a line for each, and its advice below."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for name, value, level, advice in findings:
@@ -49,8 +48,8 @@ def report(findings: Sequence[Finding]) -> str:
         if advice:
             lines.append(f"{'':<8}{'':<{width}}  -> {advice}")
     counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "note")}
-    said = [f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count]
-    return "\n".join([*lines, "", f"{', '.join(said) or 'Nothing is wrong'}. Paste all of this into a bug report."])
+    parts = [f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items() if count]
+    return "\n".join([*lines, "", f"{', '.join(parts) or 'Nothing is wrong'}. Paste all of this into a bug report."])
 
 
 def _all(options: argparse.Namespace) -> Iterator[Finding]:
@@ -85,7 +84,6 @@ def _hub() -> Finding:
 
 
 def _server(url: str) -> Finding:
-    """Ask a server how it is."""
     key = os.environ.get("PAGEWISE_API_KEY", "")
     version = text_of(f"{url}/version", key)
     if version is None:

@@ -5,10 +5,10 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from pagewise_shared.cpu_threads import available_cores, cpu_quota
 
-from pagewise.doctor.findings import Finding, gib, noted
 from pagewise.ports import holder_of, next_free
 
 _ROOT = Path("/")
@@ -16,6 +16,28 @@ _INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "a
 _GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 _FEW_FILES = 4096
 _LITTLE_MEMORY, _LITTLE_DISK, _LITTLE_SHARED = 2 * 2**30, 10 * 2**30, 64 * 2**20
+
+
+Level = Literal["ok", "note", "problem"]
+
+
+class Finding(NamedTuple):
+    """A property of this machine. ``level``: "problem" keeps Pagewise from running. ``advice``: a remedy."""
+
+    name: str
+    value: str
+    level: Level = "ok"
+    advice: str = ""
+
+
+def noted(name: str, value: str, advice: str) -> Finding:
+    """Return a finding, which is a note if there is advice."""
+    return Finding(name, value, "note" if advice else "ok", advice)
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes as a text in GiB."""
+    return f"{size / 2**30:.1f} GiB"
 
 
 def check_cpu(root: Path = _ROOT) -> Iterator[Finding]:
@@ -109,7 +131,7 @@ def _limit(number: int) -> str:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    """Return the lines of a file of the kernel that name a value; of those with one name the last."""
+    """Return the values in a file of the kernel by name; the last value of a repeated name."""
     pairs = (line.split(":", 1) for line in _text(file).splitlines() if ":" in line)
     return {name.strip(): value.strip() for name, value in pairs}
 
@@ -122,6 +144,6 @@ def _text(file: Path) -> str:
 
 
 def _without_home(path: Path) -> str:
-    """Return a path without the name of whoever's home it lies in."""
+    """Return a path without the user name in its home directory."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

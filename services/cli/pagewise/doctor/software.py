@@ -14,7 +14,7 @@ from typing import Any
 from pagewise_shared.config import VARIABLE_PREFIX, misspelt_variables
 from pagewise_shared.version import package_version
 
-from pagewise.doctor.findings import Finding, gib, noted
+from pagewise.doctor.machine import Finding, gib, noted
 from pagewise.preflight import EXECUTOR, GATEWAY
 
 _SECONDS = 120
@@ -24,7 +24,7 @@ _KERNEL_ADVICE = "try the tested versions of torch and triton; --kernels torch s
 _EVERYWHERE = ("argcomplete", "msgspec", "prometheus_client", "pyzmq", "tqdm", "uvloop")
 _SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRITON_INTERPRET", "LD_PRELOAD")
 _NAMED_VARIABLES = ("HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HTTPS_PROXY", "https_proxy")
-"""Only whether they are set: tokens, folders of people, and hosts."""
+"""Variables without their values: tokens, folders of people, and hosts."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -37,7 +37,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages(constraints: Path | None = None) -> Iterator[Finding]:
-    """Compare what is installed with the versions that Pagewise was tested with."""
+    """Compare the installed versions with the tested ones."""
     tested = read_constraints(constraints)
     missing, others, same = [], [], 0
     for name in dict.fromkeys((*_EVERYWHERE, *GATEWAY, *EXECUTOR)):
@@ -102,9 +102,9 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def kernel_findings(printed: str, ended: str) -> Iterator[Finding]:
-    """Say of each device which kernels do not work, by what ``kernel_checks`` has printed.
+    """Return the kernels of each device that do not work, from the output of ``kernel_checks``.
 
-    ``ended``: what ended the process before all kernels were checked; "" if nothing did.
+    ``ended``: the reason why the process ended before all kernels were checked; "" if it checked all.
     """
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     checked = [line for line in lines if "error" in line]
@@ -123,7 +123,7 @@ def kernel_findings(printed: str, ended: str) -> Iterator[Finding]:
 
 
 def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
-    """Judge what ``device_report`` has found."""
+    """Return findings about the output of ``device_report``."""
     build = f"CUDA {found['cuda']}" if found["cuda"] else "CPU"
     yield Finding("torch", f"{found['torch']} ({build} build), CPU capability {found['capability']}")
     for number, gpu in enumerate(found["devices"]):
@@ -132,8 +132,8 @@ def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
         advice = "another process uses it: nvidia-smi shows which; CUDA_VISIBLE_DEVICES chooses another one"
         yield noted("gpu", text, advice if free < size / 2 else "")
     if found["no_gpu"]:
-        what, _, advice = found["no_gpu"].partition(": ")
-        yield Finding("gpu", f"not used: {what}", "problem", advice)
+        reason, _, advice = found["no_gpu"].partition(": ")
+        yield Finding("gpu", f"not used: {reason}", "problem", advice)
     elif not found["devices"]:
         yield Finding("gpu", "none; models are computed on the CPU")
     operations = found["operations"]
@@ -146,11 +146,11 @@ def torch_findings(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Name the variables that change what Pagewise does. Values appear only of those that cannot be secrets."""
+    """Name the variables that change how Pagewise works, with the values of variables that are never secret."""
     shown = [f"{name}={environ[name]}" for name in _SHOWN_VARIABLES if name in environ]
     shown += [f"{name} is set" for name in _NAMED_VARIABLES if environ.get(name)]
     shown += [f"{name} is set" for name in sorted(environ) if name.startswith(VARIABLE_PREFIX)]
-    yield Finding("environment", ", ".join(shown) or "nothing that matters is set")
+    yield Finding("environment", ", ".join(shown) or "no variable that matters is set")
     for warning in misspelt_variables(environ):
         yield Finding("environment", warning, "note", "correct or unset it")
 

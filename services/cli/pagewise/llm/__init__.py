@@ -1,4 +1,4 @@
-"""The class ``LLM``: a model for scripts and notebooks, by vLLM's names; ``docs/python.md`` tells how it is used."""
+"""The class ``LLM``: a model for scripts and notebooks, with vLLM's names; see ``docs/python.md``."""
 
 from pagewise.llm.llm import LLM
 from pagewise.llm.outputs import CompletionOutput, LLMError, Logprob, RequestOutput

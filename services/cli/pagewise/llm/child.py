@@ -1,6 +1,6 @@
-"""The process that ``LLM`` starts: ``pagewise serve`` with the options that come on standard input, as JSON.
+"""The process that ``LLM`` starts: ``pagewise serve`` with options from standard input, as JSON.
 
-It is killed with the process that has started it, and with it go the services, which are its children.
+It is killed with the process that started it, and so are the services, its children.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ def main() -> int:
     """Run the services until SIGTERM; returns the exit code."""
     die_with_parent()
     given = json.loads(sys.stdin.readline())
-    if os.getppid() != given["parent"]:  # it has ended before the line above
+    if os.getppid() != given["parent"]:  # the parent ended before die_with_parent
         return 1
     try:
         config = build_config(ServeConfig, given["options"], os.environ)
@@ -30,11 +30,11 @@ def main() -> int:
         return 2
     configure_logging(config.scheduler.log_level, "serve", config.scheduler.log_format)
     warn_of_variables()
-    return asyncio.run(serve(config, _tell))
+    return asyncio.run(serve(config, _print_url))
 
 
-async def _tell(config: ServeConfig) -> None:
-    """Say once, on standard output, where the server is when it is ready."""
+async def _print_url(config: ServeConfig) -> None:
+    """Wait until the server is ready, then print its URL."""
     await wait_until_ready(config)
     print(json.dumps({"url": url_of(config.gateway)}), flush=True)
 

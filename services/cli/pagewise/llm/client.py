@@ -1,6 +1,6 @@
 """Sends many requests to the services at once, from an event loop on a thread of its own.
 
-So it works in scripts and in notebooks, where an event loop runs already.
+The thread makes it work in notebooks, where an event loop already runs.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Client:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Close the connections, which aborts what runs, and end the thread."""
+        """Close the connections, which aborts running requests, and end the thread."""
         self._run(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -57,7 +57,7 @@ class Client:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C: whoever waits has gone
+        except BaseException:  # Ctrl-C: nothing waits for the result any more
             future.cancel()
             raise
 
@@ -72,7 +72,7 @@ class Client:
         waiting = iter(enumerate(bodies))
 
         async def work() -> None:
-            for number, body in waiting:  # which all workers share
+            for number, body in waiting:  # one iterator for all workers
                 try:
                     answers[number] = await self._post(path, body)
                 except LLMError as error:
@@ -101,12 +101,11 @@ class Client:
                 return msgspec.json.decode(content)
             if answer.status != _BUSY:
                 raise LLMError(_reason(content), answer.status)
-            # More waits than the server keeps: these requests are all ours, so some of them will end.
+            # The server's queue is full. All requests in it are ours, so there will be room.
             await asyncio.sleep(min(float(answer.headers.get("Retry-After", 1)), _MOST_PAUSE))
 
 
 def _reason(content: bytes) -> str:
-    """What the body of an error says."""
     with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
         return str(msgspec.json.decode(content)["error"]["message"])
     return content[:200].decode(errors="replace")

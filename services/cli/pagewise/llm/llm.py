@@ -30,16 +30,16 @@ _FIXED: dict[str, Any] = {
     "ssl_keyfile": None,
     "api_keys_file": None,
 }
-"""Nobody but this process talks to the server, whatever the environment says of others."""
+"""The server is for this process alone, whatever the environment variables are."""
 
 
 class LLM:
     """A model that this machine serves to this process alone.
 
-    ``model`` and ``options`` are those of ``pagewise serve``, with underscores (``kv_memory="4GiB"``), and default to
-    the same environment variables. The constructor returns when the model is ready. The services end with ``close()``,
-    at the end of a ``with``, when the object is no longer used, and with this process, however it ends. All methods may
-    be called from several threads, and where an event loop runs.
+    ``model`` and ``options`` are the options of ``pagewise serve``, with underscores (``kv_memory="4GiB"``), and
+    default to the same environment variables. The constructor returns when the model is ready. The services end with
+    ``close()``, at the end of a ``with``, when the object is garbage, and with this process. All methods may be called
+    from several threads, and beside a running event loop. Do not use the object after a fork.
 
     Raises:
         ConfigError: an option is unusable.
@@ -107,7 +107,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue one conversation or several. The texts of outputs are what the model has written: nothing is parsed.
+        """Continue one conversation or several. Outputs have the model's raw text: no tool call or reasoning is parsed.
 
         The last four parameters are for the model's chat template; all others, and errors, are as for ``generate``.
         """
@@ -145,7 +145,7 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling_params")
         if (most := max((one.n for one in params), default=1)) > self._max_waiting:
-            # The server would refuse it again and again, also if nothing else waits.
+            # The server would refuse it forever, also with an empty queue.
             raise LLMError(f"n={most}: at most max_waiting={self._max_waiting} sequences may wait")
         texts = [prompt.pop("_text", prompt["prompt"]) for prompt in prompts]
         common = _given(return_token_ids=True, model=model)
@@ -172,7 +172,7 @@ class LLM:
             code = self._server.exit_code
             ended = "" if code is None else f": they have ended with exit code {code}"
             lines = self._server.last_lines()
-            raise LLMError(f"the services do not answer{ended}. They said:\n{lines}") from error
+            raise LLMError(f"the services do not answer{ended}. Their last log lines:\n{lines}") from error
 
     def _decode(self, token: int) -> str:
         """Return the text of a token. The tokenizer is read when it is first needed."""
@@ -193,7 +193,7 @@ class LLM:
 
 
 def _close(client: Client, server: Server, owner: int) -> None:
-    """End what belongs to an ``LLM``, unless this is a fork of the process that has made it."""
+    """End the client and the server of an ``LLM``, unless this is a fork of the process that made it."""
     if os.getpid() != owner:
         return
 
@@ -201,7 +201,8 @@ def _close(client: Client, server: Server, owner: int) -> None:
         client.close()
         server.close()
 
-    if client.owns_thread() or server.owns_thread():  # the garbage collector runs anywhere, and these cannot wait
+    # The garbage collector runs on any thread. These two threads cannot wait for their own end.
+    if client.owns_thread() or server.owns_thread():
         threading.Thread(target=end, name="pagewise-close").start()
     else:
         end()
@@ -223,14 +224,14 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Prompts as a list, of which one by itself may be given: a text, a mapping, or token ids."""
+    """Return prompts as a list, also a single one: a text, a mapping, or token ids."""
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
 
 def _fields_of(prompt: Prompt) -> dict[str, Any]:
-    """The fields of a request that a prompt makes."""
+    """Return the fields of a request for a prompt."""
     if not isinstance(prompt, Mapping):
         return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     known = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -245,7 +246,7 @@ def _fields_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
-    """One value for each prompt."""
+    """Return one value for each prompt."""
     values = [given] * count if isinstance(given, kind) else list(given)
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts")
@@ -253,5 +254,4 @@ def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """The fields of a request that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

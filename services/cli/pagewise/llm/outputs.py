@@ -1,4 +1,4 @@
-"""What ``LLM`` returns and raises, in the shape of vLLM's outputs."""
+"""The outputs and errors of ``LLM``, in the shape of vLLM's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class LLMError(PagewiseError):
 
 @dataclass(slots=True)
 class Logprob:
-    """The log-probability of a token. ``rank``: 1 is the likeliest; None if it is not among those asked for."""
+    """The log-probability of a token. ``rank``: 1 is the likeliest; None beyond the requested number."""
 
     logprob: float
     rank: int | None
@@ -35,8 +35,8 @@ class CompletionOutput:
     """One output of a prompt.
 
     Fields:
-        logprobs: for each token the log-probabilities by token id: its own, and those of the likeliest. None if they
-            were not asked for.
+        logprobs: for each token the log-probabilities, by token id, of itself and of the likeliest tokens; None if not
+            requested.
         cumulative_logprob: the sum over the tokens of the output, as far as there are ``logprobs``.
         finish_reason: "stop" or "length".
         stop_reason: the stop string, or the id of the stop token, that ended the output; None: the model ended it.
@@ -98,7 +98,7 @@ def _output(choice: dict[str, Any], asked: int, decode: Callable[[int], str]) ->
 
 
 def _ranked(token: int, named: dict[str, float], asked: int, decode: Callable[[int], str]) -> dict[int, Logprob]:
-    """Log-probabilities by token id. ``named``: by ``token_id:ID``; the sampled ``token``, and the likeliest ones."""
+    """Return log-probabilities by token id. ``named``: the same by ``token_id:ID``."""
     values = {int(name.removeprefix(_ID)): value for name, value in named.items()}
     likeliest = sorted(values, key=lambda one: -values[one])
     if len(values) > asked:  # the sampled token is not among the likeliest ones

@@ -10,10 +10,10 @@ from msgspec.structs import fields
 class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the outputs of a prompt are sampled.
 
-    The fields are those of ``POST /v1/completions`` and mean the same; ``/openapi.json`` has their ranges.
-    ``logprobs``: how many alternatives to return for each token, besides its own log-probability.
-    ``structured_outputs``: what an output has to match, such as ``{"regex": "[0-9]+"}``. ``prompt_logprobs`` is there
-    to be refused by name.
+    The fields have the names and meanings of ``POST /v1/completions``; ``/openapi.json`` has their ranges.
+    ``logprobs``: number of alternatives to return for each token, besides its own log-probability.
+    ``structured_outputs``: the format of an output, such as ``{"regex": "[0-9]+"}``. ``prompt_logprobs`` exists to be
+    refused by name.
     """
 
     n: int = 1

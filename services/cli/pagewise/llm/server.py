@@ -1,4 +1,4 @@
-"""The services of an ``LLM``: a child process that ends with this one, whatever happens to it."""
+"""The services of an ``LLM``: a child process that ends with this one in any case."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ class Server:
 
     Fields:
         url: where the gateway listens.
-        api_key: without this key, which is made here, nobody on this machine can use it.
+        api_key: a random key, without which other users of this machine cannot use it.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -36,19 +36,19 @@ class Server:
         self._owner = os.getpid()
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._process: subprocess.Popen[str] | None = None
-        self._spawned, self._told = threading.Event(), threading.Event()
+        self._spawned, self._url_known = threading.Event(), threading.Event()
         self._log: threading.Thread | None = None
         # The kernel ends a child with the thread that has started it: this one lives as long as the child.
         self._thread = threading.Thread(target=self._run, args=(dict(options),), name="pagewise", daemon=True)
         self._thread.start()
         try:
-            self._told.wait()
+            self._url_known.wait()
         except BaseException:  # Ctrl-C
             self.close()
             raise
         if not self.url:
             self.close()
-            raise LLMError("the services could not be started. They said:\n" + self.last_lines())
+            raise LLMError("the services could not be started. Their last log lines:\n" + self.last_lines())
 
     @property
     def exit_code(self) -> int | None:
@@ -78,7 +78,7 @@ class Server:
         self._thread.join()
 
     def _run(self, options: dict[str, Any]) -> None:
-        """Start the child, and relay what it logs until it has ended."""
+        """Start the child, and relay its log until its end."""
         try:
             with subprocess.Popen(  # nosec B603 # no shell
                 [sys.executable, "-m", "pagewise.llm.child"],
@@ -104,11 +104,11 @@ class Server:
                 for line in process.stdout:
                     if line.startswith("{"):
                         self.url = json.loads(line)["url"]
-                        self._told.set()
+                        self._url_known.set()
                 log.join()
         finally:
             self._spawned.set()
-            self._told.set()
+            self._url_known.set()
 
     def _relay(self, stream: IO[str]) -> None:
         for line in stream:

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pagewise.client import add_url
-from pagewise.errors import CommandError
+from pagewise.client import CommandError, add_url
 
 
 def top(arguments: Sequence[str]) -> int:

@@ -436,8 +436,8 @@ class SchedulerClient:
         if any(live in self._live and live.num_taken <= tokens for live, tokens in self._interrupted.items()):
             return
         if resumed := sum(live.num_taken > tokens for live, tokens in self._interrupted.items()):
-            seconds = now - self._interrupted_since
-            log.info("%d streams resumed within %.1f s of the loss of the scheduler", resumed, seconds)
+            streams, seconds = f"{resumed} stream{'s' * (resumed != 1)}", now - self._interrupted_since
+            log.info("%s resumed within %.1f s of the loss of the scheduler", streams, seconds)
         self._interrupted.clear()
 
     async def _tick(self) -> None:

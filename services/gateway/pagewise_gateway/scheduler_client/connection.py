@@ -37,6 +37,7 @@ from pagewise_shared.scheduler_connection import (
     HELLO_PAUSES,
     LEAST_SILENCE,
     MOST_SILENCE,
+    RESTART_HELLOS,
     SchedulerAddress,
     follow_scheduler,
     make_dealer,
@@ -171,7 +172,7 @@ class SchedulerConnection:
                         await self._socket.send(encode(self._hello()))
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
-                    level = logging.INFO if self.stopping else logging.WARNING
+                    level = logging.INFO if self.stopping or attempt < RESTART_HELLOS else logging.WARNING
                     text = "no answer from the scheduler at %s, trying again every %g s"
                     log.log(level, text, self._scheduler.endpoint, pause)
                 attempt += 1
@@ -192,10 +193,11 @@ class SchedulerConnection:
         log.info("joined the scheduler at %s", self._scheduler.endpoint)
         self._handler.joined(welcome.epoch)
 
-    def renew(self, why: str) -> None:
-        """End this epoch, drop its unsent messages, and join again under a new epoch. ``why`` is logged."""
+    def renew(self, why: str, *, usual: bool = False) -> None:
+        """End this epoch, drop its unsent messages, and join again under a new epoch. ``why`` is logged; a restart of
+        the scheduler is ``usual``."""
         if self.epoch is not None:
-            if self.stopping:
+            if self.stopping or usual:
                 log.info("%s, saying Hello again", why)
             else:
                 self._complaints.warning("%s, saying Hello again", why)
@@ -207,7 +209,7 @@ class SchedulerConnection:
             self._handler.lost()
 
     def _broke(self) -> None:
-        self.renew("the connection to the scheduler broke")
+        self.renew("the connection to the scheduler broke", usual=True)
 
     async def _keep_in_touch(self) -> None:
         """Send heartbeats, and end the epoch when nothing has been received from the scheduler for long."""

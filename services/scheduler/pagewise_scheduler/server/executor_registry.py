@@ -351,8 +351,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         if any(not live.done and live.num_output_tokens <= tokens for live, tokens in self._interrupted.items()):
             return
         if resumed := sum(live.failure is None for live in self._interrupted):
-            seconds = now - self._interrupted_since
-            log.info("%d requests resumed within %.1f s of the loss of an executor", resumed, seconds)
+            requests, seconds = f"{resumed} request{'s' * (resumed != 1)}", now - self._interrupted_since
+            log.info("%s resumed within %.1f s of the loss of an executor", requests, seconds)
         self._interrupted.clear()
 
 
