@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from pagewise import process, supervisor
-from pagewise.gateways import reserved_port
 from pagewise.process import Service
+from pagewise.serve import reserved_port
 from pagewise.supervisor import Group, StartError, Supervisor
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.service_process import CANNOT_START

@@ -17,10 +17,9 @@ from pagewise.client import CommandError
 from pagewise.cluster import commands as cluster
 from pagewise.doctor.command import doctor
 from pagewise.explain import explain
-from pagewise.gateways import gateways
 from pagewise.keys import keys
 from pagewise.memory import pmap, vmstat
-from pagewise.serve import serve
+from pagewise.serve import gateways, serve
 
 USAGE = """usage: pagewise COMMAND [OPTIONS]
 

@@ -13,8 +13,7 @@ from pagewise_shared.errors import ConfigError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import die_with_parent, warn_of_variables
 
-from pagewise.gateways import url_of
-from pagewise.serve import serve, wait_until_ready
+from pagewise.serve import serve, url_of, wait_until_ready
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from pagewise.llm.outputs import LLMError
+from pagewise.llm.types import LLMError
 
 T = TypeVar("T")
 

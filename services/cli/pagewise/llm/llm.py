@@ -14,9 +14,8 @@ from pagewise_shared.model_files import resolve_model, untyped_special_tokens
 from tqdm.auto import tqdm
 
 from pagewise.llm.client import Client
-from pagewise.llm.outputs import LLMError, RequestOutput, request_output
-from pagewise.llm.sampling import SamplingParams
 from pagewise.llm.server import Server
+from pagewise.llm.types import LLMError, RequestOutput, SamplingParams, request_output
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or one of them as ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, with a ``cache_salt``."""

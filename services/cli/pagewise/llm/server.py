@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from pagewise.llm.outputs import LLMError
+from pagewise.llm.types import LLMError
 
 _LAST_LINES = 15
 _STOP_SECONDS = 30.0
