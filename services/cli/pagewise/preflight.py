@@ -35,7 +35,6 @@ def check_options(config: ServeConfig, gpus: Sequence[str]) -> None:
 
 
 def _check_packages(config: ServeConfig) -> None:
-    """Look for the packages without importing them."""
     needed: list[tuple[str, Sequence[str]]] = [("gateway", GATEWAY)]
     if config.executors and not config.executor.simulate:
         needed.append(("executor", EXECUTOR))
@@ -67,7 +66,6 @@ def _check_model(model: str) -> None:
 
 
 def _check_files(config: ServeConfig) -> None:
-    """Check that the files of keys, certificates and adapters can be read."""
     gateway = config.gateway
     try:
         for name in (SCHEDULER_KEY, GATEWAY_KEY, EXECUTOR_KEY) if gateway.keys is not None else ():
@@ -89,7 +87,6 @@ def _check_files(config: ServeConfig) -> None:
 
 
 def _check_memory(config: ServeConfig, *, on_cpu: bool) -> None:
-    """Check that the memory of this machine holds the pools whose sizes the options give."""
     executor, free = config.executor, available_memory()
     sizes = {"--host-memory": executor.host_memory and parse_size(executor.host_memory)}
     if on_cpu:

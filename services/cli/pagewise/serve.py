@@ -209,12 +209,9 @@ def gateway_group(config: GatewayConfig, count: int) -> Group:
     """
     services = []
     for number in range(count):
-        one = replace(config, reuse_port=count > 1, gateway_id=f"{config.gateway_id}-{number}")
-        services.append(
-            Service(
-                f"{config.gateway_id}-{number}", "pagewise_gateway.main", to_argv(one), variables=secret_variables(one)
-            )
-        )
+        name = f"{config.gateway_id}-{number}"
+        one = replace(config, reuse_port=count > 1, gateway_id=name)
+        services.append(Service(name, "pagewise_gateway.main", to_argv(one), variables=secret_variables(one)))
     return Group(services, signal.SIGINT, max(STOP_SECONDS, config.shutdown_timeout + STOP_SECONDS / 2))
 
 

@@ -144,6 +144,5 @@ def _text(file: Path) -> str:
 
 
 def _without_home(path: Path) -> str:
-    """Return a path without the user name in its home directory."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

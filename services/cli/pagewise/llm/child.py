@@ -33,7 +33,6 @@ def main() -> int:
 
 
 async def _print_url(config: ServeConfig) -> None:
-    """Wait until the server is ready, then print its URL."""
     await wait_until_ready(config)
     print(json.dumps({"url": url_of(config.gateway)}), flush=True)
 

@@ -230,7 +230,6 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _fields_of(prompt: Prompt) -> dict[str, Any]:
-    """Return the fields of a request for a prompt."""
     if not isinstance(prompt, Mapping):
         return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     known = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -245,7 +244,6 @@ def _fields_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def _each(given: Any, kind: type, count: int, name: str) -> list[Any]:
-    """Return one value for each prompt."""
     values = [given] * count if isinstance(given, kind) else list(given)
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} values for {count} prompts")
