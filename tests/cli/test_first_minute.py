@@ -202,6 +202,7 @@ def test_a_gpu_that_is_asked_for_and_not_there() -> None:
         (["--keys=/no/keys"], "--keys /no/keys: there is no key of 'scheduler': no file /no/keys/scheduler/"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert cannot be read: No such file or directory"),
         (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys cannot be read: No such file or directory"),
+        (["--disk-cache=/proc/no/folder"], "--disk-cache /proc/no/folder cannot be made: No such file or directory"),
         (["--enable-lora", "--lora-modules", "a=/no/folder"], "--lora-modules a=/no/folder: there is no such folder"),
     ],
 )

@@ -79,6 +79,11 @@ def _check_files(config: ServeConfig) -> None:
                     pass
             except OSError as error:
                 raise StartError(f"--{option.replace('_', '-')} {file} cannot be read: {error.strerror}") from error
+    if (cache := config.executor.disk_cache) is not None and config.executors:
+        try:
+            Path(cache).mkdir(parents=True, exist_ok=True)  # as executors do, which make a private folder inside
+        except OSError as error:
+            raise StartError(f"--disk-cache {cache} cannot be made: {error.strerror}") from error
     for name, path in adapter_rights(gateway).modules.items():
         try:
             local_model(path)

@@ -28,6 +28,8 @@ class PrivateFolder:
         Raises:
             OSError: it cannot be made, or another user's file is in its place.
         """
+        # A cleaner may remove the folder between any two of these calls. The lock counts only if the locked folder is
+        # the one at the path, so both are made again until it is.
         while not self._is_locked():
             with contextlib.suppress(FileExistsError):
                 self._path.mkdir(mode=0o700, parents=True)

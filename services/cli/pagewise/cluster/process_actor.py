@@ -255,6 +255,8 @@ class ProcessActor:
             # With a new placement group, which only a new actor gets, ranks may find room elsewhere.
             print(f"{self._name:<10} | a rank is lost: {error}", file=sys.stderr, flush=True)
             os._exit(1)
+        # Rank 0 usually ends by itself. If it hangs in a collective operation, it is killed; unless it was restarted in
+        # the meantime, when ``_service`` is another one.
         await asyncio.sleep(_RANK_SECONDS)
         if service is not None and service is self._service and service.pid is not None:
             self._keep(f"rank {rank} has ended with exit code {code}, so all have to")
