@@ -200,10 +200,13 @@ def test_a_gpu_that_is_asked_for_and_not_there() -> None:
         (["--kv-memory=9999GiB", "--device=cpu"], "--kv-memory asks for 9999GiB, and "),
         (["--host-memory=4000GiB", "--executors=2"], "--host-memory asks for 8000GiB for 2 executors, and "),
         (["--keys=/no/keys"], "--keys /no/keys: there is no key of 'scheduler': no file /no/keys/scheduler/"),
-        (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert cannot be read: No such file or directory"),
-        (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys cannot be read: No such file or directory"),
-        (["--disk-cache=/proc/no/folder"], "--disk-cache /proc/no/folder cannot be made: No such file or directory"),
-        (["--enable-lora", "--lora-modules", "a=/no/folder"], "--lora-modules a=/no/folder: there is no such folder"),
+        (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert: No such file or directory"),
+        (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys: No such file or directory"),
+        (["--disk-cache=/proc/no/folder"], "--disk-cache /proc/no/folder: No such file or directory"),
+        (
+            ["--enable-lora", "--lora-modules", "a=/no/folder"],
+            "--lora-modules a=/no/folder: there is no such folder",
+        ),
     ],
 )
 def test_options_that_name_nothing_or_too_much_are_refused_before_a_process_starts(

@@ -1,6 +1,7 @@
 """Checks that ``pagewise serve`` makes before it starts a process, so that an error comes before any log line."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,29 +67,33 @@ def _check_model(model: str) -> None:
 
 
 def _check_files(config: ServeConfig) -> None:
-    gateway = config.gateway
-    try:
-        for name in (SCHEDULER_KEY, GATEWAY_KEY, EXECUTOR_KEY) if gateway.keys is not None else ():
+    gateway, cache = config.gateway, config.executor.disk_cache
+    for name in (SCHEDULER_KEY, GATEWAY_KEY, EXECUTOR_KEY) if gateway.keys is not None else ():
+        with _naming("--keys", gateway.keys, "; `pagewise keys init` makes a folder of keys"):
             Keys(Path(gateway.keys or ""), name)
-    except ConfigError as error:
-        raise StartError(f"--keys {gateway.keys}: {error}; `pagewise keys init` makes a folder of keys") from error
     for option in ("ssl_certfile", "ssl_keyfile", "api_keys_file"):
         if (file := getattr(gateway, option)) is not None:
-            try:
-                with open(file, "rb"):
-                    pass
-            except OSError as error:
-                raise StartError(f"--{option.replace('_', '-')} {file} cannot be read: {error.strerror}") from error
-    if (cache := config.executor.disk_cache) is not None and config.executors:
-        try:
+            with _naming(f"--{option.replace('_', '-')}", file), open(file, "rb"):
+                pass
+    if cache is not None and config.executors:
+        with _naming("--disk-cache", cache):
             Path(cache).mkdir(parents=True, exist_ok=True)  # as executors do, which make a private folder inside
-        except OSError as error:
-            raise StartError(f"--disk-cache {cache} cannot be made: {error.strerror}") from error
     for name, path in adapter_rights(gateway).modules.items():
         try:
             local_model(path)
         except ModelError as error:
-            raise StartError(f"--lora-modules {name}={path}: there is no such folder, and it is no hub id") from error
+            raise StartError(
+                f"--lora-modules {name}={path}: there is no such folder, and it is not a hub id"
+            ) from error
+
+
+@contextlib.contextmanager
+def _naming(option: str, value: object, advice: str = "") -> Iterator[None]:
+    """Turn errors about files into one that names the option."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        raise StartError(f"{option} {value}: {getattr(error, 'strerror', None) or error}{advice}") from error
 
 
 def _check_memory(config: ServeConfig, *, on_cpu: bool) -> None:

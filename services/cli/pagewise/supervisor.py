@@ -74,8 +74,8 @@ class Supervisor:
             failure = error
             log.info("stopping all services")
         finally:
-            # The tasks in ``runs`` are not cancelled, because they relay the last lines of their services. Each ends when
-            # its service has, so the services stop first.
+            # The tasks in ``runs`` are not cancelled, because they relay the last lines of their services. Each ends
+            # when its service has, so the services stop first.
             await self._stop()
             beside.cancel()
             await asyncio.gather(stop, beside, *runs, return_exceptions=True)
