@@ -26,12 +26,6 @@ Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
 ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
 Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]
 Executors = Annotated[int, Meta(ge=0), _help("number of executor processes to start", "N")]
-ExecutorsEndpoint = Annotated[
-    str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
-]
-GatewaysEndpoint = Annotated[
-    str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
-]
 KeysFolder = Annotated[
     str | None, _help("folder of keys that encrypt and authenticate connections (see pagewise keys)", "DIR")
 ]
@@ -81,54 +75,7 @@ MaxModelLen = Annotated[
         "`auto` is never more than the model's own limit either.",
     ),
 ]
-GpuMemoryUtilization = Annotated[
-    float,
-    Meta(gt=0, le=1),
-    _help(
-        "share of a GPU's memory that an executor may take, for weights, steps and the KV pool",
-        "SHARE",
-        "Not with `--num-blocks` or `--kv-memory`. Without effect on the CPU, as a warning says.",
-    ),
-]
-TensorParallel = Annotated[
-    int,
-    Meta(ge=1, le=MAX_RANKS, extra={"short": "--tensor-parallel-size"}),
-    _help(
-        "processes that hold a part of the model each and compute a step together, on a GPU each: an executor's ranks",
-        "N",
-        "`--tensor-parallel-size` is the same. `--kv-memory` is that of each rank, `--host-memory` that of all of them "
-        "together ([operations.md](operations.md#a-model-larger-than-one-device)).",
-    ),
-]
 
-Nnodes = Annotated[
-    Positive,
-    _help(
-        "nodes that the ranks of this executor are on; each of them runs pagewise-executor, with the same options",
-        "N",
-        "Each node has the same number of ranks ([operations.md](operations.md#ranks-on-several-hosts)).",
-    ),
-]
-NodeRank = Annotated[
-    int, Meta(ge=0), _help("which of the --nnodes nodes this is; node 0 has rank 0, which the others join", "N")
-]
-MasterAddr = Annotated[
-    str,
-    _help(
-        "name or address of node 0, by which the other nodes reach it; without brackets and port",
-        "HOST",
-        "A name may not resolve yet, such as that of a pod that is about to start: every node tries again for ten "
-        "minutes, and says so in its log at once and every 30 s, with the number of attempts.",
-    ),
-]
-MasterPort = Annotated[
-    Port,
-    _help(
-        "port of node 0 on which it waits for the other nodes; 0 takes a free one",
-        "PORT",
-        "NCCL and gloo take further ports, which they choose themselves.",
-    ),
-]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], _help("lowest severity that is logged")]
 LogFormat = Annotated[
     Literal["text", "json"],
@@ -138,14 +85,6 @@ LogFormat = Annotated[
     ),
 ]
 
-ServiceStatusFile = Annotated[
-    str | None,
-    _help(
-        "file in which the program that starts the services says which of them keep failing; /health shows it",
-        "FILE",
-        "`pagewise serve` and `pagewise up` write one by themselves.",
-    ),
-]
 TracesEndpoint = Annotated[
     str | None,
     _help(
@@ -241,7 +180,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Seconds, _help("seconds without a heartbeat after which a gateway is given up at the latest", "S")
     ] = 10.0
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
-    service_status: ServiceStatusFile = None
+    service_status: Annotated[
+        str | None,
+        _help(
+            "file in which the program that starts the services says which of them keep failing; /health shows it",
+            "FILE",
+            "`pagewise serve` and `pagewise up` write one by themselves.",
+        ),
+    ] = None
     keys: KeysFolder = None
     plaintext: Plaintext = False
 
@@ -383,11 +329,45 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: MaxNumSeqs = None
     max_num_batched_tokens: MaxNumBatchedTokens = None
     max_model_len: MaxModelLen = None
-    tensor_parallel: TensorParallel = 1
-    nnodes: Nnodes = 1
-    node_rank: NodeRank = 0
-    master_addr: MasterAddr = "127.0.0.1"
-    master_port: MasterPort = 29501
+    tensor_parallel: Annotated[
+        int,
+        Meta(ge=1, le=MAX_RANKS, extra={"short": "--tensor-parallel-size"}),
+        _help(
+            "processes that hold a part of the model each and compute a step together, on a GPU each: an executor's "
+            "ranks",
+            "N",
+            "`--tensor-parallel-size` is the same. `--kv-memory` is that of each rank, `--host-memory` that of all of "
+            "them together ([operations.md](operations.md#a-model-larger-than-one-device)).",
+        ),
+    ] = 1
+    nnodes: Annotated[
+        Positive,
+        _help(
+            "nodes that the ranks of this executor are on; each of them runs pagewise-executor, with the same options",
+            "N",
+            "Each node has the same number of ranks ([operations.md](operations.md#ranks-on-several-hosts)).",
+        ),
+    ] = 1
+    node_rank: Annotated[
+        int, Meta(ge=0), _help("which of the --nnodes nodes this is; node 0 has rank 0, which the others join", "N")
+    ] = 0
+    master_addr: Annotated[
+        str,
+        _help(
+            "name or address of node 0, by which the other nodes reach it; without brackets and port",
+            "HOST",
+            "A name may not resolve yet, such as that of a pod that is about to start: every node tries again for ten "
+            "minutes, and says so in its log at once and every 30 s, with the number of attempts.",
+        ),
+    ] = "127.0.0.1"
+    master_port: Annotated[
+        Port,
+        _help(
+            "port of node 0 on which it waits for the other nodes; 0 takes a free one",
+            "PORT",
+            "NCCL and gloo take further ports, which they choose themselves.",
+        ),
+    ] = 29501
     device: Annotated[Device, _help("where the model runs; auto: the GPU if there is one")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -443,7 +423,15 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     ] = True
     block_size: Annotated[Positive, _help("tokens per KV block", "N")] = 16
     num_blocks: Annotated[Positive | None, _help("blocks in the KV pool (default: from --kv-memory)", "N")] = None
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _help(
+            "share of a GPU's memory that an executor may take, for weights, steps and the KV pool",
+            "SHARE",
+            "Not with `--num-blocks` or `--kv-memory`. Without effect on the CPU, as a warning says.",
+        ),
+    ] = 0.9
     kv_memory: Annotated[
         str | None,
         _help(
@@ -598,8 +586,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     )
     gateways: Gateways = 1
     executors: Executors = 1
-    listen: ExecutorsEndpoint = None
-    listen_gateways: GatewaysEndpoint = None
+    listen: Annotated[
+        str | None, _help("ZeroMQ endpoint that executors connect to (default: a private ipc socket)", "ENDPOINT")
+    ] = None
+    listen_gateways: Annotated[
+        str | None, _help("ZeroMQ endpoint that gateways connect to (default: a private ipc socket)", "ENDPOINT")
+    ] = None
     exit_on_failure: ExitOnFailure = False
 
 
