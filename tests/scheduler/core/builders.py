@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from itertools import count
 
 from pagewise_scheduler.core.features.registry import FeatureOptions
-from pagewise_scheduler.core.memory.eviction import EvictionName
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -14,6 +13,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCache
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import HOST, TIER_NAMES, AdapterCapacity
 from pagewise_shared.sampling import SamplingParams
 
