@@ -266,8 +266,8 @@ class Query(Message, frozen=True):
     """Ask for a report: ``QueryAnswer`` with the same ``number`` answers.
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: the content of every executor's KV
-    memory, lists cut to ``limit``), "request" (JSON: the ``RequestReport`` of the request ``argument``, by our id or its
-    client's) or "console" (lines of JSON: the ``view``).
+    memory, lists cut to ``limit``), "request" (JSON: the ``RequestReport`` of the request ``argument``, by our id or
+    its client's) or "console" (lines of JSON: the ``view``).
 
 
     ``key``: restricts the report to this API key's own requests, without block hashes. Empty: everything.

@@ -474,7 +474,9 @@ def test_what_dies_before_it_has_answered_is_tried_again_after_pauses(deployment
     assert "no Pagewise on this node" in deployment.decisions()
     assert ray.get(ray.get_actor("controller").report.remote())["failing"] == ["executor"]
     said = deployment.run("status")
-    assert (said.returncode, "executor: the last ones died before they answered" in said.stdout) == (3, True), said.stdout
+    assert (said.returncode, "executor: the last ones died before they answered" in said.stdout) == (3, True), (
+        said.stdout
+    )
     shutil.rmtree(broken)
     until(lambda: deployment.ready("executor"), "an executor")
     assert ray.get(ray.get_actor("controller").report.remote())["failing"] == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from pagewise_scheduler.server.executor_checks import MAX_EXECUTORS, MAX_FLEET_BLOCKS, incompatibility
 from pagewise_gateway.http.explanation import sentences
+from pagewise_scheduler.server.executor_checks import MAX_EXECUTORS, MAX_FLEET_BLOCKS, incompatibility
 from pagewise_scheduler.server.executor_registry import ExecutorRegistry
 from pagewise_scheduler.server.sessions import JoinGuard
 from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_file

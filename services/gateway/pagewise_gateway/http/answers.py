@@ -145,13 +145,13 @@ class Answer(ABC):
         def write_cheap() -> bool:
             if not writer.ready():
                 return False
-            writer.write(self.events(live.take_news()))
+            writer.write(self.events(live.take_deltas()))
             return True
 
         def write_quick() -> bool:
             if not (writer.ready() and self.quick() and turns.free()):
                 return False
-            writer.write(self.events(live.take_news()))
+            writer.write(self.events(live.take_deltas()))
             turns.done()
             return True
 

@@ -229,11 +229,10 @@ async def read_request(request: web.Request, request_type: type[RequestT]) -> tu
     # The scheduler may know an adapter that this gateway does not know yet.
     model, limits = getattr(parsed, "model", None), service.limits
     if model is not None and limits.max_adapter_rank and model != limits.model_name:
-        await limits.adapters.settle(model)
+        await limits.adapters.wait_for(model)
     if (trace := request.get(RequestTrace.KEY)) is not None:
         trace.parsed = monotonic()
     return parsed, intake
-
 
 
 async def count_request(request: web.Request) -> Intake:

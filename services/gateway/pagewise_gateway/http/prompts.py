@@ -31,7 +31,7 @@ from pagewise_gateway.http.schema import (
     Segments,
     TokenizeRequest,
 )
-from pagewise_gateway.text.template import RESERVED_NAMES, ChatTemplateError, Dialect
+from pagewise_gateway.text.template import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
 _PLACEHOLDER = re.compile("(\ue000[0-9a-f]{24}\ue001)")
