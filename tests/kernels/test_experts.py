@@ -92,8 +92,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     for error, match, call in (
         (ValueError, "5 experts cannot be chosen", lambda: choose_experts(x[:, :4], 5, normalise=True)),
         (ValueError, "does not fit", lambda: sum_of_experts(x, gate_up[:, :31], down, chosen, weights)),
-        (ValueError, "not those of 3 rows", lambda: sum_of_experts(x, gate_up, down, chosen[:2], weights)),
-        (ValueError, "not those of 3 rows", lambda: sum_of_experts(x, gate_up, down, chosen, weights[:, :1])),
+        (ValueError, "do not fit 3 rows", lambda: sum_of_experts(x, gate_up, down, chosen[:2], weights)),
+        (ValueError, "do not fit 3 rows", lambda: sum_of_experts(x, gate_up, down, chosen, weights[:, :1])),
         (ValueError, "are contiguous", lambda: sum_of_experts(x, gate_up, down.mT.contiguous().mT, chosen, weights)),
         (TypeError, "experts int32", lambda: sum_of_experts(x, gate_up, down, chosen.long(), weights)),
         (TypeError, "of one floating-point type", lambda: sum_of_experts(x.half(), gate_up, down, chosen, weights)),

@@ -112,7 +112,7 @@ def test_weights_are_packed_with_versions_of_pytorch_for_which_that_was_tried(
     finally:
         packed_linear._packs.cache_clear()
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [f"tried with PyTorch 2.11 to 2.15, not {version[:4]}" in each for each in said] == [True] * (1 - packed)
+    assert [f"tested with PyTorch 2.11 to 2.15, not {version[:4]}" in each for each in said] == [True] * (1 - packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
