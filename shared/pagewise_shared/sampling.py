@@ -148,7 +148,7 @@ class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
         width: number of hypotheses that are extended at a time.
         length_penalty: the score of a finished hypothesis is its log-probability / length ** length_penalty.
         early_stopping: when the search ends after ``width`` hypotheses have finished. True: at once. False: when no
-            hypothesis that is still extended looks better than those. "never": when none of them can become better.
+            hypothesis that is still extended looks better than they do. "never": when none of them can become better.
     """
 
     width: int

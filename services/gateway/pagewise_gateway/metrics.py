@@ -128,7 +128,7 @@ class Metrics:
         self.repeated_tokens = self._counter(
             "repeated_tokens",
             "Prompt tokens of texts that earlier prompts of the same cache salt contain too, behind other prefixes, so "
-            "that prefix caching does not reach them: what declaring them as segments would save, at least.",
+            "that prefix caching does not reach them: declaring them as segments would save at least as many.",
         )
         self.unsearched_tokens = self._counter(
             "unsearched_tokens", "Prompt tokens in which no such texts were looked for, because too many waited."

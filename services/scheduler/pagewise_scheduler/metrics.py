@@ -224,7 +224,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.executors_drained = self._counter("executors_drained", "Executors that left after they were drained.")
         self.look_ups_late = self._counter(
-            "storage_look_ups_late", "Questions about what is in storage that were not answered in time."
+            "storage_look_ups_late", "Look-ups in storage that were not answered in time."
         )
         self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
@@ -240,7 +240,7 @@ class Metrics:
         self.key_requests = self._labelled(
             Counter,
             "key_requests",
-            "Accepted requests, by name of the API key; if it has limits, also those that were refused for their body.",
+            "Accepted requests, by name of the API key; if it has limits, also requests that were refused for their body.",
             "key",
         )
         self.key_tokens = self._labelled(

@@ -22,7 +22,7 @@ EnableLora = Annotated[bool, described("serve LoRA adapters of the model")]
 LoraModules = Annotated[
     tuple[str, ...],
     described(
-        "adapters to serve: what clients call them, and their folders or hub ids",
+        "adapters to serve: their names for clients, and their folders or hub ids",
         "NAME=PATH",
         "Executors read them from the same paths ([lora.md](lora.md)). The scheduler needs the same list: it takes no "
         "other adapters from gateways, unless `--allow-runtime-lora-updating` is given to it.",
@@ -32,9 +32,9 @@ AllowRuntimeLoraUpdating = Annotated[
     bool,
     described(
         "let operators load and unload adapters while the server runs",
-        more="Whoever has an operator's API key, or everybody if there are no keys, can then have any folder that "
-        "executors see, or any hub id, loaded as an adapter. The gateway and the scheduler both need it: without it, "
-        "the scheduler lets no gateway do that.",
+        more="Then every client with an operator's API key, or every client if there are no keys, can have any folder "
+        "that executors see, or any hub id, loaded as an adapter. The gateway and the scheduler both need this option: "
+        "without it, the scheduler lets no gateway load adapters.",
     ),
 ]
 MaxLoraRank = Annotated[int, Meta(ge=1, le=MAX_LORA_RANK), described("greatest rank of an adapter", "N")]

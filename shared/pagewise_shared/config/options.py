@@ -69,7 +69,7 @@ MaxNumBatchedTokens = Annotated[
 MaxModelLen = Annotated[
     Positive | Literal["auto"] | None,
     _help(
-        "maximum tokens of a sequence, prompt and output; auto: those that fit into the KV pool (default: the model's "
+        "maximum tokens of a sequence, prompt and output; auto: as many as fit into the KV pool (default: the model's "
         "own limit)",
         "N",
         "`auto` is never more than the model's own limit either.",
@@ -91,7 +91,7 @@ TracesEndpoint = Annotated[
         "OpenTelemetry collector to which traces of requests are sent, such as http://collector:4318 (default: none)",
         "URL",
         "OTLP over HTTP; a URL without a path gets `/v1/traces`. It needs `pip install pagewise[otel]`. "
-        "[observability.md](observability.md#traces) tells what is in a trace.",
+        "[observability.md](observability.md#traces) describes the content of a trace.",
     ),
 ]
 
@@ -206,7 +206,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         bool,
         _help(
             "let the model decide whether it calls a tool; needs --tool-call-parser",
-            more="[tools.md](tools.md) tells more of tools and reasoning.",
+            more="[tools.md](tools.md) describes tools and reasoning.",
         ),
     ] = False
     tool_call_parser: Annotated[ToolCallParser | None, _help("format in which the model writes tool calls")] = None
@@ -219,7 +219,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         bool,
         _help(
             "serve the console at /console, a page that shows memory, requests and processes",
-            more="Its data is for operators, as that of `/debug` is. [console.md](console.md) tells what it shows.",
+            more="Its data is for operators, like the data of `/debug`. [console.md](console.md) describes the page.",
         ),
     ] = True
     console_shows_text: ConsoleShowsText = False
@@ -380,7 +380,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kernels: Annotated[
         Literal["auto", "triton", "cpu", "torch"],
         _help(
-            "what computes the model; auto: Triton's kernels on CUDA, operations in C (cpu) on the CPU",
+            "operations that compute the model; auto: Triton's kernels on CUDA, operations in C (cpu) on the CPU",
             more="[kernels.md](kernels.md) describes them. On the CPU `triton` needs `TRITON_INTERPRET=1`, which is "
             "slow and only meant for trying the kernels.",
         ),
@@ -435,7 +435,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     kv_memory: Annotated[
         str | None,
         _help(
-            "size of the KV pool, such as 4GiB (default: by --gpu-memory-utilization; on the CPU from what is free)",
+            "size of the KV pool, such as 4GiB (default: by --gpu-memory-utilization; on the CPU from the free memory)",
             "SIZE",
             "Not with `--num-blocks`.",
         ),
@@ -522,7 +522,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     role: Annotated[
         Role,
         _help(
-            "what this executor is for: prompts, which go on elsewhere; decoding what was prefilled elsewhere; or both",
+            "work of this executor: prompts, which go on elsewhere; decoding of prompts from elsewhere; or both",
             more="[operations.md](operations.md#prefill-and-decode-apart) says when that pays.",
         ),
     ] = "both"
@@ -614,7 +614,7 @@ class UpConfig(Struct, frozen=True, kw_only=True):
         str,
         _help("the Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to", "ADDRESS"),
     ] = "auto"
-    name: Annotated[str, _help("name of what runs in the cluster; several may run beside each other", "NAME")] = (
+    name: Annotated[str, _help("name of this deployment in the cluster; several may run beside each other", "NAME")] = (
         "pagewise"
     )
     executor_cpus: Annotated[

@@ -135,7 +135,7 @@ class Prompt(Piece, frozen=True):
 
 
 class RequestParams(Piece, frozen=True):
-    """How all prompts of a request are computed, and for whom. The scheduler keeps them with each prompt.
+    """Parameters that all prompts of a request share. The scheduler keeps them with each prompt.
 
     Fields:
         sampling: of output 0; the seed of output i is derived from its seed and i.

@@ -302,7 +302,7 @@ class Heartbeat(Message, frozen=True):
     """Sent every ``Welcome.heartbeat_ms``, also while a step runs. Answered by HeartbeatAck or Rejoin.
 
     The counters grow from the start of the executor. ``refused``: connections to its block socket that were refused
-    because of their keys, except those reported to this scheduler in an earlier session. ``tasks``: tasks of the
+    because of their keys, except reports to this scheduler in an earlier session. ``tasks``: tasks of the
     executor's event loop. ``storage_errors``: failed reads and writes of storage. ``grammar_waits``: steps that waited
     for a grammar to be compiled.
     """
@@ -479,7 +479,7 @@ class StepPlan(Message, frozen=True):
         tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
             the block is added, before the end it replaces a block with the same content.
         computed: (row, n): the row's first n tokens have their K and V now, computed or copied.
-        chunks: (row, n): advance the row by n known tokens, and compute those that no segment moves there.
+        chunks: (row, n): advance the row by n known tokens, and compute the tokens that no segment moves there.
         constraints: of the sequences in ``joined``, each once.
         moves: of segments, after the copies and before the forward. Earlier steps have computed the K and V in their
             blocks.
