@@ -25,8 +25,7 @@ Outcome = Literal["sent", "dropped", "failed"]
 """The outcome of a span: the collector accepted it, the queue was full, or the collector did not accept it."""
 
 TRACE_SPANS = (
-    "Spans of traces, by outcome; dropped: too many waited to be sent, failed: the collector did not take "
-    "them."
+    "Spans of traces, by outcome; dropped: too many waited to be sent, failed: the collector did not take them."
 )
 """The help text of the metric that counts spans, of the scheduler and of gateways."""
 

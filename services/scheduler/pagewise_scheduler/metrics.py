@@ -240,7 +240,7 @@ class Metrics:
         self.key_requests = self._labelled(
             Counter,
             "key_requests",
-            "Accepted requests, by name of the API key; if it has limits, also requests that were refused for their body.",
+            "Accepted requests, by name of the API key; if it has limits, also requests refused for their body.",
             "key",
         )
         self.key_tokens = self._labelled(

@@ -16,13 +16,13 @@ _MOST_UNWANTED = 1024
 
 
 class BlockCopier:
-    """Gives each list of copies, in the order of the plan, to the tier that carries it out.
+    """Passes each list of copies, in the order of the plan, to the tier that makes them.
 
-    The lower one of the two tiers of a list does the copies: it takes blocks from any tier above, and brings blocks to
-    the device. No block is copied from one lower tier up to another one. ``peers`` brings blocks of other executors
+    The lower of the two tiers of a list makes the copies: it takes blocks from any tier above, and loads blocks to the
+    device. Blocks never go up from one tier below the device to another. ``peers`` fetches blocks of other executors
     from any of their tiers.
 
-    ``tiers``: by number, the nearest first; tiers below the device may be added before anything is copied.
+    ``tiers``: by number, the nearest first; tiers below the device may be added before the first copy.
     """
 
     def __init__(self, device: DeviceTier) -> None:

@@ -78,20 +78,20 @@ class OutputBuilder:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ClientRequest(Request):
-    """One prompt of a client's request. It outlives executors: it continues on another one from its tokens.
+    """One prompt of a client's request. If its executor dies, it continues on another executor from its tokens.
 
     Output ``i`` is stream ``stream + i`` of its gateway.
 
     Fields:
-        on_end: called once, when nothing of it runs any more.
+        on_end: called once, when the whole request has ended.
         arrived: its arrival at this scheduler, seconds of ``clock``.
-        unfinished: outputs that take more tokens. done: nothing of it runs any more.
-        executor: the last that it was placed on; None: it waits. placement: why it is there.
-        deaths: executors in a row that died in a step of it, without a new token of it in between.
+        unfinished: number of outputs that take more tokens. done: whether the whole request has ended.
+        executor: its last executor; None: it waits for one. placement: the reason for this executor.
+        deaths: executors in a row that died during a step of this request, without a new token in between.
         unplaced_seconds: time without an executor since its last placement.
         tokens_before: output tokens from an earlier scheduler.
-        num_generated_tokens: output tokens that this scheduler had computed for it, shown or not; set at its end.
-        traceparent: the span of its gateway, "" if it is not traced. failure: why it failed, if it did.
+        num_generated_tokens: output tokens that this scheduler has had computed, shown or not; set at its end.
+        traceparent: the span of its gateway, "" if it is not traced. failure: the kind of its error, if it failed.
     """
 
     outputs: OutputBuilder

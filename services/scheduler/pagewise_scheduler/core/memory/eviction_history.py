@@ -82,10 +82,10 @@ class LostBlocks:
 
 
 class LossLog:
-    """Notes the losses of one executor. ``lost``: the log, shared by all executors. ``now``: the time of the step
-    that is being planned.
+    """Notes the lost blocks of one executor, and the requests that displaced them.
 
-    ``taker``, ``num_takers``: the first request for which blocks are being reserved right now, and their number.
+    ``lost``: the log, shared by all executors. ``now``: the time of the step that is being planned. ``taker``: the
+    request for which blocks are being reserved now, or the first of ``num_takers`` requests.
     """
 
     def __init__(self) -> None:

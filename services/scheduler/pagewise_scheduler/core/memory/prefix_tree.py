@@ -155,10 +155,10 @@ def cache_salt_of(node: CachedBlock) -> str | None:
 
 
 class PrefixTree:
-    """Finds the longest prefix that is cached. Looking up and adding a block take constant time each.
+    """Finds the longest cached prefix of a prompt. Looking up and adding a block take constant time each.
 
-    ``num_tiers``: one more than the highest number of a tier in which blocks may lie. ``no_copies``: the ids of one
-    that lies in none below the device. ``eviction_history``: the log of blocks that leave their last tier.
+    ``num_tiers``: one more than the highest number of a tier. ``no_copies``: ``CachedBlock.copies`` of a block
+    without a copy in any tier below the device. ``eviction_history``: the log of blocks that leave their last tier.
     """
 
     def __init__(

@@ -69,23 +69,23 @@ class RequestSequence:
     """One of a request's n outputs.
 
     Fields:
-        output_token_ids: tokens that came back, in order. With the prompt they are all that is needed to continue the
-            sequence elsewhere.
-        sink, stream: the receiver of its tokens, and the number of its stream there, until it ends; None: no receiver.
-        row: the executor's row that it occupies while it runs, else -1.
-        num_scheduled_tokens: leading known tokens whose K and V are computed or will be by a step in flight
-            (kept up to date while PREFILL only: while DECODE each step computes one more).
-        decode_base: the position that it computes in the first step in which it decodes.
-        num_computed_tokens: leading known tokens that steps which came back have computed, while it prefills.
-        prefilled: whether its prefill has come back; from then on all its tokens but the newest are computed.
-        block_due, length_due: steps in which it needs its next block, and in which it has nothing more to compute.
-        last_step: the last planned step in which it takes part.
-        path: the cached blocks that it was last seen to begin with, while it waits.
-        num_tokens_preempted: output tokens that it had when it was preempted last.
-        history: the events of its memory, the newest last, see ``note``.
-        num_passed: how often others started before it while it was the head of the queue.
-        draft_after, draft_pause: the number of tokens from which on tokens may be drafted for it, and how many tokens
-            it has taken without a draft after its last one.
+        output_token_ids: tokens of returned steps, in order. Together with the prompt they suffice to continue the
+            sequence on another executor.
+        sink, stream: the receiver of its tokens, and its stream number there, until it ends; None: no receiver.
+        row: its row of the executor while it runs, else -1.
+        num_scheduled_tokens: leading known tokens whose K and V are computed, or will be by a step in flight.
+            Updated only in PREFILL, because in DECODE each step computes one more.
+        decode_base: the position that its first decode computes.
+        num_computed_tokens: leading known tokens that returned steps have computed, while it prefills.
+        prefilled: whether its last prefill step has returned; from then on all tokens but the newest are computed.
+        block_due, length_due: the steps in which it needs its next block, and reaches its length.
+        last_step: the newest planned step that computes it.
+        path: while it waits, the cached blocks of its prefix at the last look-up.
+        num_tokens_preempted: its output tokens at its last preemption.
+        history: its last recoveries and preemptions, the newest last.
+        num_passed: number of sequences that started before it while it was the head of the queue.
+        draft_after, draft_pause: the number of its tokens from which on drafts are allowed, and the number of tokens
+            that it has taken without a draft since the last draft.
     """
 
     request: "Request"
@@ -209,24 +209,25 @@ class Request:
     """One prompt from which n sequences are generated. Times are seconds of the caller's clock; NaN: not known yet.
 
     Fields:
-        params: from its gateway, with the adapter's content in their ``cache_salt``.
-        sequences: the sequences created so far, by index. num_pending: how many are still to be created.
+        params: from its gateway; ``cache_salt`` includes the hash of the adapter.
+        sequences: the sequences created so far, by index. num_pending: number of sequences still to be created.
         sink, stream: the receiver of its outputs' tokens, and the stream of the first output.
         search: the state of its beam search. num_sampled_tokens: the tokens of all its hypotheses.
         scheduled_time, first_token_time: when it first ran, and when the first token of its first output came.
         num_cached_tokens: tokens of the prompt that were in the cache when it first ran.
-        loaded_tokens: how many of these were not on the device, by their source (one of ``SOURCES``).
-        account: of its API key, which its scheduler charges.
+        loaded_tokens: the part of these tokens that was not on the device, by source (one of ``SOURCES``).
+        account: the account of its API key, which its scheduler charges.
         queue_number: orders requests that arrived at the same time.
-        stored: how many blocks of its first sequence were in storage when it was placed, by the storage's identity.
-        segments: of its prompt; they are marked in ``prompt_token_ids``.
-        stored_originals: the same as ``stored`` for the originals of segments, by their tokens (int32 bytes).
-        computes_for: the sequence for which it computes a segment. Then it has no output, and no client knows it.
+        stored: blocks of its first sequence that were in storage when it was placed, by the storage's identity.
+        segments: segments of its prompt; ``prompt_token_ids`` marks them.
+        stored_originals: like ``stored``, for the originals of segments, by their tokens (int32 bytes).
+        computes_for: the sequence that needs the segment which this request computes. Such a request has no output and
+            no client.
         executors: the last executors on which it was placed, each with the time.
         adapter_slot: the slot of its adapter at the executor that runs it.
-        timeline: explains its times. features: that it uses at its scheduler.
-        short_rope_len: of the model that serves it, see ``rope_salt``.
-        ref: identifies it in records of the cache and of other requests that outlive it.
+        timeline: the causes of its waiting times. features: the features that it uses at its scheduler.
+        short_rope_len: most tokens of a sequence with the short factors of LongRoPE.
+        ref: identifies it in records that outlive it, of the cache and of other requests.
     """
 
     request_id: str

@@ -36,19 +36,20 @@ from pagewise_scheduler.core.tiers.transfers import Loads
 
 
 class Scheduler:
-    """Plans steps for one executor and takes in their results.
+    """Plans steps for one executor and applies their results.
 
     ``schedule`` may run ahead of ``update``: step N + 1 is planned before the tokens of step N are known. Decodes come
     first, then prefill chunks, all under one token budget. Blocks are allocated when a step needs them, never ahead.
-    Pure: time is passed in, nothing is sent. ``last_step``: the number of the step that was planned last;
-    ``steps_in_flight``: the steps that have not come back, the oldest first. ``entered``: the requests whose sequences
-    wait or run, by their ids.
+    The class has no clock and sends nothing: callers pass the time, and send the plans.
 
-    ``tiers``: for each tier below the device, by its number, how many blocks it has, or its identity if they have no
-    ids. ``salted``: see ``HashedTier``. ``costs``: the times of the executor's steps and copies when it started.
-    ``recovery``: how KV comes back from lower tiers and from peers. ``virtual_tokens``: the service of each key, shared
-    with other schedulers. ``features``: the abilities of the executor beside the loop. ``short_rope_len``: see
-    ``rope_salt``.
+    ``last_step``: number of the newest planned step. ``steps_in_flight``: planned steps without a result, the oldest
+    first. ``entered``: requests whose sequences wait or run, by their ids.
+
+    ``tiers``: by the number of each tier below the device, its number of blocks, or its identity if its blocks have no
+    ids. ``salted``: KV of requests with a cache salt may go to tiers without ids. ``costs``: times of the executor's
+    steps and copies, measured when it started. ``recovery``: the way in which KV returns from lower tiers and peers.
+    ``virtual_tokens``: service of each API key, shared with other schedulers. ``features``: abilities of the executor
+    that features need. ``short_rope_len``: most tokens of a sequence with the short factors of LongRoPE.
     """
 
     def __init__(

@@ -43,15 +43,14 @@ class CachedPrefix:
 class KVCacheManager:
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
-    ``lower``: for each tier below the device, by its number, how many blocks it has, or its identity if they have no
-    ids, and the costs of copies. ``demotion``: decides which prefixes these tiers take over. ``salted``: see
-    ``HashedTier``.
+    ``lower``: by the number of each tier below the device, its number of blocks, or its identity if its blocks have no
+    ids, and the costs of its copies. ``demotion``: decides which prefixes these tiers take over. ``salted``: KV of
+    requests with a cache salt may go to tiers without ids.
 
-    ``capacity_tokens``: most tokens whose K and V one sequence could hold if it had the pool to itself. ``pool``: the
-    device's blocks. ``tiers``: the tiers with ids by number, the device too; ``hashed``: the tiers without ids. A
-    block that is freed while a step that touches it is in flight is *retiring*: it keeps its reference until that
-    step has returned, so no other sequence can write into it before; ``num_retiring``: such references.
-    ``eviction_history``: a log of cached content that was lost.
+    ``capacity_tokens``: most tokens of a sequence that has the pool to itself. ``pool``: the device's blocks.
+    ``tiers``: the tiers with ids by number, with the device; ``hashed``: the tiers without ids. ``eviction_history``:
+    the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
+    reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
     """
 
     def __init__(

@@ -30,17 +30,15 @@ class OutOfBlocksError(Exception):
 
 
 class Pool:
-    """The blocks of one tier: plain ids, 0 <= id < ``num_blocks``. Each is in one state: free, cached, or in use.
+    """The blocks of one tier: ids, 0 <= id < ``num_blocks``. Each is in one state: free, cached, or in use.
 
-    *Cached* means that its content is known, so that it is a node of the prefix tree, and that it has no
-    reference.
+    A *cached* block has no references, and its content is known: it belongs to a node of the prefix tree. Reserving and
+    releasing n blocks costs O(n), and O(log blocks) for each eviction.
 
-    ``number``: of the tier, as on the wire. ``below``: the next tier down, if there is one; ``lower``: the tiers
-    below that have ids too.
-    ``num_cached``: blocks without references whose content may be used again.
-    ``states``: the state of each block, a byte, for the console. ``recoverable``: cached blocks that the executor has
-    offered by hash in its Hello, and that no prompt has asked for yet; they are evicted first. Reserving and releasing
-    n blocks costs O(n), and O(log blocks) for each one that has to be evicted.
+    ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
+    below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
+    the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
+    has requested yet; they are evicted first.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ class Location(NamedTuple):
 class Source:
     """A tier from which blocks come to the device. The kinds of tiers override its methods.
 
-    ``link``: the costs of copies from there. ``peer``: the block endpoint of the executor that has the tier, which is
-    in its ``epoch``; empty: the tier is one of this executor. ``is_far``: copies may fail or take long, so they can be
-    cancelled, and few blocks are asked for at a time.
+    ``link``: the costs of copies to the device. ``peer``, ``epoch``: block endpoint and epoch of the executor that owns
+    the tier; an empty ``peer`` means this executor. ``is_far``: copies may fail or take long, so they can be cancelled,
+    and few blocks are requested at a time.
     """
 
     name: str
@@ -80,9 +80,8 @@ class Source:
 class Tier(Source):
     """A tier below the device.
 
-    ``below``: the next one down. ``costs``: of copies between it and the device. ``policy``: knows how likely a block
-    is used again. ``num_arriving``: blocks whose copy to it was asked for and has not been confirmed; with
-    ``max_arriving`` of them no more prefixes are begun.
+    ``below``: the next tier down. ``costs``: of copies between it and the device. ``policy``: predicts the next use of
+    a block. ``num_arriving``: blocks whose copies to it are under way; at ``max_arriving`` it begins no more prefixes.
     """
 
     number: int

@@ -104,8 +104,8 @@ class _UnderWay(NamedTuple):
 
 
 class Transfers:
-    """All copies under way of one executor. ``num_loading``: blocks that are to come to the device. ``now``: when the
-    step is planned that asks for copies next, in seconds."""
+    """All copies of one executor that are under way. ``num_loading``: blocks on their way to the device. ``now``: the
+    time at which the current step is planned, in seconds."""
 
     def __init__(self, kv: KVCacheManager, costs: CostModel) -> None:
         self.num_loading, self.now = 0, 0.0
