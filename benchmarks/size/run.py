@@ -49,7 +49,20 @@ _OTHER_TOKENS = re.compile(
     r"|services/cli"
 )
 """Files whose tokens are not those of a request's prompt: answers, drafts, reports, blocks."""
-_OTHER_CLASSES = {"Ended", "LookUp", "Output", "Outputs", "SequenceDelta", "StepResult", "StreamProgress", "TokenSink"}
+_OTHER_CLASSES = {
+    "BlockDetails",
+    "Draft",
+    "Ended",
+    "LookUp",
+    "Output",
+    "Outputs",
+    "SequenceDelta",
+    "StepResult",
+    "StreamProgress",
+    "TokenSink",
+    "PrefixRun",
+    "_Bytes",
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
