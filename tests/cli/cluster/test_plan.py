@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from pagewise.cluster.plan import PlanError, in_short, make_plan
 from pagewise.keys import keys as make_keys
-from pagewise_gateway.http.credentials import KeyTable, digest_of, read_variable
+from pagewise_gateway.http.credentials import Client, digest_of, read_variable
 from pagewise_shared.config import ExecutorConfig, GatewayConfig, SchedulerConfig, UpConfig
-from pagewise_shared.protocol import KeyLimits
 
 
 def plan_of(keys: dict[str, bytes] | None = None, **options: Any) -> Any:
@@ -75,13 +74,12 @@ def test_metrics_are_read_with_a_key_of_their_own_where_there_are_api_keys(
 
 
 def test_beside_that_key_a_single_one_means_what_it_means_alone() -> None:
-    alone, beside = KeyTable(), KeyTable()
-    read_variable("sk-1", "", KeyLimits(), alone)
+    alone: dict[bytes, Client] = {}
+    beside: dict[bytes, Client] = {}
+    read_variable("sk-1", "", Client(""), alone)
     variables = plan_of(gateway=GatewayConfig(api_keys=" sk-1 ")).processes["gateway"].variables
-    read_variable(variables["PAGEWISE_API_KEYS"], "", KeyLimits(), beside)
-    name = alone.names[digest_of("sk-1")]
-    assert beside.names[digest_of("sk-1")] == name
-    assert beside.rights[name] == alone.rights[name]
+    read_variable(variables["PAGEWISE_API_KEYS"], "", Client(""), beside)
+    assert beside[digest_of("sk-1")] == alone[digest_of("sk-1")]
 
 
 def test_the_controller_s_own_api_key_stays_the_same() -> None:

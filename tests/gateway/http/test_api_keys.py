@@ -18,8 +18,6 @@ from pagewise_gateway.http.credentials import (
     ANONYMOUS,
     Client,
     Keyring,
-    KeyTable,
-    Rights,
     digest_of,
     read_keys,
     read_variable,
@@ -56,21 +54,29 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def table_of(text: str, usual: KeyLimits = KeyLimits()) -> KeyTable:  # noqa: B008
-    table = KeyTable()
-    read_keys(text, "keys", usual, table)
-    return table
+def clients_of(text: str, usual: KeyLimits = KeyLimits()) -> dict[bytes, Client]:  # noqa: B008
+    clients: dict[bytes, Client] = {}
+    read_keys(text, "keys", Client("", usual), clients)
+    return clients
 
 
 def test_key_files() -> None:
-    table = table_of(KEYS, KeyLimits(tokens_per_minute=10, requests_per_minute=7))
-    assert list(table.names.values()) == ["alice", "alice", "bob", "ops"]
-    assert table.names[digest_of("sk-bob")] == "bob"
-    assert table.rights == {
-        "alice": Rights(KeyLimits(None, 7, 10)),
-        "bob": Rights(KeyLimits(1, 7, None)),
-        "ops": Rights(KeyLimits(None, 7, 10), priority=-10, share="staff", operator=True),
-    }
+    clients = clients_of(KEYS, KeyLimits(tokens_per_minute=10, requests_per_minute=7))
+    assert clients[digest_of("sk-bob")].name == "bob"
+    assert list(clients.values()) == [
+        Client("alice", KeyLimits(None, 7, 10)),
+        Client("alice", KeyLimits(None, 7, 10)),
+        Client("bob", KeyLimits(1, 7, None)),
+        Client("ops", KeyLimits(None, 7, 10), priority=-10, share="staff", operator=True),
+    ]
+
+
+def test_the_rights_behind_one_key_hold_for_all_keys_of_the_name() -> None:
+    clients: dict[bytes, Client] = {}
+    read_keys("alice: sk-1\nalice: sk-2 concurrent=3\nalice: sk-3", "a", Client(""), clients)
+    assert list(clients.values()) == [Client("alice", KeyLimits(concurrent=3))] * 3
+    read_keys("alice: sk-4 share=staff", "b", Client(""), clients)
+    assert list(clients.values()) == [Client("alice", share="staff")] * 4
 
 
 @pytest.mark.parametrize(
@@ -96,18 +102,17 @@ def test_key_files() -> None:
 )
 def test_lines_that_cannot_be_understood_are_named_and_not_shown(line: str, named: str) -> None:
     with pytest.raises(ConfigError) as error:
-        table_of(line)
+        clients_of(line)
     assert named in str(error.value)
     assert "keys, line" in str(error.value)
     assert "secret" not in str(error.value)
 
 
 def test_keys_in_the_environment() -> None:
-    table = KeyTable()
-    read_variable("alice:sk-1, bob: sk-2", "VARIABLE", KeyLimits(), table)
-    read_variable("sk-3\n", "VARIABLE", KeyLimits(), table)
-    assert list(table.names.values()) == ["alice", "bob", "default"]
-    assert [table.rights[name].operator for name in ("alice", "bob", "default")] == [False, False, True]
+    clients: dict[bytes, Client] = {}
+    read_variable("alice:sk-1, bob: sk-2", "VARIABLE", Client(""), clients)
+    read_variable("sk-3\n", "VARIABLE", Client(""), clients)
+    assert list(clients.values()) == [Client("alice"), Client("bob"), Client("default", operator=True)]
 
 
 async def test_a_single_key_without_a_name_is_the_owner_s(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,9 +151,9 @@ def test_keys_are_found_by_digests_that_nobody_else_can_make(key_file: Path) -> 
 
 def test_as_many_keys_as_there_may_be() -> None:
     lines = "\n".join(f"client{number % 100}: sk-{number}" for number in range(10_000))
-    assert len(table_of(lines).names) == 10_000
+    assert len(clients_of(lines)) == 10_000
     with pytest.raises(ConfigError, match="more than 10000 keys"):
-        table_of(lines + "\nmore: sk-more")
+        clients_of(lines + "\nmore: sk-more")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/debug/memory", "/metrics", "/openapi.json", "/nowhere"])
@@ -277,7 +282,7 @@ async def test_keys_have_caches_of_their_own_unless_they_share(tmp_path: Path) -
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 CLIENTS = st.one_of(
     st.just(ANONYMOUS),
-    st.builds(Client, NAMES, st.builds(Rights, share=NAMES | st.just("")), st.booleans()),
+    st.builds(Client, NAMES, share=NAMES | st.just(""), shares=st.booleans()),
 )
 GIVEN = (
     st.none()
@@ -292,7 +297,7 @@ def test_no_choice_of_a_salt_leads_into_the_cache_of_others(
 ) -> None:
     def cache(client: Client) -> tuple[str, ...]:
         """Whom it shares with."""
-        return () if client.shares else ("group", client.rights.share) if client.rights.share else ("key", client.name)
+        return () if client.shares else ("group", client.share) if client.share else ("key", client.name)
 
     same = (cache(one), given_one) == (cache(other), given_other)
     assert (one.cache_salt(given_one) == other.cache_salt(given_other)) == same

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from pagewise_gateway.http import parsing
-from pagewise_gateway.http.credentials import Client, Rights
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import OverloadedError
 from pagewise_gateway.http.intake import Answering
 from pagewise_gateway.metrics import Metrics
@@ -127,7 +127,7 @@ async def test_a_request_counts_until_its_answer_is_read(stream: bool) -> None:
 
 
 async def test_answers_that_are_being_written_delay_the_next_request_and_do_not_refuse_it() -> None:
-    answering, one = Answering(Metrics("m")), Client("a", Rights(KeyLimits(concurrent=1)))
+    answering, one = Answering(Metrics("m")), Client("a", KeyLimits(concurrent=1))
     await answering.begin(one)
     second = asyncio.create_task(answering.begin(one))
     await asyncio.sleep(0.005)

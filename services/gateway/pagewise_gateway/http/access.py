@@ -181,7 +181,7 @@ def check_operator(request: web.Request, shows: str, otherwise: str = "") -> Non
     Raises:
         ForbiddenError: it comes with another key.
     """
-    if not request[CLIENT].rights.operator:
+    if not request[CLIENT].operator:
         raise ForbiddenError(
             f"{shows} what all API keys do, and the key {request[CLIENT].name!r} is not an operator's: "
             f"put operator=yes in its line among the API keys{otherwise}"

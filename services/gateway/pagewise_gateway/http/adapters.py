@@ -101,7 +101,7 @@ def _check_rights(request: web.Request) -> Service:
         raise ForbiddenError(
             "adapters cannot be loaded while the server runs: start the gateways with --allow-runtime-lora-updating"
         )
-    if not client.rights.operator:
+    if not client.operator:
         raise ForbiddenError(
             f"only operators load adapters, and the key {client.name!r} is not an operator's: "
             "put operator=yes in its line among the API keys"

@@ -356,7 +356,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 def _model(request: web.Request, adapter: Adapter | None) -> Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
-    service, operator = request.app[Service.KEY], request[CLIENT].rights.operator
+    service, operator = request.app[Service.KEY], request[CLIENT].operator
     limits, longest = service.limits, _max_model_len(service)
     if adapter is None:
         return Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)

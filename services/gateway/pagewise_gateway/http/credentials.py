@@ -10,7 +10,6 @@ import re
 import secrets
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -54,28 +53,45 @@ _NAMED = 10
 """Operators that are named in the log."""
 
 
-class Rights(Struct, frozen=True):
-    """The rights of the API keys of one name.
+class Client(Struct, frozen=True):
+    """The holder of the API keys of one name, and its rights.
 
     Fields:
         limits: enforced by the scheduler, over all gateways.
-        priority: the lowest priority that their requests may ask for; the lowest runs the earliest. None: any.
+        priority: the lowest priority that its requests may ask for; the lowest runs the earliest. None: any.
         share: the group of names whose requests share cached KV; empty: requests of this name share it with each other.
-        operator: whether they see the requests of all keys in ``/debug``, and ``/metrics``.
+        operator: whether it sees the requests of all keys in ``/debug``, and ``/metrics``.
+        shares: whether it shares cached KV with all other clients, which is an option of the gateway.
     """
 
+    name: str
     limits: KeyLimits = KeyLimits()
     priority: int | None = LOWEST_PRIORITY
     share: str = ""
     operator: bool = False
+    shares: bool = False
+
+    @property
+    def view(self) -> str:
+        """The name whose requests this client may see in ``/debug``; empty: the requests of all names."""
+        return "" if self.operator else self.name
+
+    def cache_salt(self, given: str | None) -> str | None:
+        """Return the salt of a request's cached KV. ``given``: the salt in its body, which separates further.
+
+        The part before the first ``/`` names the clients that share the cache: all, one group, or one name. Names
+        contain no ``/``, and clients choose only the part behind it, so no choice leads to the cache of others.
+        Gateways without API keys put their part there too, because they may serve the same executors.
+        """
+        own = f"group:{self.share}" if self.share else f"key:{self.name}"
+        sharing = "all" if self.shares else own
+        if given is not None:
+            return f"{sharing}/{given}"
+        return None if self.shares else sharing
 
 
-@dataclass(slots=True)
-class KeyTable:
-    """The valid keys. ``names``: the name of each key, by digest. ``rights``: the rights of each name."""
-
-    names: dict[bytes, str] = field(default_factory=dict)
-    rights: dict[str, Rights] = field(default_factory=dict)
+ANONYMOUS = Client("", priority=None, operator=True, shares=True)
+"""The only client if no API keys are configured."""
 
 
 def digest_of(key: str) -> bytes:
@@ -87,12 +103,13 @@ def digest_of(key: str) -> bytes:
     return hmac.digest(_SECRET, key.encode(errors="surrogateescape"), "sha256")
 
 
-def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
-    """Add the keys in ``text`` to ``table``. ``usual``: the default limits of names.
+def read_keys(text: str, source: str, usual: Client, clients: dict[bytes, Client]) -> None:
+    """Add the keys in ``text`` to ``clients``, by digest. ``usual``: a client with the default rights.
 
     Raises:
         ConfigError: a line cannot be understood. The text names ``source`` and the line, never a key.
     """
+    by_name = {client.name: client for client in clients.values()}
     set_in: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{source}, line {number}"
@@ -103,20 +120,21 @@ def read_keys(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None
         if match is None or match["key"].partition("=")[0] in _RIGHTS:
             raise ConfigError(f"{where}: write NAME: KEY, then what it may do, such as concurrent=4")
         name, digest = match["name"], digest_of(match["key"])
-        if digest in table.names:
+        if digest in clients:
             raise ConfigError(f"{where}: the key of {name} is there already")
-        if len(table.names) >= MOST_KEYS:
+        if len(clients) >= MOST_KEYS:
             raise ConfigError(f"{where}: more than {MOST_KEYS} keys")
-        table.names[digest] = name
-        table.rights.setdefault(name, Rights(usual))
+        clients[digest] = by_name.setdefault(name, replace(usual, name=name))
         if match["rights"]:
             if name in set_in:
                 raise ConfigError(f"{where}: what {name} may do is set already, in {set_in[name]}")
             set_in[name] = where
-            table.rights[name] = _rights_of(match["rights"].split(), usual, where)
+            by_name[name] = replace(usual, name=name, **_rights(match["rights"].split(), usual.limits, where))
+    # A name may have several keys, and its rights may follow any of them.
+    clients.update({digest: by_name[client.name] for digest, client in clients.items()})
 
 
-def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> None:
+def read_variable(text: str, source: str, usual: Client, clients: dict[bytes, Client]) -> None:
     """Add the keys of an environment variable: lines as in a file, entries between commas, or one key without a name.
 
     Raises:
@@ -125,10 +143,10 @@ def read_variable(text: str, source: str, usual: KeyLimits, table: KeyTable) -> 
     text = text.strip()
     if re.fullmatch(r"[^\s,:#]+", text):
         text = f"{SOLE_NAME}: {text} operator=yes"
-    read_keys(text.replace(",", "\n"), source, usual, table)
+    read_keys(text.replace(",", "\n"), source, usual, clients)
 
 
-def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
+def _rights(words: list[str], usual: KeyLimits, where: str) -> dict[str, Any]:
     limits: dict[str, int | None] = {}
     others: dict[str, Any] = {}
     for word in words:
@@ -144,46 +162,7 @@ def _rights_of(words: list[str], usual: KeyLimits, where: str) -> Rights:
             others[name] = int(value)
         else:
             others[name] = value == "yes" if name == "operator" else value
-    return Rights(replace(usual, **limits), **others)
-
-
-@dataclass(slots=True, frozen=True)
-class Client:
-    """The holder of the API keys of one name.
-
-    ``shares``: whether it shares cached KV with all other clients, which is an option of the gateway.
-    """
-
-    name: str
-    rights: Rights
-    shares: bool = False
-
-    @property
-    def limits(self) -> KeyLimits:
-        """The limits that the scheduler enforces."""
-        return self.rights.limits
-
-    @property
-    def view(self) -> str:
-        """The name whose requests this client may see in ``/debug``; empty: the requests of all names."""
-        return "" if self.rights.operator else self.name
-
-    def cache_salt(self, given: str | None) -> str | None:
-        """Return the salt of a request's cached KV. ``given``: the salt in its body, which separates further.
-
-        The part before the first ``/`` names the clients that share the cache: all, one group, or one name. Names
-        contain no ``/``, and clients choose only the part behind it, so no choice leads to the cache of others.
-        Gateways without API keys put their part there too, because they may serve the same executors.
-        """
-        own = f"group:{self.rights.share}" if self.rights.share else f"key:{self.name}"
-        sharing = "all" if self.shares else own
-        if given is not None:
-            return f"{sharing}/{given}"
-        return None if self.shares else sharing
-
-
-ANONYMOUS = Client("", Rights(priority=None, operator=True), shares=True)
-"""The only client if no API keys are configured."""
+    return {"limits": replace(usual, **limits), **others}
 
 
 class WatchedFiles:
@@ -233,12 +212,12 @@ class Keyring:
         Raises:
             ConfigError: there is no key, or a line cannot be understood.
         """
-        self._variable, self._path, self._usual = variable, Path(path) if path else None, usual
-        self._metrics, self._share_cache = metrics, share_cache
+        self._variable, self._path = variable, Path(path) if path else None
+        self._usual, self._metrics = Client("", usual, shares=share_cache), metrics
         self._warned = False
         self._file = WatchedFiles([self._path] if self._path else [])
         self._keys = self._load()
-        names = {client.name: client.rights.operator for client in self._keys.values()}
+        names = {client.name: client.operator for client in self._keys.values()}
         operators = [name for name, operator in names.items() if operator]
         log.info(
             "API keys of %d clients; /metrics and /debug of all are shown to %s",
@@ -262,9 +241,9 @@ class Keyring:
         return self._keys.get(digest_of(key))
 
     def _load(self) -> dict[bytes, Client]:
-        table = KeyTable()
+        clients: dict[bytes, Client] = {}
         if self._variable:
-            read_variable(self._variable, "PAGEWISE_API_KEYS", self._usual, table)
+            read_variable(self._variable, "PAGEWISE_API_KEYS", self._usual, clients)
         if self._path is not None:
             try:
                 with self._path.open(encoding="utf-8") as file:
@@ -274,11 +253,10 @@ class Keyring:
                 raise ConfigError(f"{self._path} cannot be read: {error}") from error
             if len(text) > _MOST_FILE_BYTES:
                 raise ConfigError(f"{self._path} is longer than {_MOST_FILE_BYTES} characters")
-            read_keys(text, str(self._path), self._usual, table)
-        if not table.names:
+            read_keys(text, str(self._path), self._usual, clients)
+        if not clients:
             raise ConfigError(f"there is no API key in {self._path or 'PAGEWISE_API_KEYS'}")
-        clients = {name: Client(name, rights, self._share_cache) for name, rights in table.rights.items()}
-        return {digest: clients[name] for digest, name in table.names.items()}
+        return clients
 
     def _check_mode(self, status: os.stat_result, path: Path) -> None:
         """Warn once if other users can read the keys.

@@ -94,7 +94,7 @@ def _json(body: bytes) -> web.Response:
 
 def _limit(request: web.Request, default: int) -> int:
     text = request.query.get("limit", str(default))
-    most = MOST if request[CLIENT].rights.operator else MOST_OF_OWN
+    most = MOST if request[CLIENT].operator else MOST_OF_OWN
     if not (text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= most):
         raise InvalidRequestError(f"limit: a whole number from 1 to {most}, not {text[:20]!r}", "limit")
     return int(text)

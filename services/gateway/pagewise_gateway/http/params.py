@@ -113,7 +113,7 @@ def check_priority(body: GenerationFields, client: Client) -> None:
     Raises:
         InvalidRequestError: it is lower, and would run earlier, than the client's API key permits.
     """
-    lowest = client.rights.priority
+    lowest = client.priority
     if lowest is not None and body.priority is not None and body.priority < lowest:
         raise InvalidRequestError(
             f"priority is {body.priority}, the lowest that the API key {client.name!r} may ask for is {lowest}",
