@@ -89,6 +89,7 @@ def _http_api() -> str:
 
 
 def _document() -> dict[str, Any]:
+    from pagewise_gateway.http.app import ENDPOINTS
     from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
     from pagewise_gateway.http.openapi import document
     from pagewise_gateway.http.params import Limits
@@ -100,7 +101,8 @@ def _document() -> dict[str, Any]:
     metrics = Metrics(config.model)
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
-    return document(package_version(), Limits(config.model, config.max_n), config.max_body_bytes, memory, answers)
+    limits = Limits(config.model, config.max_n)
+    return document(ENDPOINTS, package_version(), limits, config.max_body_bytes, memory, answers)
 
 
 def _fields(schema: dict[str, Any]) -> list[str]:

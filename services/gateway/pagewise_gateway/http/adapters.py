@@ -39,8 +39,8 @@ class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     lora_int_id: int | None = None
 
 
-async def _load(request: web.Request) -> web.Response:
-    """Load an adapter on all executors, and serve it.
+async def load_adapter(request: web.Request) -> web.Response:
+    """Load a LoRA adapter; for operators.
 
     Raises:
         APIError: it is not allowed, or the adapter cannot be served.
@@ -64,8 +64,10 @@ async def _load(request: web.Request) -> web.Response:
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def _unload(request: web.Request) -> web.Response:
-    """Stop serving an adapter. Running requests continue with it.
+async def unload_adapter(request: web.Request) -> web.Response:
+    """Unload a LoRA adapter; for operators.
+
+    Running requests continue with it.
 
     Raises:
         APIError: it is not allowed, or there is no such adapter.
@@ -107,10 +109,3 @@ def _check_rights(request: web.Request) -> Service:
             "put operator=yes in its line among the API keys"
         )
     return service
-
-
-ENDPOINTS = {
-    "/v1/load_lora_adapter": (_load, "Load a LoRA adapter; for operators.", LoadAdapterRequest),
-    "/v1/unload_lora_adapter": (_unload, "Unload a LoRA adapter; for operators.", UnloadAdapterRequest),
-}
-"""Path -> its handler, its summary, and its body."""

@@ -4,20 +4,21 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.config.adapter_options import adapter_rights, max_adapter_rank
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
-from pagewise_gateway.http import errors, schema
+from pagewise_gateway.http import errors, responses, schema
+from pagewise_gateway.http import messages_schema as messages
+from pagewise_gateway.http import responses_schema as items
 from pagewise_gateway.http.access import access_check, check_operator
-from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
+from pagewise_gateway.http.adapters import LoadAdapterRequest, UnloadAdapterRequest, load_adapter, unload_adapter
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
@@ -29,20 +30,11 @@ from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, In
 from pagewise_gateway.http.listening import RefusedRequests
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.messages_api import count_tokens, create_message, error_response
-from pagewise_gateway.http.openapi import document
+from pagewise_gateway.http.openapi import OPERATORS, Endpoint, document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import discard_body, read_request
 from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
 from pagewise_gateway.http.request_log import about_request, log_request, trace_requests
-from pagewise_gateway.http.responses import (
-    DetokenizeResponse,
-    Health,
-    Model,
-    ModelList,
-    RenderResponse,
-    TokenizeResponse,
-    Version,
-)
 from pagewise_gateway.http.responses_api import create_response
 from pagewise_gateway.http.writing import Deliveries, in_time, known_error, write_if_large
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
@@ -60,10 +52,10 @@ _MAX_PATH = 128
 _LARGE_REST = 65_536
 """The connection of a request is closed if the body has so many bytes and was refused unread."""
 
+_LOADING = f"{OPERATORS} Or adapters may not be loaded while the server runs."
+
 _REFUSED = web.AppKey("refused", RefusedRequests)
 _OPENAPI = web.AppKey("openapi", bytes)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def create_app(
@@ -104,38 +96,18 @@ def create_app(
         turns=LoopTurns(),
         grammars=Grammars(),
     )
-    app[_OPENAPI] = msgspec.json.encode(document(package_version(), limits, config.max_body_bytes, memory, answers))
+    # Making it takes milliseconds, so it is made here and not for each request.
+    app[_OPENAPI] = msgspec.json.encode(
+        document(ENDPOINTS, package_version(), limits, config.max_body_bytes, memory, answers)
+    )
     app[_REFUSED] = RefusedRequests()
     app[Deliveries.KEY] = Deliveries()
     app.on_cleanup.append(_close)
-    app.add_routes(_routes())
+    app.add_routes([endpoint.route for endpoint in ENDPOINTS])
+    app.router.add_post("/v1/embeddings", refuse_embeddings)
     if config.console:
         add_console(app, Feeds(scheduler_client, metrics, tokenizer), shows_text=config.console_shows_text)
     return app
-
-
-def _routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/completions", create_completion),
-        web.post("/v1/chat/completions", create_chat_completion),
-        web.post("/v1/chat/completions/render", render),
-        web.post("/v1/responses", create_response),
-        web.post("/v1/messages", create_message),
-        web.post("/v1/messages/count_tokens", count_tokens),
-        web.post("/v1/embeddings", refuse_embeddings),
-        web.get("/v1/models", list_models),
-        web.get("/v1/models/{model:.+}", get_model),
-        *(web.post(path, handler) for path, (handler, *_) in ADAPTER_ENDPOINTS.items()),
-        web.post("/tokenize", tokenize),
-        web.post("/detokenize", detokenize),
-        web.get("/health", health),
-        web.get("/version", version),
-        web.get("/metrics", render_metrics),
-        web.get("/debug/memory", debug_memory),
-        web.get("/debug/requests/{request_id:.+}", debug_request),
-        web.get("/debug/explain/{request_id:.+}", debug_explain),
-        web.get("/openapi.json", openapi),
-    ]
 
 
 def _middlewares(config: GatewayConfig, metrics: Metrics, tracing: Tracing | None) -> list[Middleware]:
@@ -254,9 +226,10 @@ async def refuse_embeddings(_: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """Answer 200 if the scheduler answers and an executor is ready, else 503; 503 too while this gateway stops.
+    """200 if the scheduler answers and an executor is ready, else 503.
 
-    The status is "degraded" if requests are served, but another process of the server keeps failing.
+    It is 503 too while this gateway stops. The status in the body is "degraded" if requests are served, but another
+    process of the server keeps failing.
     """
     scheduler_client = request.app[Service.KEY].scheduler_client
     answers, ready = scheduler_client.answers, scheduler_client.ready_executors
@@ -265,39 +238,39 @@ async def health(request: web.Request) -> web.Response:
     status = served if ready else "no executor is ready" if answers else "no scheduler answers"
     if scheduler_client.closing:
         status = "the gateway is shutting down"
-    return _json(Health(status, ready, answers, list(problems)), 200 if status == served else 503)
+    return _json(responses.Health(status, ready, answers, list(problems)), 200 if status == served else 503)
 
 
 async def version(_: web.Request) -> web.Response:
-    """Answer with the version of this service."""
-    return _json(Version(package_version()))
+    """The version of this service."""
+    return _json(responses.Version(package_version()))
 
 
 async def render_metrics(request: web.Request) -> web.Response:
-    """Answer with the Prometheus metrics of all processes, which the scheduler collects."""
+    """Prometheus metrics of all processes."""
     check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
     body = await request.app[Service.KEY].scheduler_client.query("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """Answer with the OpenAPI document. It takes milliseconds to make, so it was made at the start."""
+    """This document."""
     return web.Response(body=request.app[_OPENAPI], content_type="application/json")
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Answer with the served model, and its adapters."""
+    """The model that is served, and its adapters."""
     adapters = request.app[Service.KEY].scheduler_client.adapters.all()
-    return _json(ModelList([_model(request, each) for each in (None, *adapters)]))
+    return _json(responses.ModelList([_model(request, each) for each in (None, *adapters)]))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """Answer with the model or an adapter by its name."""
+    """The model, or an adapter, by its name."""
     return _json(_model(request, check_model(request.match_info["model"], request.app[Service.KEY].limits)))
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Answer with the tokens of a prompt or of messages."""
+    """Tokens of a prompt or of messages."""
     service, key = request.app[Service.KEY], request[CLIENT].name
     body, _ = await read_request(request, schema.TokenizeRequest)
     check_model(body.model, service.limits)
@@ -319,22 +292,22 @@ async def tokenize(request: web.Request) -> web.Response:
             return [names[token] for token in tokens]
 
         strings = await service.tokenizer.off_loop(named, key)
-    return _json(TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
+    return _json(responses.TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
 
 
 async def render(request: web.Request) -> web.Response:
-    """Answer with the prompt that a chat completion would have, which is not run."""
+    """The prompt that a chat completion would have, which is not run."""
     service, key = request.app[Service.KEY], request[CLIENT].name
     body, _ = await read_request(request, schema.ChatRequest)
     check_common(body, service.limits)
     check_segments(body)
     service.formats.check(body)
     encoded = await encode_chat(service, body, service.scheduler_client.capacity(), key, whole_text=True)
-    return _json(RenderResponse(encoded.text, list(encoded.tokens)))
+    return _json(responses.RenderResponse(encoded.text, list(encoded.tokens)))
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """Answer with the text of tokens, special tokens included."""
+    """Text of tokens."""
     service = request.app[Service.KEY]
     body, _ = await read_request(request, schema.DetokenizeRequest)
     check_model(body.model, service.limits)
@@ -351,17 +324,17 @@ async def detokenize(request: web.Request) -> web.Response:
     text = await service.tokenizer.off_loop(
         lambda: decode(body.tokens, skip_special_tokens=False), request[CLIENT].name, len(body.tokens)
     )
-    return _json(DetokenizeResponse(text))
+    return _json(responses.DetokenizeResponse(text))
 
 
-def _model(request: web.Request, adapter: Adapter | None) -> Model:
+def _model(request: web.Request, adapter: Adapter | None) -> responses.Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
     service, operator = request.app[Service.KEY], request[CLIENT].operator
     limits, longest = service.limits, _max_model_len(service)
     if adapter is None:
-        return Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
+        return responses.Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
     root = adapter.path if operator else adapter.name
-    return Model(adapter.name, adapter.created, longest, root, limits.model_name)
+    return responses.Model(adapter.name, adapter.created, longest, root, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:
@@ -372,6 +345,37 @@ def _max_model_len(service: Service) -> int | None:
 def _json(body: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
+
+ENDPOINTS = (
+    Endpoint(
+        "/v1/completions",
+        create_completion,
+        responses.CompletionResponse,
+        schema.CompletionRequest,
+        responses.CompletionResponse,
+    ),
+    Endpoint(
+        "/v1/chat/completions", create_chat_completion, responses.ChatResponse, schema.ChatRequest, responses.ChatChunk
+    ),
+    Endpoint("/v1/chat/completions/render", render, responses.RenderResponse, schema.ChatRequest),
+    Endpoint("/v1/responses", create_response, items.Response, items.ResponsesRequest, items.ResponseEvent),
+    Endpoint("/v1/messages", create_message, messages.Message, messages.MessagesRequest, messages.MessageEvent),
+    Endpoint("/v1/messages/count_tokens", count_tokens, messages.TokenCount, messages.CountRequest),
+    Endpoint("/v1/models", list_models, responses.ModelList),
+    Endpoint("/v1/models/{model:.+}", get_model, responses.Model),
+    Endpoint("/v1/load_lora_adapter", load_adapter, str, LoadAdapterRequest, forbidden=_LOADING),
+    Endpoint("/v1/unload_lora_adapter", unload_adapter, str, UnloadAdapterRequest, forbidden=_LOADING),
+    Endpoint("/tokenize", tokenize, responses.TokenizeResponse, schema.TokenizeRequest),
+    Endpoint("/detokenize", detokenize, responses.DetokenizeResponse, schema.DetokenizeRequest),
+    Endpoint("/health", health, responses.Health),
+    Endpoint("/version", version, responses.Version),
+    Endpoint("/metrics", render_metrics, str, forbidden=OPERATORS),
+    Endpoint("/debug/memory", debug_memory, forbidden=OPERATORS),
+    Endpoint("/debug/requests/{request_id:.+}", debug_request),
+    Endpoint("/debug/explain/{request_id:.+}", debug_explain),
+    Endpoint("/openapi.json", openapi),
+)
+"""The endpoints of every gateway, without the calls of the console's page."""
 
 _UNLISTED = {refuse_embeddings, *CONSOLE_HANDLERS}
 """Handlers that errors do not list among the endpoints: refusals, and the calls of the console's page."""

@@ -30,22 +30,23 @@ _decode = msgspec.json.Decoder(RequestReport).decode
 
 
 async def debug_memory(request: web.Request) -> web.Response:
-    """Answer with the pools, the requests and the prefix tree of every executor."""
+    """The contents of the KV memory of every executor; ?limit=N cuts lists."""
     check_operator(request, "/debug/memory shows")
     return _json(await _report(request, "memory", ""))
 
 
 async def debug_request(request: web.Request) -> web.Response:
-    """Answer with the report of one request, by our id or the client's own (the newest that has it).
+    """A request's blocks and their history, by our id or your X-Request-Id.
 
-    The last requests that have ended are known too. A request of another key is answered like an unknown one.
+    Of several requests with the same X-Request-Id, it is the newest. The last requests that have ended are known too. A
+    request of another key is answered like an unknown one.
     """
     await count_request(request)
     return _json(await _request_report(request))
 
 
 async def debug_explain(request: web.Request) -> web.Response:
-    """Answer with the same report, and sentences about where the request's time and its cached prefix went."""
+    """Where a request's time went and its cached prefix was lost, in sentences."""
     await count_request(request)
     try:
         report = _decode(await _request_report(request, EXPLAINED))

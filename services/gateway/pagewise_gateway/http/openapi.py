@@ -1,69 +1,56 @@
-"""The OpenAPI document, generated from the request structs."""
+"""The OpenAPI document, generated from the endpoints and the structs of their bodies."""
 
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from pagewise_gateway.generation import LOGPROB_BYTES, REPEATED_BYTES, TOKEN_BYTES
 from pagewise_gateway.http import messages_schema as messages
-from pagewise_gateway.http.adapters import ENDPOINTS as ADAPTER_ENDPOINTS
 from pagewise_gateway.http.debug import DEFAULT_LIMIT, EXPLAINED, MOST
 from pagewise_gateway.http.errors import ErrorResponse
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.http.parsing import BODY_SECONDS, MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
-from pagewise_gateway.http.responses import (
-    ChatChunk,
-    ChatResponse,
-    CompletionResponse,
-    DetokenizeResponse,
-    Health,
-    Model,
-    ModelList,
-    RenderResponse,
-    TokenizeResponse,
-    Version,
-)
-from pagewise_gateway.http.responses_schema import Response, ResponseEvent, ResponsesRequest
-from pagewise_gateway.http.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pagewise_gateway.http.responses_schema import ResponseEvent
+from pagewise_gateway.http.schema import ChatRequest, CompletionRequest
 
-# Path -> its summary, its body, its answer, and the data of each event where the answer may be a stream.
-_POSTS: dict[str, tuple[str, type, type, type | None]] = {
-    "/v1/completions": ("Complete one or several prompts.", CompletionRequest, CompletionResponse, CompletionResponse),
-    "/v1/chat/completions": ("Continue a conversation.", ChatRequest, ChatResponse, ChatChunk),
-    **{path: (summary, body, str, None) for path, (_, summary, body) in ADAPTER_ENDPOINTS.items()},
-    "/tokenize": ("Tokens of a prompt or of messages.", TokenizeRequest, TokenizeResponse, None),
-    "/detokenize": ("Text of tokens.", DetokenizeRequest, DetokenizeResponse, None),
-    "/v1/chat/completions/render": (
-        "The prompt that a chat completion would have, which is not run.",
-        ChatRequest,
-        RenderResponse,
-        None,
-    ),
-    "/v1/responses": ("Continue a conversation that consists of items.", ResponsesRequest, Response, ResponseEvent),
-    "/v1/messages": (
-        "Continue a conversation of Anthropic's API.",
-        messages.MessagesRequest,
-        messages.Message,
-        messages.MessageEvent,
-    ),
-    "/v1/messages/count_tokens": (
-        "Count the tokens of a prompt of Anthropic's API.",
-        messages.CountRequest,
-        messages.TokenCount,
-        None,
-    ),
-}
-_GETS: dict[str, tuple[str, type | None]] = {
-    "/v1/models": ("The model that is served, and its adapters.", ModelList),
-    "/v1/models/{model}": ("The model, or an adapter, by its name.", Model),
-    "/health": ("200 if the scheduler answers and an executor is ready, else 503.", Health),
-    "/version": ("The version of this service.", Version),
-    "/debug/memory": ("The contents of the KV memory of every executor; ?limit=N cuts lists.", None),
-    "/debug/requests/{request_id}": ("A request's blocks and their history, by our id or your X-Request-Id.", None),
-    "/debug/explain/{request_id}": ("Where a request's time went and its cached prefix was lost, in sentences.", None),
-}
+OPERATORS = "The API key is not an operator's."
+
+
+class Endpoint(NamedTuple):
+    """A path that clients may request, and its handler.
+
+    Fields:
+        path: as aiohttp's router takes it.
+        handler: the first line of its docstring is the summary in the document.
+        answer: the JSON of the response; ``str``: it is text; None: it is an object without a struct.
+        body: the JSON of the request, whose method is POST; None: the method is GET.
+        event: the data of each event where the response may be a stream.
+        forbidden: describes the status 403, if the endpoint has it.
+    """
+
+    path: str
+    handler: Handler
+    answer: type | None = None
+    body: type | None = None
+    event: type | None = None
+    forbidden: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The summary in the document."""
+        return (self.handler.__doc__ or "").partition("\n")[0]
+
+    @property
+    def route(self) -> web.RouteDef:
+        """The route, for an application."""
+        return (web.get if self.body is None else web.post)(self.path, self.handler)
+
+
 _ERRORS = {
     400: "The request is wrong; param names the field. An answer that is not a stream may take {answer} bytes: "
     "{token} for a token, {logprob} for each log-probability, {repeated} for each token of a prompt that a choice "
@@ -84,13 +71,16 @@ _BODY = (
     f"{MAX_CONTAINERS} arrays and objects, {MAX_STRINGS} strings (names of fields included) and {MAX_VALUES} values. "
     "Integers may be written as 10.0 or 1e1."
 )
-_OPERATORS = "The API key is not an operator's."
 _REF = "#/components/schemas/{name}"
-_TEXT: dict[str, Any] = {"200": {"description": "Done.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
 def document(
-    version: str, limits: Limits, max_body_bytes: int, memory: BodyMemory, answers: AnswerMemory
+    endpoints: Sequence[Endpoint],
+    version: str,
+    limits: Limits,
+    max_body_bytes: int,
+    memory: BodyMemory,
+    answers: AnswerMemory,
 ) -> dict[str, Any]:
     """Return the document as plain JSON values. ``max_body_bytes``, ``memory``, ``answers``: limits of requests."""
     sizes = {
@@ -103,18 +93,17 @@ def document(
         "logprob": LOGPROB_BYTES,
         "repeated": REPEATED_BYTES,
     }
-    types = {kind for _, *kinds in (*_POSTS.values(), *_GETS.values()) for kind in kinds if kind not in (None, str)}
-    _, components = msgspec.json.schema_components([*types, ErrorResponse, messages.MessageError], ref_template=_REF)
+    described = {kind for each in endpoints for kind in (each.body, each.answer, each.event)} - {None, str}
+    types = [*described, ErrorResponse, messages.MessageError]
+    _, components = msgspec.json.schema_components(types, ref_template=_REF)
     for kind in (CompletionRequest, ChatRequest):
         for name in ("n", "best_of"):
             components[kind.__name__]["properties"][name]["anyOf"][0]["maximum"] = limits.max_n
-    metrics = _TEXT | {"401": _error(_ERRORS[401]), "403": _error(_OPERATORS), "503": _error("No scheduler answers.")}
-    paths: dict[str, Any] = {
-        **{path: {"get": _get(path)} for path in _GETS},
-        **{path: {"post": _post(path, sizes)} for path in _POSTS},
-        "/openapi.json": {"get": {"summary": "This document.", "responses": _json({"type": "object"})}},
-        "/metrics": {"get": {"summary": "Prometheus metrics of all processes.", "responses": metrics}},
-    }
+    paths: dict[str, Any] = {}
+    for endpoint in endpoints:
+        path = re.sub(r":[^}]*}", "}", endpoint.path)
+        operation = _get(endpoint, path) if endpoint.body is None else _post(endpoint, endpoint.body, sizes)
+        paths[path] = {"get" if endpoint.body is None else "post": operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"Pagewise, serving {limits.model_name}", "version": version},
@@ -127,11 +116,8 @@ def document(
     }
 
 
-def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
-    summary, request, answer, event = _POSTS[path]
-    responses = _json(_ref(answer)) if answer is not str else dict(_TEXT)
-    if path in ADAPTER_ENDPOINTS:
-        responses["403"] = _error(f"{_OPERATORS} Or adapters may not be loaded while the server runs.")
+def _post(endpoint: Endpoint, body: type, sizes: dict[str, int]) -> dict[str, Any]:
+    responses, event = _responses(endpoint), endpoint.event
     if event is not None:
         # As OpenAPI 3.2 describes streams of events. The last one's data is "[DONE]", unless they have names.
         chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(event)}
@@ -142,42 +128,44 @@ def _post(path: str, sizes: dict[str, int]) -> dict[str, Any]:
         else:
             item["properties"] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
         responses["200"]["content"]["text/event-stream"] = {"itemSchema": item}
-    shape = messages.MessageError if path.startswith("/v1/messages") else ErrorResponse
+    shape = messages.MessageError if endpoint.path.startswith("/v1/messages") else ErrorResponse
     responses |= {str(status): _error(text.format_map(sizes), shape) for status, text in _ERRORS.items()}
-    body = {
+    request = {
         "required": True,
         "description": _BODY.format_map(sizes),
-        "content": {"application/json": {"schema": _ref(request)}},
+        "content": {"application/json": {"schema": _ref(body)}},
     }
-    return {"summary": summary, "responses": responses, "requestBody": body}
+    return {"summary": endpoint.summary, "responses": responses, "requestBody": request}
 
 
-def _get(path: str) -> dict[str, Any]:
-    summary, answer = _GETS[path]
-    responses = _json(_ref(answer) if answer is not None else {"type": "object"})
-    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+def _get(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    responses = _responses(endpoint)
     parameters: list[dict[str, Any]] = []
     if path == "/health":
         responses["503"] = responses["200"] | {"description": "There is no scheduler, or no executor is ready."}
     if named := re.search(r"{(\w+)}", path):
         responses["404"] = _error("Nothing of that name.")
         parameters.append({"name": named[1], "in": "path", "required": True, "schema": {"type": "string"}})
+    if path == "/metrics" or path.startswith("/debug/"):
+        responses["401"] = _error(_ERRORS[401])
+        responses["503"] = _error("No scheduler answers.")
     if path.startswith("/debug/"):
         responses["400"] = _error("limit is not a number, or out of range.")
-        responses["503"] = _error("No scheduler answers.")
-        responses["401"] = _error(_ERRORS[401])
-        if path == "/debug/memory":
-            responses["403"] = _error(_OPERATORS)
         default = EXPLAINED if path.startswith("/debug/explain/") else DEFAULT_LIMIT
         schema = {"type": "integer", "minimum": 1, "maximum": MOST, "default": default}
         parameters.append({"name": "limit", "in": "query", "schema": schema})
-    if parameters:
-        operation["parameters"] = parameters
-    return operation
+    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
+    return operation | {"parameters": parameters} if parameters else operation
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"200": {"description": "Done.", "content": {"application/json": {"schema": schema}}}}
+def _responses(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the status 200, and 403 if the endpoint has it."""
+    if endpoint.answer is str:
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": _ref(endpoint.answer) if endpoint.answer else {"type": "object"}}}
+    done = {"200": {"description": "Done.", "content": content}}
+    return done | {"403": _error(endpoint.forbidden)} if endpoint.forbidden else done
 
 
 def _error(text: str, shape: type = ErrorResponse) -> dict[str, Any]:
