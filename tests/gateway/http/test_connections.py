@@ -13,7 +13,7 @@ from aiohttp import web
 from pagewise_gateway.http import parsing
 from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import OverloadedError
-from pagewise_gateway.http.intake import Answering
+from pagewise_gateway.http.intake import AnswerMemory
 from pagewise_gateway.metrics import Metrics
 from pagewise_shared.protocol import KeyLimits
 
@@ -127,14 +127,14 @@ async def test_a_request_counts_until_its_answer_is_read(stream: bool) -> None:
 
 
 async def test_answers_that_are_being_written_delay_the_next_request_and_do_not_refuse_it() -> None:
-    answering, one = Answering(Metrics("m")), Client("a", KeyLimits(concurrent=1))
-    await answering.begin(one)
-    second = asyncio.create_task(answering.begin(one))
+    answers, one = AnswerMemory(1, Metrics("m")), Client("a", KeyLimits(concurrent=1))
+    await answers.begin_answer(one)
+    second = asyncio.create_task(answers.begin_answer(one))
     await asyncio.sleep(0.005)
-    answering.end(one)
+    answers.end_answer(one)
     await second
     with pytest.raises(OverloadedError):
-        await answering.begin(one)
+        await answers.begin_answer(one)
 
 
 async def test_a_large_answer_to_a_slow_client_is_complete(caplog: pytest.LogCaptureFixture) -> None:

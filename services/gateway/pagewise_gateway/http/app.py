@@ -26,7 +26,7 @@ from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_
 from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.debug import debug_explain, debug_memory, debug_request
 from pagewise_gateway.http.errors import APIError, InvalidRequestError, NotFoundError, UnsupportedEndpointError
-from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory, Intake
+from pagewise_gateway.http.intake import AnswerMemory, BodyMemory, Intake
 from pagewise_gateway.http.listening import RefusedRequests
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.messages_api import count_tokens, create_message, error_response
@@ -92,7 +92,6 @@ def create_app(
         config.write_timeout,
         body_memory=memory,
         answer_memory=answers,
-        answering=Answering(metrics),
         turns=LoopTurns(),
         grammars=Grammars(),
     )

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.credentials import Client
-from pagewise_gateway.http.intake import Answering, AnswerMemory, BodyMemory
+from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
 from pagewise_gateway.metrics import Metrics
@@ -47,7 +47,6 @@ class Service:
     Fields:
         limits: of this service, and the names of its models. formats: the options of conversations.
         write_timeout: seconds that a client may take to read data that was written.
-        answering: counts requests of keys with limits until their answers are written.
         turns: runs work on the event loop. grammars: makes and checks grammars.
     """
 
@@ -61,7 +60,6 @@ class Service:
     write_timeout: float
     body_memory: BodyMemory
     answer_memory: AnswerMemory
-    answering: Answering
     turns: LoopTurns
     grammars: Grammars
 

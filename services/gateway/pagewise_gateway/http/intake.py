@@ -26,7 +26,7 @@ _LARGE = 4
 """The memory of a large answer, which may take more than a quarter of a key's share, is reserved before its request
 runs. For smaller answers it is reserved as tokens arrive, because most end long before their limit."""
 _PAUSES = (0.0, 0.02, 0.1)
-"""Seconds to wait before ``Answering`` checks again whether another answer has been written. The frame from the
+"""Seconds to wait before ``AnswerMemory`` checks again whether another answer has been written. The frame from the
 scheduler that admits a request may also end another request, whose answer this gateway has not written yet."""
 
 
@@ -122,6 +122,8 @@ class AnswerMemory(MemoryBudget):
 
     An answer that is not streamed is kept until it is written. Of a stream only the data that its client has not read
     is kept; a stream of ``/v1/responses`` also keeps its text, because its last event repeats the text.
+
+    The requests of each API key that are being answered are counted here too.
     """
 
     def __init__(self, total: int, metrics: Metrics) -> None:
@@ -133,6 +135,37 @@ class AnswerMemory(MemoryBudget):
             refused=lambda of_key: metrics.requests_refused("key_answer_memory" if of_key else "answer_memory").inc(),
         )
         metrics.http_answer_bytes.set_function(lambda: self.used)
+        self._metrics = metrics
+        self._answering: dict[str, int] = {}
+
+    async def begin_answer(self, client: Client) -> None:
+        """Count a request of a client, which the scheduler has admitted, until its answer is written.
+
+        The scheduler counts a request only until its last token. Without this count, the finished answers to a client
+        that does not read would pile up here for as long as ``--write-timeout`` allows.
+
+        Raises:
+            OverloadedError: with the requests whose answers are not read yet, the key is over its limit.
+        """
+        most = client.limits.concurrent
+        for pause in _PAUSES:
+            if most is None or self._answering.get(client.name, 0) < most:
+                break
+            await asyncio.sleep(pause)
+        number = self._answering.get(client.name, 0)
+        if most is not None and number >= most:
+            self._metrics.requests_refused("key_unread").inc()
+            raise OverloadedError(
+                f"API key {client.name}: {number} requests are being answered, and some of their answers wait to be "
+                f"read; the limit of concurrent requests is {most}"
+            )
+        self._answering[client.name] = number + 1
+
+    def end_answer(self, client: Client) -> None:
+        """Stop counting a request: its answer was written, or the client is gone."""
+        self._answering[client.name] -= 1
+        if not self._answering[client.name]:
+            del self._answering[client.name]
 
 
 class AnswerSize:
@@ -190,44 +223,6 @@ class AnswerSize:
         return prompt_bytes
 
 
-class Answering:
-    """Counts the requests of each API key that this gateway is answering, until their answers are written.
-
-    The scheduler counts a request only until its last token. Without this count, the finished answers to a client that
-    does not read would pile up here for as long as ``--write-timeout`` allows.
-    """
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._by_key: dict[str, int] = {}
-
-    async def begin(self, client: Client) -> None:
-        """Count a request of a client, which the scheduler has admitted.
-
-        Raises:
-            OverloadedError: with the requests whose answers are not read yet, the key is over its limit.
-        """
-        most = client.limits.concurrent
-        for pause in _PAUSES:
-            if most is None or self._by_key.get(client.name, 0) < most:
-                break
-            await asyncio.sleep(pause)
-        number = self._by_key.get(client.name, 0)
-        if most is not None and number >= most:
-            self._metrics.requests_refused("key_unread").inc()
-            raise OverloadedError(
-                f"API key {client.name}: {number} requests are being answered, and some of their answers wait to be "
-                f"read; the limit of concurrent requests is {most}"
-            )
-        self._by_key[client.name] = number + 1
-
-    def end(self, client: Client) -> None:
-        """Stop counting a request: its answer was written, or the client is gone."""
-        self._by_key[client.name] -= 1
-        if not self._by_key[client.name]:
-            del self._by_key[client.name]
-
-
 class Intake:
     """The reservations of one request, from the head of its body until it is answered.
 
@@ -242,14 +237,12 @@ class Intake:
 
     KEY: ClassVar[web.RequestKey["Intake"]] = web.RequestKey("intake")
 
-    def __init__(
-        self, client: Client, request_id: str, memory: BodyMemory, answers: AnswerMemory, answering: Answering
-    ) -> None:
+    def __init__(self, client: Client, request_id: str, memory: BodyMemory, answers: AnswerMemory) -> None:
         self.memory = Reservation(memory, client.name)
         self.answer = Reservation(answers, client.name)
         self.counted: LiveRequest | None = None
         self._client, self._request_id = client, request_id
-        self._answering, self._begun = answering, False
+        self._answers, self._begun = answers, False
 
     async def count(self, scheduler_client: SchedulerClient) -> None:
         """Count the request against the limits of its key. The scheduler does so, over all gateways.
@@ -265,7 +258,7 @@ class Intake:
             Submit(0, 0, self._request_id, (), RequestParams(SamplingParams(), key=client.name), client.limits)
         )
         await self.counted.next()
-        await self._answering.begin(client)
+        await self._answers.begin_answer(client)
         self._begun = True
 
     def close(self) -> None:
@@ -274,6 +267,6 @@ class Intake:
         self.answer.release()
         if self._begun:
             self._begun = False
-            self._answering.end(self._client)
+            self._answers.end_answer(self._client)
         if self.counted is not None:
             self.counted.abort()

@@ -244,7 +244,7 @@ async def count_request(request: web.Request) -> Intake:
     """
     service = request.app[Service.KEY]
     intake = request[Intake.KEY] = Intake(
-        request[CLIENT], request[REQUEST_ID], service.body_memory, service.answer_memory, service.answering
+        request[CLIENT], request[REQUEST_ID], service.body_memory, service.answer_memory
     )
     await intake.count(service.scheduler_client)
     return intake
