@@ -9,12 +9,10 @@ import contextlib
 import re
 import zlib
 from collections.abc import AsyncIterator
-from functools import cache
 from time import monotonic
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import msgspec.inspect as types
 from aiohttp import web
 from msgspec import Struct
 from pagewise_shared.json_errors import why_not_json
@@ -365,8 +363,8 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error):
                 raise
-            _with_integers(wanted, request_type)
-            return msgspec.convert(wanted, request_type)
+            # JSON has only numbers, and some clients send integers as 10.0. Fields for other numbers take integers too.
+            return msgspec.convert({name: _integral(value) for name, value in wanted.items()}, request_type)
     except msgspec.ValidationError as error:
         raise explain(error, fields) from None
     except RecursionError:
@@ -390,14 +388,8 @@ def explain(error: msgspec.ValidationError, fields: dict[str, Any]) -> InvalidRe
     return InvalidRequestError(f"{path}: {text}" if path else text, path or None)
 
 
-def _with_integers(fields: dict[str, Any], request_type: type[Struct]) -> None:
-    """Replace floats without a fraction by integers, in place, in all fields that take integers or lists of integers:
-    JSON has only numbers, and some clients send 10.0. Other floats stay, so that their error names the field."""
-    for name in _integer_fields(request_type) & fields.keys():
-        fields[name] = _integral(fields[name])
-
-
 def _integral(value: Any) -> Any:
+    """Return an integer for a float without a fraction, also in lists. Other floats stay, so that errors name them."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
@@ -405,23 +397,3 @@ def _integral(value: Any) -> Any:
         if float in kinds or list in kinds:
             return [_integral(item) for item in value]
     return value
-
-
-@cache
-def _integer_fields(request_type: type[Struct]) -> frozenset[str]:
-    info = types.type_info(request_type)
-    assert isinstance(info, types.StructType)
-    return frozenset(field.encode_name for field in info.fields if _takes_integers(field.type))
-
-
-def _takes_integers(kind: types.Type) -> bool:
-    """Return whether a value of a field may be an integer, or a list of integers, but not another number."""
-    match kind:
-        case types.IntType():
-            return True
-        case types.ListType(item_type=item) | types.Metadata(type=item):
-            return _takes_integers(item)
-        case types.UnionType(types=alternatives):
-            return any(map(_takes_integers, alternatives))
-        case _:
-            return False
