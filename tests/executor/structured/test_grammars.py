@@ -12,13 +12,13 @@ import tokenizers
 pytest.importorskip("llguidance")
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.structured.grammars import Grammars, load_tokenizer
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     choice_grammar,
     context_free_grammar,
     json_schema_grammar,
     regex_grammar,
 )
+from pagewise_gateway.structured.walk import GrammarError
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import GrammarCompiled, Welcome

@@ -12,8 +12,8 @@ import pytest
 from llguidance import LLMatcher
 from pagewise_gateway.structured import grammars as module
 from pagewise_gateway.structured.checker import SECONDS, Checker
-from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.grammars import Grammars, json_schema_grammar, regex_grammar
+from pagewise_gateway.structured.walk import GrammarError, TooManyGrammarsError
 
 HARD = LLMatcher.grammar_from_json_schema(
     json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}b.*"} for number in range(1, 40)]})

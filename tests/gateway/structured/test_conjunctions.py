@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from pagewise_gateway.structured.conjunctions import check_conjunctions, num_classes
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     check_grammar,
     context_free_grammar,
     json_schema_grammar,
     structural_tag_grammar,
 )
+from pagewise_gateway.structured.walk import GrammarError
 
 STRING = {"type": "string"}
 MANY = 30

@@ -9,8 +9,8 @@ import jsonschema
 import numpy as np
 import pytest
 from llguidance import LLMatcher
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import check_grammar, json_schema_grammar
+from pagewise_gateway.structured.walk import GrammarError
 from pagewise_shared.model_files import resolve_model
 
 from tests.structured import Reference

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     Grammars,
     Validate,
@@ -17,6 +16,7 @@ from pagewise_gateway.structured.grammars import (
     regex_grammar,
     structural_tag_grammar,
 )
+from pagewise_gateway.structured.walk import GrammarError
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     check_grammar,
     choice_grammar,
@@ -19,6 +18,7 @@ from pagewise_gateway.structured.grammars import (
     structural_tag_grammar,
 )
 from pagewise_gateway.structured.schemas import MAX_AT_LEAST_ONE, MAX_OPTIONAL
+from pagewise_gateway.structured.walk import GrammarError
 
 SECONDS = 5.0
 STRING = {"type": "string"}

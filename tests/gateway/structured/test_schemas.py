@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import check_grammar, json_schema_grammar
 from pagewise_gateway.structured.schemas import MAX_LEVELS
-from pagewise_gateway.structured.walk import MAX_DEPTH
+from pagewise_gateway.structured.walk import MAX_DEPTH, GrammarError
 
 STRING = {"type": "string"}
 UNHONOURED: list[tuple[Any, str]] = [

@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_gateway.structured.errors import GrammarError
 from pagewise_gateway.structured.grammars import (
     check_grammar,
     context_free_grammar,
@@ -19,6 +18,7 @@ from pagewise_gateway.structured.grammars import (
     structural_tag_grammar,
 )
 from pagewise_gateway.structured.vocabulary import simplified, without_lookahead
+from pagewise_gateway.structured.walk import GrammarError
 
 STRING: dict[str, Any] = {"type": "string"}
 ANY: dict[str, Any] = {}

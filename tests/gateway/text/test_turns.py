@@ -7,7 +7,7 @@ import time
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_gateway.text.turns import Turns
+from pagewise_gateway.text.tokenizer import Turns
 
 from tests.gateway.text import tokenizer_builders as builders
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from pagewise_gateway.structured.errors import GrammarError
+from pagewise_gateway.structured.walk import GrammarError
 
 log = logging.getLogger(__name__)
 

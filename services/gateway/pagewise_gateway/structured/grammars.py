@@ -21,10 +21,10 @@ from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 from pagewise_gateway.structured.checker import STACK_BYTES, Checker
 from pagewise_gateway.structured.conjunctions import check_terminals
-from pagewise_gateway.structured.errors import GrammarError, TooManyGrammarsError
 from pagewise_gateway.structured.schemas import MAX_LEVELS, MAX_TEXT, check_schema, without_additional_properties
 from pagewise_gateway.structured.vocabulary import simplified
-from pagewise_gateway.text.turns import Turns
+from pagewise_gateway.structured.walk import GrammarError, TooManyGrammarsError
+from pagewise_gateway.text.tokenizer import Turns
 
 T = TypeVar("T")
 

@@ -11,8 +11,7 @@ from math import lcm
 from typing import Any
 
 from pagewise_gateway.structured.conjunctions import check_conjunctions
-from pagewise_gateway.structured.errors import GrammarError
-from pagewise_gateway.structured.walk import nesting, subschemas, target_of
+from pagewise_gateway.structured.walk import GrammarError, nesting, subschemas, target_of
 
 MAX_LEVELS = 2048
 """Levels of a schema and of all schemas that it refers to: references are compiled recursively."""

@@ -15,8 +15,7 @@ from urllib.parse import quote
 import msgspec
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-from pagewise_gateway.structured.errors import GrammarError
-from pagewise_gateway.structured.walk import nesting, objects, references, subschemas, target_of
+from pagewise_gateway.structured.walk import GrammarError, nesting, objects, references, subschemas, target_of
 
 ASSERTIONS = frozenset(
     {

@@ -1,10 +1,8 @@
-"""Iterates over the schemas, objects and references in a JSON schema."""
+"""Iterates over the schemas, objects and references in a JSON schema, and the errors of grammars."""
 
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
-
-from pagewise_gateway.structured.errors import GrammarError
 
 MAX_DEPTH = 64
 """Levels of arrays and objects in a schema."""
@@ -16,6 +14,14 @@ _APPLYING = frozenset(
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _NAMED = frozenset({"dependencies", "dependentSchemas", "properties"})
 """Keywords whose value has schemas by names, which are no keywords; with ``_DEFINITIONS``."""
+
+
+class GrammarError(Exception):
+    """A grammar cannot be used; the text gives the reason."""
+
+
+class TooManyGrammarsError(Exception):
+    """Too many grammars of an API key wait to be compiled."""
 
 
 def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool = True) -> Iterator[dict[str, Any]]:
