@@ -87,7 +87,7 @@ class SchedulerClient:
         self._metrics, self._timeout = metrics, timeout
         self._name = gateway_id, model_name, uuid4().hex
         self._rejoins = self._served_by = 0  # the last number of ready executors that was not 0
-        self._connection = SchedulerConnection(endpoint, self._hello, self, metrics, keys)
+        self._connection = SchedulerConnection(endpoint, self, metrics, keys)
         self._table = StreamTable(metrics)
         self._repeats = RepeatWatch(metrics)
         self._live: dict[LiveRequest, None] = {}
@@ -300,13 +300,17 @@ class SchedulerClient:
 
     # ---- for the connection --------------------------------------------------------------------------
 
-    def _hello(self) -> GatewayHello:
+    def hello(self) -> GatewayHello:
+        """Return the Hello of now, which changes with the requests and adapters of this gateway."""
         known = self.adapters
         counts = self._served_by, self._rejoins
         return GatewayHello(PROTOCOL_MAJOR, PROTOCOL_MINOR, *self._name, *counts, known.version, known.all())
 
     def joined(self, epoch: int) -> None:
-        """Submit all live requests to the scheduler of a new epoch, in the order of their arrival."""
+        """Submit all live requests, in the order of their arrival, to a scheduler that has accepted this gateway.
+
+        It knows no message of earlier epochs.
+        """
         for adapter in self.adapters.wanted.values():
             number = next(self._query_numbers)
             self._modules[number] = adapter.name
@@ -317,7 +321,10 @@ class SchedulerClient:
             self._submit(live, epoch)
 
     def lost(self) -> None:
-        """Have all live requests wait for the next scheduler. The stream numbers of the lost one are void."""
+        """Have all live requests wait for the next scheduler: this one is lost, or has forgotten this gateway.
+
+        Its stream numbers are void.
+        """
         now = monotonic()
         if not self._interrupted:
             self._interrupted_since = now

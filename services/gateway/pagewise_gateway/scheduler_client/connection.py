@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
 from time import monotonic
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
@@ -19,7 +18,6 @@ from pagewise_shared.protocol import (
     AdapterAnswer,
     AdapterState,
     FleetState,
-    GatewayHello,
     GatewayWelcome,
     Goodbye,
     Heartbeat,
@@ -46,6 +44,9 @@ from pagewise_shared.scheduler_connection import (
 
 from pagewise_gateway.metrics import Drop, Metrics
 
+if TYPE_CHECKING:
+    from pagewise_gateway.scheduler_client.client import SchedulerClient
+
 log = logging.getLogger(__name__)
 
 _LONGEST_HEARTBEAT_MS = 60_000
@@ -53,21 +54,6 @@ _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
 _FRAMES_SECONDS = 0.01
 """How long frames are handled one after the other before other tasks run."""
-
-
-ToHandler = FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer
-"""The messages that a connection passes on."""
-
-
-class Handler(Protocol):  # noqa: D101 - each method says when a connection calls it
-    def joined(self, epoch: int) -> None:
-        """A scheduler has accepted this gateway. It knows no message of earlier epochs."""
-
-    def lost(self) -> None:
-        """The epoch has ended: the scheduler is lost, or has forgotten this gateway."""
-
-    def received(self, message: ToHandler) -> None:
-        """A message of the current epoch has come. Raises ProtocolError if it contradicts the protocol."""
 
 
 class SchedulerConnection:
@@ -78,21 +64,12 @@ class SchedulerConnection:
         stopping: is set when this gateway stops. A scheduler that stops at the same time is then worth no warning.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        hello: Callable[[], GatewayHello],
-        handler: Handler,
-        metrics: Metrics,
-        keys: Keys | None = None,
-    ) -> None:
-        """``hello``: makes the Hello of now, which changes with the requests and adapters of the gateway."""
+    def __init__(self, endpoint: str, client: "SchedulerClient", metrics: Metrics, keys: Keys | None = None) -> None:
         self.epoch: int | None = None
         self.stopping = False
-        self._hello = hello
         self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys
-        self._handler = handler
+        self._client = client
         self._metrics = metrics
         self._heartbeat_seconds = 1.0
         self._detector = FailureDetector(monotonic(), least=LEAST_SILENCE, most=MOST_SILENCE)
@@ -169,7 +146,7 @@ class SchedulerConnection:
                 # Not wait_for: before Python 3.12 it can swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await self._socket.send(encode(self._hello()))
+                        await self._socket.send(encode(self._client.hello()))
                         await self._joined.wait()
                 if self.epoch is None and attempt < len(HELLO_PAUSES):
                     level = logging.INFO if self.stopping or attempt < RESTART_HELLOS else logging.WARNING
@@ -191,7 +168,7 @@ class SchedulerConnection:
         self._lost.clear()
         self._joined.set()
         log.info("joined the scheduler at %s", self._scheduler.endpoint)
-        self._handler.joined(welcome.epoch)
+        self._client.joined(welcome.epoch)
 
     def renew(self, why: str, *, usual: bool = False) -> None:
         """End this epoch, drop its unsent messages, and join again under a new epoch. ``why`` is logged; a restart of
@@ -206,7 +183,7 @@ class SchedulerConnection:
             self._outbox.clear()
             self._joined.clear()
             self._lost.set()
-            self._handler.lost()
+            self._client.lost()
 
     def _broke(self) -> None:
         self.renew("the connection to the scheduler broke", usual=True)
@@ -274,9 +251,9 @@ class SchedulerConnection:
                     f"the scheduler at {self._scheduler.endpoint} refused this gateway: {printable(reason, 1000)}"
                 )
 
-    def _hand_on(self, message: ToHandler) -> None:
+    def _hand_on(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         try:
-            self._handler.received(message)
+            self._client.received(message)
         except ProtocolError as error:
             self._drop("impossible", str(error))
         except Exception:
