@@ -4,6 +4,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from time import monotonic
 
 from msgspec.structs import replace
@@ -37,6 +38,7 @@ _GROWTH_BYTES = 65_536
 _NO_PROGRESS = StreamProgress(b"", False)
 
 
+@dataclass(slots=True, eq=False)
 class Output:
     """One output of a prompt. It survives restarts of the scheduler: the next one continues after ``tokens``.
 
@@ -46,49 +48,27 @@ class Output:
             is taken, because a token does not show that it is the last one.
     """
 
-    __slots__ = (
-        "_delta_finish",
-        "_end_of_sequence",
-        "_hidden",
-        "_hides_stop",
-        "_last_time",
-        "_live",
-        "_logprobs",
-        "_num_read",
-        "_parts",
-        "_pending",
-        "_push",
-        "_stops",
-        "_text",
-        "_tokenizer",
-        "finished",
-        "hidden",
-        "index",
-        "prompt",
-        "tokens",
-    )
+    prompt: "LivePrompt"
+    index: int
+    _tokenizer: Tokenizer
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    finished: bool = False
+    hidden: int = -1
+    _live: "LiveRequest" = field(init=False)
+    _text: IncrementalDetokenizer | None = None  # until the first token
+    _push: Callable[[int], str] = field(init=False)
+    _hidden: bool = field(init=False)
+    _last_time: float = 0.0
+    # The client has not read these: text, log-probabilities, tokens from ``_num_read`` on, and the finish reason.
+    _pending: bool = False
+    _parts: list[str] = field(default_factory=list)
+    _logprobs: PackedLogprobs | None = None
+    _num_read: int = 0
+    _delta_finish: tuple[FinishReason, str | int | None] | None = None
 
-    def __init__(self, prompt: "LivePrompt", index: int, tokenizer: Tokenizer) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.tokens = array("i")
-        self.finished = False
-        self.hidden = -1
-        self._live = prompt.live
-        self._tokenizer = tokenizer
-        self._text: IncrementalDetokenizer | None = None  # until the first token
-        self._push: Callable[[int], str]
-        self._stops = bool(prompt.live.options.stop)
-        self._hides_stop = not prompt.live.options.include_stop_str_in_output
-        self._end_of_sequence = tokenizer.eos_token_ids
-        self._hidden = not prompt.live.request.prompts[prompt.number].max_tokens  # only its prompt is computed
-        self._last_time = 0.0
-        # The client has not read these: text, log-probabilities, tokens from ``_num_read`` on, and the finish reason.
-        self._pending = False
-        self._parts: list[str] = []
-        self._logprobs: PackedLogprobs | None = None
-        self._num_read = 0
-        self._delta_finish: tuple[FinishReason, str | int | None] | None = None
+    def __post_init__(self) -> None:
+        self._live = self.prompt.live
+        self._hidden = not self._live.request.prompts[self.prompt.number].max_tokens  # only its prompt is computed
 
     def take(self, token: int, now: float, gaps: dict[float, int]) -> bool:
         """Append a token. Returns whether it completed a stop string.
@@ -110,7 +90,7 @@ class Output:
         else:
             self._pending = True
             self._live.changed(self)
-        return self._stops and self._text is not None and self._text.stopped_by is not None
+        return self._live.stop_strings is not None and self._text is not None and self._text.stopped_by is not None
 
     def take_logprobs(self, entry: TokenLogprobs) -> None:
         """Add the log-probabilities of the last token."""
@@ -120,7 +100,7 @@ class Output:
 
     def expect_stop(self, token: int) -> None:
         """Note that the output will end with this stop token, which has no text unless the client wants it."""
-        if self._hides_stop:
+        if not self._live.options.include_stop_str_in_output:
             self.hidden = token
 
     def finish(self, reason: FinishReason, stop_token: int, now: float) -> None:
@@ -129,7 +109,7 @@ class Output:
         if rest := text.finish():
             self._parts.append(rest)
         stop_reason: str | int | None = None
-        if stop_token >= 0 and stop_token not in self._end_of_sequence:
+        if stop_token >= 0 and stop_token not in self._tokenizer.eos_token_ids:
             stop_reason = stop_token
         # A stop string wins over the length: the last token that is allowed may complete it.
         if text.stopped_by is not None and (reason == "length" or stop_token < 0):
@@ -188,6 +168,7 @@ class Output:
             self._last_time = now
 
 
+@dataclass(slots=True, eq=False)
 class LivePrompt:
     """State of one prompt of a live request.
 
@@ -200,31 +181,21 @@ class LivePrompt:
         unfinished: how many of its n outputs have not ended.
     """
 
-    __slots__ = (
-        "_known",
-        "_metrics",
-        "_started",
-        "cached_tokens",
-        "first_token_time",
-        "index",
-        "live",
-        "logprobs",
-        "number",
-        "queue_seconds",
-        "unfinished",
-    )
+    live: "LiveRequest"
+    number: int
+    _metrics: Metrics
+    index: int = field(init=False)
+    unfinished: int = field(init=False)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    cached_tokens: int = 0
+    queue_seconds: float | None = None
+    first_token_time: float | None = None
+    _known: int = 0
+    _started: bool = False
 
-    def __init__(self, live: "LiveRequest", number: int, metrics: Metrics) -> None:
-        self.live, self.number = live, number
-        self.index = number * live.request.params.n
-        self.logprobs = PackedLogprobs()
-        self._known = 0
-        self.cached_tokens = 0
-        self.queue_seconds: float | None = None
-        self.unfinished = live.request.params.n
-        self._metrics = metrics
-        self._started = False
-        self.first_token_time: float | None = None
+    def __post_init__(self) -> None:
+        self.unfinished = self.live.request.params.n
+        self.index = self.number * self.unfinished
 
     def start(self, started: Started) -> None:
         """Note the first step's times. A later scheduler that computes the prompt again is ignored."""
