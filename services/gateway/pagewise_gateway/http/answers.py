@@ -308,7 +308,7 @@ class ChatRun:
 
     def new_id(self) -> str:
         """Return an id for a tool call."""
-        if self.parsing is not None and (length := self.parsing.id_length) > 0:
+        if self.parsing is not None and (length := self.parsing.format.tools.id_length):
             return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
         return f"call_{secrets.token_hex(12)}"
 

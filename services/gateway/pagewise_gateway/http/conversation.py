@@ -198,11 +198,6 @@ class Parsing:
             calls_first=self.calls_first,
         )
 
-    @property
-    def id_length(self) -> int:
-        """The number of characters of the ids of calls; 0: any number."""
-        return self.format.tools.id_length if self.format.tools is not None else 0
-
 
 class ChatFormats:
     """The options of conversations.
