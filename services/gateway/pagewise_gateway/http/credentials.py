@@ -113,12 +113,8 @@ def read_keys(text: str, source: str, usual: Client, clients: dict[bytes, Client
     set_in: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         where = f"{source}, line {number}"
-        line = re.sub(r"(^|\s)#.*", "", line).strip()
-        if not line:
+        if (match := _matched(line, where)) is None:
             continue
-        match = _LINE.fullmatch(line)
-        if match is None or match["key"].partition("=")[0] in _RIGHTS:
-            raise ConfigError(f"{where}: write NAME: KEY, then what it may do, such as concurrent=4")
         name, digest = match["name"], digest_of(match["key"])
         if digest in clients:
             raise ConfigError(f"{where}: the key of {name} is there already")
@@ -132,6 +128,16 @@ def read_keys(text: str, source: str, usual: Client, clients: dict[bytes, Client
             by_name[name] = replace(usual, name=name, **_rights(match["rights"].split(), usual.limits, where))
     # A name may have several keys, and its rights may follow any of them.
     clients.update({digest: by_name[client.name] for digest, client in clients.items()})
+
+
+def _matched(line: str, where: str) -> re.Match[str] | None:
+    line = re.sub(r"(^|\s)#.*", "", line).strip()
+    if not line:
+        return None
+    match = _LINE.fullmatch(line)
+    if match is None or match["key"].partition("=")[0] in _RIGHTS:
+        raise ConfigError(f"{where}: write NAME: KEY, then what it may do, such as concurrent=4")
+    return match
 
 
 def read_variable(text: str, source: str, usual: Client, clients: dict[bytes, Client]) -> None:
