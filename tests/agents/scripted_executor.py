@@ -14,10 +14,10 @@ one, and ``{results}`` is what tools have returned since. A text that the reques
 answer says so instead.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
+import msgspec
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 from pagewise_executor import main as executor
@@ -36,7 +36,7 @@ class ScriptedRunner(SimulatedRunner):
         super().__init__(config)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         self._grammars = LLTokenizer(self._tokenizer.to_str(), eos_token=END)
-        self.info = dataclasses.replace(
+        self.info = msgspec.structs.replace(
             self.info, vocab_size=self._tokenizer.get_vocab_size(), max_model_len=65_536, no_grammars=""
         )
         self._answers: dict[tuple[bytes, str], list[int]] = {}

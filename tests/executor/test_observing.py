@@ -41,9 +41,11 @@ async def lending(path: Path, model_path: Path, name: str, keys: Keys | None = N
                 model_path,
                 exchange=peers_at(f"ipc://{path}/{name}", keys),
                 num_blocks=12,
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
             )
         )
-        return ExecutorService(worker, f"ipc://{path}/wire", name, max_num_seqs=4, max_num_batched_tokens=64, keys=keys)
+        return ExecutorService(worker, f"ipc://{path}/wire", name, keys=keys)
 
     made = await asyncio.to_thread(service)
     task = asyncio.create_task(made.run())

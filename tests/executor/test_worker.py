@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from pagewise_executor.runner import BesideSteps, RunnerInfo
+from pagewise_executor.runner import BesideSteps
 from pagewise_executor.worker import Worker
-from pagewise_shared.protocol import Copied, Inventory, StepPlan, StepResult, Welcome
+from pagewise_shared.protocol import Copied, Hello, Inventory, StepPlan, StepResult, Welcome
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Device:
     refuses: tuple[int, ...] = ()
     fails: tuple[int, ...] = ()
     issued: list[Step] = field(default_factory=list)
-    info = RunnerInfo("m", 100, 4096, 16, 1000, 0, "cuda", "f")
+    info = Hello(1, 0, "", "m", 100, 4096, 16, 1000)
 
     def report_to(self, report: object) -> None:
         pass

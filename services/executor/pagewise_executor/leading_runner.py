@@ -1,7 +1,5 @@
 """The runner of rank 0 of an executor of several ranks: does its own part, and passes its calls to the others."""
 
-import dataclasses
-
 import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -22,7 +20,7 @@ class LeadingRunner(ModelRunner):
         self._leads = self._sent = False
         super().__init__(config, **arguments)  # type: ignore[arg-type]
         endpoints = [self.info.block_endpoint, *(other.block_endpoint for other in self._others)]
-        self.info = dataclasses.replace(
+        self.info = msgspec.structs.replace(
             self.info,
             block_endpoint=" ".join(endpoints) if all(endpoints) else "",
             bytes_per_block=leader.size * self.info.bytes_per_block,

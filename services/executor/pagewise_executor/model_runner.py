@@ -8,15 +8,19 @@ from itertools import compress, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
     DEVICE,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     CancelCopies,
     CompileGrammar,
     GrammarCompiled,
+    Hello,
     Inventory,
     LoadAdapter,
     LookUp,
@@ -41,7 +45,7 @@ from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
-from pagewise_executor.runner import BesideSteps, Counted, Report, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, Report
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
@@ -128,7 +132,7 @@ class ModelRunner:
     Raises ModelError from its constructor if the model cannot be served.
     """
 
-    info: RunnerInfo
+    info: Hello
     _report: Report
 
     def __init__(
@@ -175,7 +179,7 @@ class ModelRunner:
         )
         self._copier.tiers |= lower
         described = (TierInfo(number, tier.num_blocks, identity=tier.identity) for number, tier in lower.items())
-        self.info = dataclasses.replace(self.info, tiers=tuple(described))
+        self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
         if ranks.first:
@@ -183,7 +187,7 @@ class ModelRunner:
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = peers = exchange(self._copier.tiers, self._pool.bytes_per_block)
-            self.info = dataclasses.replace(self.info, block_endpoint=peers.server.endpoint, block_format=block_format)
+            self.info = msgspec.structs.replace(self.info, block_endpoint=peers.server.endpoint, block_format=block_format)
 
     def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""
@@ -209,7 +213,10 @@ class ModelRunner:
         self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
         self._forward_pass.attach(pool)
         fits = num_blocks * config.block_size if config.max_model_len == "auto" else loaded.max_model_len
-        self.info = RunnerInfo(
+        self.info = Hello(
+            PROTOCOL_MAJOR,
+            PROTOCOL_MINOR,
+            executor_id="",
             model_fingerprint=loaded.fingerprint,
             vocab_size=loaded.vocab_size,
             max_model_len=min(fits, loaded.max_model_len),
@@ -256,7 +263,7 @@ class ModelRunner:
             if not config.cuda_graphs:
                 graphs.decodes.warm_up()
             elif not graphs.capture(self._ranks):
-                self.info = dataclasses.replace(self.info, fallback=True)
+                self.info = msgspec.structs.replace(self.info, fallback=True)
         warm_up_copies(self._pool)
         self._mover.warm_up()
         if (slots := graphs.decodes.adapters) is not None:
@@ -273,12 +280,12 @@ class ModelRunner:
         if not config.profile:
             return
         sizes = GPU_SIZES if self._device.type == "cuda" else CPU_SIZES
-        self.info = dataclasses.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
+        self.info = msgspec.structs.replace(self.info, costs=measure_costs(self, config.max_num_batched_tokens, sizes))
         device, beside = self._copier.tiers[DEVICE], sizes is GPU_SIZES
         measured = (
             measure_tier(self, device, self._copier.tiers[tier.number], tier, beside=beside) for tier in self.info.tiers
         )
-        self.info = dataclasses.replace(self.info, tiers=tuple(measured))
+        self.info = msgspec.structs.replace(self.info, tiers=tuple(measured))
 
     def report_to(self, report: Report) -> None:
         """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""
@@ -466,7 +473,7 @@ class ModelRunner:
         return logits[:number], at, prompts
 
 
-def _log_pool(info: RunnerInfo) -> None:
+def _log_pool(info: Hello) -> None:
     log.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
         info.num_blocks, info.block_size, info.num_blocks * info.bytes_per_block / 2**30,

@@ -5,22 +5,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewise_shared.protocol import (
-    NO_ADAPTERS,
-    AdapterCapacity,
     AdapterLoaded,
     CancelCopies,
     CompileGrammar,
     Copied,
     Found,
     GrammarCompiled,
+    Hello,
     Inventory,
     LoadAdapter,
     LookUp,
-    MeasuredCosts,
     Message,
     StepPlan,
     StepResult,
-    TierInfo,
     Welcome,
 )
 
@@ -44,33 +41,6 @@ class Counted(Message, frozen=True):
     num_grammar_waits: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class RunnerInfo:
-    """The capabilities of a runner. ``Hello``, which sends them to the scheduler, describes the fields."""
-
-    model_fingerprint: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
-    device: str
-    dtype: str
-    max_num_seqs: int = 0
-    max_num_batched_tokens: int = 0
-    tiers: tuple[TierInfo, ...] = ()
-    costs: MeasuredCosts | None = None
-    block_endpoint: str = ""
-    block_format: str = ""
-    kernels: str = ""
-    fallback: bool = False
-    no_segments: str = ""
-    no_grammars: str = ""
-    adapters: AdapterCapacity = NO_ADAPTERS
-    max_grammars: int = 0
-    short_rope_len: int = 0
-
-
 class PendingStep(Protocol):
     """A step that has been issued."""
 
@@ -83,9 +53,13 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. Except where noted, all calls come from the thread that made the runner."""
+    """Computes steps. Except where noted, all calls come from the thread that made the runner.
 
-    info: RunnerInfo
+    ``info``: the ``Hello`` that describes this runner to the scheduler. The service fills in the name of the executor,
+    its role and the inventory.
+    """
+
+    info: Hello
 
     def report_to(self, report: Report) -> None:
         """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""

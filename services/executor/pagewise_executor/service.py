@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import signal
 from time import monotonic
@@ -16,8 +15,6 @@ from pagewise_shared.errors import ProtocolError, RefusedError
 from pagewise_shared.failure_detector import FailureDetector
 from pagewise_shared.logs import about, printable
 from pagewise_shared.protocol import (
-    PROTOCOL_MAJOR,
-    PROTOCOL_MINOR,
     AdapterLoaded,
     CancelCopies,
     CompileGrammar,
@@ -78,17 +75,11 @@ class ExecutorService:
         endpoint: str,
         executor_id: str,
         *,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
         role: Role = "both",
         drain_timeout: float = 30.0,
         keys: Keys | None = None,
     ) -> None:
-        info = worker.start()
-        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        offered = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-        offered |= {name: limit for name, limit in limits.items() if limit is not None}
-        self._hello = Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, executor_id, role=role, **offered)
+        self._hello = msgspec.structs.replace(worker.start(), executor_id=executor_id, role=role)
         self._worker = worker
         self._scheduler = SchedulerAddress(endpoint)
         self._keys = keys

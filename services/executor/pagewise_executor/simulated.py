@@ -10,9 +10,12 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
     HOST,
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
     AdapterLoaded,
     CompileGrammar,
     GrammarCompiled,
+    Hello,
     LoadAdapter,
     PromptLogprobs,
     StepPlan,
@@ -26,7 +29,7 @@ from pagewise_shared.protocol import (
 
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.input_batch import InputBatch, StepWork, accept, kept_tokens
-from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report
 
 _DEFAULT_BLOCKS = 4096
 _MAX_MODEL_LEN = 8192
@@ -51,7 +54,10 @@ class SimulatedRunner:
             tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory else {}
         sized, num_blocks = with_step_limits(config, None), config.num_blocks or _DEFAULT_BLOCKS
         asked = num_blocks * config.block_size if config.max_model_len == "auto" else config.max_model_len
-        self.info = RunnerInfo(
+        self.info = Hello(
+            PROTOCOL_MAJOR,
+            PROTOCOL_MINOR,
+            executor_id="",
             model_fingerprint="simulated",
             vocab_size=_VOCAB_SIZE,
             max_model_len=min(asked or _MAX_MODEL_LEN, _MAX_MODEL_LEN),

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 from pagewise_shared.progress import logged_progress
@@ -49,7 +49,7 @@ def warm_up(
             dummy_prefill(runner, 0, size, number)
         progress.update()
     if num_unfrozen_launches():
-        runner.info = replace(runner.info, fallback=True)
+        runner.info = msgspec.structs.replace(runner.info, fallback=True)
     log.info("kernels warmed up in %.1f s", time.perf_counter() - began)
 
 

@@ -14,6 +14,7 @@ from pagewise_shared.protocol import (
     Copied,
     Found,
     GrammarCompiled,
+    Hello,
     Inventory,
     StepError,
     StepPlan,
@@ -22,7 +23,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, PendingStep, Runner, RunnerInfo
+from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, PendingStep, Runner
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Worker:
 
     def __init__(self, build: Callable[[], Runner]) -> None:
         self._build = build
-        self._built: concurrent.futures.Future[RunnerInfo] = concurrent.futures.Future()
+        self._built: concurrent.futures.Future[Hello] = concurrent.futures.Future()
         self._runner: Runner
         self._answer: Answer
         self._inbox: queue.SimpleQueue[Welcome | StepPlan | _Question | None] = queue.SimpleQueue()
@@ -71,7 +72,7 @@ class Worker:
         """The totals of the runner's counters."""
         return self._runner.counted
 
-    def start(self) -> RunnerInfo:
+    def start(self) -> Hello:
         """Start the thread and wait for its runner.
 
         Raises:

@@ -7,9 +7,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
-from pagewise_executor import model_runner
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
 from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
@@ -237,7 +237,7 @@ def test_a_step_that_fails_between_captures_ends_a_rank_that_is_not_alone(
 def test_an_executor_with_graphs_is_as_fast_as_it_can_be(
     cuda: FakeCuda, graphs: DecodeGraphs, mixed: MixedGraphs, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "info", model_runner.dataclasses.replace(runner.info, fallback=False))
+    monkeypatch.setattr(runner, "info", msgspec.structs.replace(runner.info, fallback=False))
     assert runner._graphs is not None
     config = with_step_limits(ExecutorConfig(max_num_seqs=3, max_num_batched_tokens=1), None)
     runner._capture(runner._graphs, config)

@@ -1,12 +1,11 @@
 """What every rank does for itself is confirmed once, when all have done it."""
 
 import logging
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from pagewise_executor.ranks.agreement import Agreement, Answer, common_blocks, common_device, computes
 from pagewise_executor.ranks.messages import Ready
-from pagewise_executor.runner import RunnerInfo
 from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import (
@@ -15,6 +14,7 @@ from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
     Found,
+    Hello,
     Inventory,
     NamedBlocks,
     StepError,
@@ -110,10 +110,10 @@ def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     assert common_blocks([inventory({1: 10}), inventory({1: 10})]) == inventory({1: 10})
 
 
-H100 = RunnerInfo("model", 100, 64, 8, 10, 1024, "NVIDIA H100", "bfloat16", kernels="triton")
+H100 = Hello(1, 0, "", "model", 100, 64, 8, 10, 1024, device="NVIDIA H100", dtype="bfloat16", kernels="triton")
 
 
-def ready(info: RunnerInfo) -> Ready:
+def ready(info: Hello) -> Ready:
     return Ready("", info.device, computes(info))
 
 
@@ -126,7 +126,7 @@ def ready(info: RunnerInfo) -> Ready:
         (replace(H100, dtype="float16"), "data type: bfloat16 and float16"),
     ],
 )
-def test_ranks_that_do_not_compute_the_same_are_refused(other: RunnerInfo, what: str) -> None:
+def test_ranks_that_do_not_compute_the_same_are_refused(other: Hello, what: str) -> None:
     old = replace(other, device="NVIDIA A100")
     with pytest.raises(ModelError, match=rf"3: ranks 0 \(NVIDIA H100\) and 2 \(NVIDIA A100\) .*\({what}\)"):
         common_device(H100, [ready(H100), ready(old)])

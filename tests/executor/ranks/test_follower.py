@@ -12,13 +12,13 @@ import zmq
 from pagewise_executor import follower
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.ranks.messages import Failed, Ready, Seat, Stop, decode_from_rank
-from pagewise_executor.runner import Counted, RunnerInfo
+from pagewise_executor.runner import Counted
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import CancelCopies, Message, StepPlan
+from pagewise_shared.protocol import CancelCopies, Hello, Message, StepPlan
 from pagewise_shared.service_process import CANNOT_START
 
-INFO = RunnerInfo("model", 100, 64, 8, 10, 1024, "cpu", "float32", kernels="torch")
+INFO = Hello(1, 0, "", "model", 100, 64, 8, 10, 1024, device="cpu", dtype="float32", kernels="torch")
 
 
 class Runner:

@@ -19,7 +19,7 @@ from pagewise_executor.tiers.host import make_host_tier
 from pagewise_executor.tiers.make_tiers import make_tiers
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import DISK
+from pagewise_shared.protocol import DISK, Hello
 
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.model_builders import build_model
@@ -124,7 +124,7 @@ def test_the_files_of_weights_are_read_by_one_rank_to_tell_what_storage_holds(tm
 
 def test_a_pool_that_is_too_small_is_told_of_as_each_rank_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
-        info = model_runner.RunnerInfo("model", 100, 64, 8, 2, 2 * 1024, "cpu", "float32")
+        info = Hello(1, 0, "", "model", 100, 64, 8, 2, 2 * 1024)
 
     monkeypatch.setattr(main, "lead", lambda *_: Small())
     with pytest.raises(ModelError, match="needs 8 blocks, 8KiB: raise --kv-memory"):

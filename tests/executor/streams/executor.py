@@ -9,12 +9,11 @@ import torch
 from pagewise_executor.input_batch import InputBatch, Int32s
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.model_runner import IssuedStep
-from pagewise_executor.runner import RunnerInfo
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_memory import HostMemory
-from pagewise_shared.protocol import HOST, StepPlan, TierInfo, Welcome
+from pagewise_shared.protocol import HOST, Hello, StepPlan, TierInfo, Welcome
 
 from tests.executor.streams.device import Device, Operation, Rows
 
@@ -126,7 +125,10 @@ class StreamedRunner:
         self.host = HostTier(self.pool, memory, issuing=self.issuing)  # type: ignore[arg-type]
         self.copier = BlockCopier(DeviceTier(self.pool, BlockHashes(num_blocks, block_size)))  # type: ignore[arg-type]
         self.copier.tiers[HOST] = self.host
-        self.info = RunnerInfo(
+        self.info = Hello(
+            1,
+            0,
+            executor_id="",
             model_fingerprint="streams",
             vocab_size=1 << 20,
             max_model_len=max_model_len,

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 from pagewise_executor.service import ExecutorService
@@ -168,15 +169,8 @@ async def executor(
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """An executor that invents tokens."""
     runner = runner or SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds)
-    service = ExecutorService(
-        Worker(lambda: runner),
-        executors_of(path),
-        name,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        role=role,
-        keys=keys,
-    )
+    runner.info = msgspec.structs.replace(runner.info, max_num_seqs=4, max_num_batched_tokens=64)
+    service = ExecutorService(Worker(lambda: runner), executors_of(path), name, role=role, keys=keys)
     task = asyncio.create_task(service.run())
     try:
         yield task

@@ -1,11 +1,11 @@
 """The registry of adapters over real sockets: what gateways are told, what executors try, and where requests go."""
 
 import asyncio
-import dataclasses
 import functools
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 from pagewise_executor.runner import BesideSteps, FinishedStep
 from pagewise_executor.service import ExecutorService
@@ -74,7 +74,7 @@ class Runner(SimulatedRunner):
             max_lora_rank=max_lora_rank,
         )
         super().__init__(config, step_seconds)
-        self.info = dataclasses.replace(self.info, block_endpoint=lends)
+        self.info = msgspec.structs.replace(self.info, block_endpoint=lends)
         self.loaded: list[LoadAdapter] = []
         self.roots: list[bytes] = []
         self._fails = fails
@@ -107,9 +107,8 @@ async def answer(played: PlayedGateway, number: int = 1) -> AdapterAnswer:
 
 def service(path: Path, runner: Runner) -> ExecutorService:
     """An executor that is to leave."""
-    return ExecutorService(
-        Worker(lambda: runner), executors_of(path), "leaves", max_num_seqs=4, max_num_batched_tokens=64
-    )
+    runner.info = msgspec.structs.replace(runner.info, max_num_seqs=4, max_num_batched_tokens=64)
+    return ExecutorService(Worker(lambda: runner), executors_of(path), "leaves")
 
 
 async def next_message(raw: RawExecutor, kind: type[Kind]) -> Kind:

@@ -1,8 +1,8 @@
 """Requests with segments between a gateway and executors: who can serve them, and what comes back."""
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
@@ -21,7 +21,7 @@ def submit(prompt: list[int], segments: PromptSegments | None, n: int = 1) -> Su
 
 def simulated(num_blocks: int, no_segments: str = "") -> SimulatedRunner:
     runner = SimulatedRunner(ExecutorConfig(num_blocks=num_blocks, block_size=4))
-    runner.info = dataclasses.replace(runner.info, no_segments=no_segments)
+    runner.info = msgspec.structs.replace(runner.info, no_segments=no_segments)
     return runner
 
 

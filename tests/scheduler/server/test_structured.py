@@ -1,7 +1,6 @@
 """Requests with grammars between a gateway and executors: who may serve them, and what becomes of those that fail."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -41,7 +40,7 @@ class FailingRunner(SimulatedRunner):
 
     def __init__(self, *, invalid: bool = False, no_grammars: str = "") -> None:
         super().__init__(ExecutorConfig(num_blocks=64, block_size=4))
-        self.info = dataclasses.replace(self.info, no_grammars=no_grammars)
+        self.info = msgspec.structs.replace(self.info, no_grammars=no_grammars)
         self.invalid = invalid
         self.num_served = 0
 

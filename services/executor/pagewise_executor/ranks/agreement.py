@@ -20,10 +20,18 @@ from msgspec.structs import replace
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, NamedBlocks, pack_int32s, unpack_int32s
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    Copied,
+    Found,
+    Hello,
+    Inventory,
+    NamedBlocks,
+    pack_int32s,
+    unpack_int32s,
+)
 
 from pagewise_executor.ranks.messages import Ready
-from pagewise_executor.runner import RunnerInfo
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +93,7 @@ def _joined(messages: Sequence[Any]) -> Answer:
     return replace(first, elapsed_us=elapsed_us, bad=pack_int32s(sorted(bad)), error=failure)
 
 
-def computes(info: RunnerInfo) -> dict[str, str]:
+def computes(info: Hello) -> dict[str, str]:
     """Return the properties that must be the same on all ranks, by their names in error messages.
 
     The scheduler gets weights and block formats from rank 0 alone, and lets executors exchange blocks by them.
@@ -128,7 +136,7 @@ def difference(node: int, own: dict[str, str], other: dict[str, str]) -> str:
     )
 
 
-def common_device(own: RunnerInfo, others: Sequence[Ready]) -> str:
+def common_device(own: Hello, others: Sequence[Ready]) -> str:
     """Return a name for the devices of all ranks together. ``own``: of rank 0. ``others``: of the other ranks in order.
 
     Raises:
