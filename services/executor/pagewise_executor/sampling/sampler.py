@@ -4,7 +4,7 @@ On a GPU nothing here waits for the device, unless a row has a grammar or bad wo
 the tokens that were sampled last. All rows of a step share a few uploaded arrays, because ``Uploads`` has few buffers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,16 +91,30 @@ class Selected(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class RowConstraints:
-    """The token constraints of all rows of a step. Flat indices are into logits [n, vocab] as one array.
+class SampledRows:
+    """The inputs of sampling for the ``rows`` of a step, in order, kept while the same sequences are sampled: many rows
+    with long lists of tokens take Python several milliseconds. Flat indices are into logits [n, vocab] as one array.
 
     Fields:
+        needs_processing: whether any logits processor changes any logits.
+        penalised: the rows with penalties.
+        reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
+        structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
+        searched: indices into ``reporting`` of hypotheses of beam searches with grammars.
         biased, biases: flat indices of logits, and their biases.
         limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: none.
         held_back: flat indices of the tokens that would end a sequence too early. holding: indices of their rows.
         followed: index and state of each row with bad words of several tokens.
     """
 
+    rows: list[int]
+    needs_processing: bool
+    penalised: Selected
+    reporting: Selected
+    counts: list[int | None]
+    structured: Selected
+    restricted: bool
+    searched: list[int]
     biased: torch.Tensor
     biases: torch.Tensor
     limited: Selected
@@ -109,7 +123,11 @@ class RowConstraints:
     holding: list[int]
     followed: list[tuple[int, SamplingState]]
 
-    def apply(self, logits: torch.Tensor, upload: Uploads) -> None:
+    def numbers(self, selected: Selected) -> list[int]:
+        """Return the numbers of some of the rows."""
+        return [self.rows[index] for index in selected.indices]
+
+    def constrain(self, logits: torch.Tensor, upload: Uploads) -> None:
         """Apply bias and masks, in place, to contiguous logits [n, vocab]."""
         flat = logits.view(-1)
         if len(self.biased):
@@ -127,79 +145,35 @@ class RowConstraints:
             flat.index_fill_(0, upload(np.array(completing, np.int64)), _NEGATIVE)
 
 
-def row_constraints(found: Sequence[SamplingState], vocab_size: int, upload: Uploads) -> RowConstraints:
-    """Collect the token constraints of rows with these states."""
-    limited = _where(found, lambda one: one.table.forbidden is not None)
-    biased = _where(found, lambda one: len(one.table.biased))
-    holding, followed = _where(found, lambda one: one.num_held_back), _where(found, lambda one: one.table.bad_words)
-    masks = [found[index].table.forbidden for index in limited]
-    # Rows of one request share a mask, so there are seldom many different ones.
-    number_of = {mask: number for number, mask in enumerate(dict.fromkeys(masks))}
+def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_size: int, upload: Uploads) -> SampledRows:
+    """Collect the inputs of sampling for these rows."""
+    found = [states[row] for row in rows]
+
+    def where(test: Callable[[SamplingState], object]) -> list[int]:
+        return [index for index, state in enumerate(found) if test(state)]
 
     def flat(indices: list[int], tokens_of: Callable[[SamplingState], Int64s]) -> Int64s:
         return np.concatenate([_NO_TOKENS, *(tokens_of(found[index]) + index * vocab_size for index in indices)])
 
-    at_limited, at_masks, held_back, at_biased, biases = upload.together(
-        np.array(limited, np.int64),
-        np.array([number_of[mask] for mask in masks], np.int64),
-        flat(holding, lambda one: one.held_back),
-        flat(biased, lambda one: one.table.biased),
-        np.concatenate([NO_CONSTRAINTS.biases, *(found[index].table.biases for index in biased)]),
-    )
-    return RowConstraints(
-        biased=at_biased,
-        biases=biases,
-        limited=Selected(limited, at_limited, len(limited) == len(found)),
-        masks=torch.stack(list(number_of)).index_select(0, at_masks) if masks else None,  # type: ignore[arg-type]
-        held_back=held_back,
-        holding=holding,
-        followed=[(index, found[index]) for index in followed],
-    )
-
-
-def _where(found: Sequence[SamplingState], test: Callable[[SamplingState], object]) -> list[int]:
-    return [index for index, state in enumerate(found) if test(state)]
-
-
-@dataclass(slots=True, frozen=True)
-class SampledRows:
-    """The inputs of sampling for the ``rows`` of a step, in order, kept while the same sequences are sampled: many rows
-    with long lists of tokens take Python several milliseconds.
-
-    Fields:
-        needs_processing: whether any logits processor changes any logits.
-        penalised: the rows with penalties.
-        reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
-        structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
-        searched: indices into ``reporting`` of hypotheses of beam searches with grammars.
-    """
-
-    rows: list[int]
-    needs_processing: bool
-    penalised: Selected
-    reporting: Selected
-    counts: list[int | None]
-    structured: Selected
-    restricted: bool
-    searched: list[int]
-    constraints: RowConstraints
-
-    def numbers(self, selected: Selected) -> list[int]:
-        """Return the numbers of some of the rows."""
-        return [self.rows[index] for index in selected.indices]
-
-
-def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_size: int, upload: Uploads) -> SampledRows:
-    """Collect the inputs of sampling for these rows."""
-    found = [states[row] for row in rows]
     lists = (
-        _where(found, lambda one: one.penalised),
-        _where(found, lambda one: one.params.logprobs is not None),
-        _where(found, lambda one: one.params.grammar),
+        where(lambda one: one.penalised),
+        where(lambda one: one.params.logprobs is not None),
+        where(lambda one: one.params.grammar),
+        where(lambda one: one.table.forbidden is not None),
     )
-    uploaded = upload.together(*(np.array(indices, np.int64) for indices in lists))
-    penalised, reporting, structured = (
-        Selected(indices, there, len(indices) == len(rows)) for indices, there in zip(lists, uploaded, strict=True)
+    with_bias, holding = where(lambda one: len(one.table.biased)), where(lambda one: one.num_held_back)
+    forbidden = [found[index].table.forbidden for index in lists[3]]
+    # Rows of one request share a mask, so there are seldom many different ones.
+    number_of = {mask: number for number, mask in enumerate(dict.fromkeys(forbidden))}
+    *selected, at_masks, held_back, biased, biases = upload.together(
+        *(np.array(indices, np.int64) for indices in lists),
+        np.array([number_of[mask] for mask in forbidden], np.int64),
+        flat(holding, lambda one: one.held_back),
+        flat(with_bias, lambda one: one.table.biased),
+        np.concatenate([NO_CONSTRAINTS.biases, *(found[index].table.biases for index in with_bias)]),
+    )
+    penalised, reporting, structured, limited = (
+        Selected(indices, there, len(indices) == len(rows)) for indices, there in zip(lists, selected, strict=True)
     )
     reported = [found[index].params for index in reporting.indices]
     return SampledRows(
@@ -211,7 +185,13 @@ def sampled_rows(rows: list[int], states: Mapping[int, SamplingState], vocab_siz
         structured=structured,
         restricted=any(found[index].forbids for index in structured.indices),
         searched=[number for number, params in enumerate(reported) if params.beam and params.grammar],
-        constraints=row_constraints(found, vocab_size, upload),
+        biased=biased,
+        biases=biases,
+        limited=limited,
+        masks=torch.stack(list(number_of)).index_select(0, at_masks) if forbidden else None,  # type: ignore[arg-type]
+        held_back=held_back,
+        holding=holding,
+        followed=[(index, found[index]) for index in where(lambda one: one.table.bad_words)],
     )
 
 
@@ -322,7 +302,7 @@ class Sampler:
         logits = raw.clone(memory_format=torch.contiguous_format)
         if sampled.penalised.indices:
             self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)
-        sampled.constraints.apply(logits, self._upload)
+        sampled.constrain(logits, self._upload)
         if sampled.structured.indices:
             self._keep_to_grammars(logits, raw, sampled)
         return logits
@@ -345,14 +325,14 @@ class Sampler:
             self._penalties.count(sampled.numbers(penalised), penalised.of(tokens))
         if structured.indices:
             self._structured.drawn(sampled.numbers(structured), structured.of(tokens))
-        for index in sampled.constraints.holding:
+        for index in sampled.holding:
             row = sampled.rows[index]
             state = self._states[row]
             state.num_held_back -= 1
             if not state.num_held_back:  # it may end from now on
                 self._sampled = None
                 self._classify(row, state)
-        if followed := sampled.constraints.followed:
+        if followed := sampled.followed:
             on_host = tokens.tolist()
             for number, state in followed:
                 state.history += on_host[number].to_bytes(_TOKEN_BYTES, "little")
