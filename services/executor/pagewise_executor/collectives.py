@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -35,54 +35,38 @@ class Ranks:
         self._interface = contextlib.ExitStack()
 
     @classmethod
-    def join(cls, rank: int, size: int, folder: Path, *, cuda: bool) -> "Ranks":
-        """Meet the other ranks through a file in ``folder``, and return when all are there.
+    def join(
+        cls, rank: int, size: int, store: Path | str, *, cuda: bool,
+        listener: int | None = None, on_host: int | None = None, interface: str | None = None,
+    ) -> "Ranks":  # fmt: skip
+        """Meet the other ranks, and return when all are there.
 
-        ``cuda``: whether they compute on GPUs; then this is the GPU of this process's current device.
+        ``store``: a folder, through which ranks on one host find each other, or HOST:PORT at which rank 0 answers ranks
+        on several nodes, on the socket ``listener``. ``interface``: the network interface to use between nodes; None:
+        that of the host's name. ``cuda``: whether the ranks compute on GPUs; then this rank's GPU is the current
+        device of this process.
         """
         import torch.distributed as dist
 
-        # All ranks are on this host. On the loopback interface no other host reaches these connections.
-        interface = "lo" if sys.platform == "linux" else "lo0"
-        store = dist.FileStore(str(folder / "ranks"), size)  # type: ignore[attr-defined]
-        return cls(rank, size)._meet(store, interface, cuda)
-
-    @classmethod
-    def join_nodes(
-        cls, rank: int, size: int, store: str, listener: int | None, on_host: int, interface: str | None, *, cuda: bool
-    ) -> "Ranks":
-        """Meet the ranks on this and on other nodes, and return when all are there.
-
-        ``store``: HOST:PORT at which rank 0 answers the others, on the socket ``listener``. ``interface``: the network
-        interface to use; None: that of the host's name.
-        """
-        import torch.distributed as dist
-
-        host, _, port = store.rpartition(":")
-        where = dist.TCPStore(  # type: ignore[attr-defined]
-            host.strip("[]"),
-            int(port),
-            size,
-            is_master=rank == 0,
-            timeout=_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-        return cls(rank, size, on_host)._meet(where, interface, cuda)
-
-    def _meet(self, store: Any, interface: str | None, cuda: bool) -> Self:
+        ranks = cls(rank, size, on_host)
+        meeting: Any
+        if isinstance(store, Path):
+            # All ranks are on this host. On the loopback interface no other host reaches these connections.
+            interface = "lo" if sys.platform == "linux" else "lo0"
+            meeting = dist.FileStore(str(store / "ranks"), size)  # type: ignore[attr-defined]
+        else:
+            host, _, port = store.rpartition(":")
+            meeting = dist.TCPStore(  # type: ignore[attr-defined]
+                host.strip("[]"), int(port), size, is_master=rank == 0, timeout=_TIMEOUT, wait_for_workers=False,
+                master_listen_fd=listener,
+            )  # fmt: skip
         with contextlib.ExitStack() as using:
             if interface is not None:
                 using.enter_context(_interface(interface))
-            torch.distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                store=store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=_TIMEOUT,
-            )
-            self._interface = using.pop_all()  # NCCL connects at the first call
-        return self
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=_TIMEOUT)
+            ranks._interface = using.pop_all()  # NCCL connects at the first call
+        return ranks
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``x`` over all ranks, which may be ``x`` itself, changed."""

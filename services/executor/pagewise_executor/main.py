@@ -225,7 +225,9 @@ def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks"
     named = os.environ.get(variable)
     used = f"{named}, which {variable} names" if named else interface or "of this host's name"
     log.info("meeting the other ranks at %s, through the interface %s", seat.store, used)
-    return Ranks.join_nodes(seat.rank, seat.size, seat.store, listener, seat.on_host, interface, cuda=cuda)
+    return Ranks.join(
+        seat.rank, seat.size, seat.store, cuda=cuda, listener=listener, on_host=seat.on_host, interface=interface
+    )
 
 
 if __name__ == "__main__":
