@@ -33,7 +33,7 @@ from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
 from pagewise_executor.kv.key_rotation import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.models.attention_layers import attention_modules, attention_shape
+from pagewise_executor.models.support import attention_modules, attention_shape
 from pagewise_executor.models.compilation import Ahead
 from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.few_rows import choose_few_rows

@@ -23,9 +23,8 @@ from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
-from pagewise_executor.models.attention_layers import attention_modules, attention_shape
 from pagewise_executor.models.shards import shard_config
-from pagewise_executor.models.support import check_supported
+from pagewise_executor.models.support import attention_modules, attention_shape, check_supported
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 

@@ -17,7 +17,7 @@ from pagewise_executor.attention.prefill_libraries import (
     largest_difference,
 )
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models.attention_layers import attention_shape
+from pagewise_executor.models.support import attention_shape
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError

@@ -24,7 +24,6 @@ from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
 from pagewise_executor.kv.key_rotation import KeyRotation
-from pagewise_executor.models.attention_layers import attention_modules, attention_shape
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.few_rows import choose_few_rows
@@ -37,7 +36,7 @@ from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
-from pagewise_executor.models.support import SERVED, check_supported
+from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
 from pagewise_executor.models.weight_files import check_weights, checked_headers, first_line, weight_files
 
