@@ -19,7 +19,7 @@ from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSam
 from pagewise_executor.uploads import Array, Uploads
 
 if TYPE_CHECKING:
-    from pagewise_executor.attention.prefill_libraries import TriedLibrary
+    from pagewise_executor.attention.prefill_libraries import PrefillLibrary
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, StepGraphs
 
 
@@ -138,7 +138,7 @@ def triton_compute(
     loaded: LoadedModel,
     last_tokens: torch.Tensor,
     adapters: Adapters | None,
-    library: "TriedLibrary | None" = None,
+    library: "PrefillLibrary | None" = None,
 ) -> StepCompute:
     """Return the forward pass and the sampling by the Triton kernels. ``library``: computes attention of prompts."""
     from pagewise_kernels.logprobs import token_logprobs

@@ -11,11 +11,7 @@ import torch
 from pagewise_executor.attention import prefill_choice, prefill_libraries, specialised_prefill
 from pagewise_executor.attention.backend import AttentionShape, PagedLayer
 from pagewise_executor.attention.prefill_choice import LIBRARIES, choose_prefill_library
-from pagewise_executor.attention.prefill_libraries import (
-    PrefillLibrary,
-    TriedLibrary,
-    largest_difference,
-)
+from pagewise_executor.attention.prefill_libraries import PrefillLibrary, largest_difference
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.support import attention_shape
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
@@ -45,7 +41,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Each of them, over its stand-in."""
     monkeypatch.setattr(prefill_libraries, "_import", FAKES.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return LIBRARIES[request.param][1](torch.device("cpu"))
+    return LIBRARIES[request.param][1](16, torch.device("cpu"))
 
 
 @pytest.mark.interpreted
@@ -54,8 +50,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_libraries_are_called_as_their_sources_say(
     library: PrefillLibrary, shape: AttentionShape, block_size: int
 ) -> None:
-    assert not library.error(shape, block_size)
-    assert largest_difference(library, shape, block_size, torch.device("cpu")) < 0.02
+    library.block_size = block_size
+    assert not library.error(shape)
+    assert largest_difference(library, shape) < 0.02
 
 
 @pytest.mark.gpu
@@ -69,10 +66,10 @@ def test_libraries_give_pytorchs_results(name: str, shape: AttentionShape) -> No
         pytest.skip(f"{module} is not installed")
     if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 is for compute capability 9.0")
-    library = make(GPU)
-    if error := library.error(shape, 16):
+    library = make(16, GPU)
+    if error := library.error(shape):
         pytest.skip(error)
-    assert largest_difference(library, shape, 16, GPU) < 0.02
+    assert largest_difference(library, shape) < 0.02
 
 
 @pytest.mark.interpreted
@@ -85,7 +82,7 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
     monkeypatch.setattr(type(library), "error", lambda *_: "")  # a stand-in computes in float32, with any heads
     calls = 0
 
-    def sampled(chosen: TriedLibrary | None) -> list[list[int]]:
+    def sampled(chosen: PrefillLibrary | None) -> list[list[int]]:
         monkeypatch.setattr(prefill_choice, "choose_prefill_library", lambda *_: (chosen, False))
         config = ExecutorConfig(
             model=str(tmp_path), device="cpu", dtype="float32", kernels="triton", block_size=4, num_blocks=60,
@@ -96,20 +93,20 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
         run_requests(ModelRunner(config), requests, num_blocks=20, max_num_batched_tokens=11, arrive_every=2)
         return [asked.sequences[0].output_token_ids.tolist() for asked in requests]
 
-    tried = TriedLibrary(library, 4, torch.device("cpu"))
-    plan = tried.plan
+    library.block_size = 4
+    plan = library.plan
 
     def counted(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         return plan(*arguments)  # type: ignore[arg-type]
 
-    tried.plan = counted  # type: ignore[assignment]
-    assert sampled(tried) == sampled(None)
+    monkeypatch.setattr(library, "plan", counted)
+    assert sampled(library) == sampled(None)
     assert calls
 
 
-def choose(head_dims: list[int], dtype: torch.dtype = BF16, **options: object) -> tuple[TriedLibrary | None, bool]:
+def choose(head_dims: list[int], dtype: torch.dtype = BF16, **options: object) -> tuple[PrefillLibrary | None, bool]:
     config = ExecutorConfig(**options)  # type: ignore[arg-type]
     shapes = [AttentionShape(8, 2, dim, dtype, dim**-0.5) for dim in head_dims]
     return choose_prefill_library(config, GPU, shapes, torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype)
@@ -194,7 +191,7 @@ def test_our_own_kernel_is_one_of_them(
     with pytest.raises(ModelError, match="--attention gluon: it did not end within 120 s"):
         choose([128], attention="gluon")
     for windowed in (PLAIN, WINDOWED, CAPPED):
-        error = specialised_prefill.SpecialisedPrefill(GPU).error(windowed, 16)
+        error = specialised_prefill.SpecialisedPrefill(16, GPU).error(windowed)
         assert ("windows" in error) == (windowed is not PLAIN)
 
     def other_triton(*_: object) -> str:
@@ -209,7 +206,7 @@ def test_our_own_kernel_is_one_of_them(
 def test_what_cannot_be_measured_is_not_taken(
     installed: dict[str, float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(library: TriedLibrary | None, *_: object) -> float:
+    def fails(library: PrefillLibrary | None, *_: object) -> float:
         if library is not None and library.name == "flashinfer":
             raise RuntimeError("out of memory")
         return TIMES[library and library.name]
@@ -337,9 +334,7 @@ def test_each_kind_of_layer_is_computed_by_what_is_right_for_it(
     library: PrefillLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that has been compiled without windows, and one that is wrong for one size of heads."""
-    cpu = torch.device("cpu")
-    tried = TriedLibrary(library, 16, cpu)
-    assert all(map(tried.computes, (PLAIN, WINDOWED, CAPPED, SMALL_HEADS)))
+    assert all(map(library.computes, (PLAIN, WINDOWED, CAPPED, SMALL_HEADS)))
     plan = type(library).plan
     for broken, change in (
         (WINDOWED, {"window": None}),
@@ -352,7 +347,7 @@ def test_each_kind_of_layer_is_computed_by_what_is_right_for_it(
             return plan(self, replace(shape, **change) if same else shape, tables)  # type: ignore[arg-type]
 
         monkeypatch.setattr(type(library), "plan", wrong)
-        tried = TriedLibrary(library, 16, cpu)
+        tried = type(library)(16, library.device)
         others = [shape for shape in (PLAIN, WINDOWED, CAPPED, SMALL_HEADS) if shape != broken]
         assert not tried.computes(broken)
         assert all(map(tried.computes, others))

@@ -19,7 +19,6 @@ from pagewise_executor.attention.prefill_libraries import (
     FlashAttention3,
     FlashInfer,
     PrefillLibrary,
-    TriedLibrary,
 )
 from pagewise_executor.attention.registry import BACKENDS
 from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill
@@ -31,7 +30,7 @@ _TOKENS = 4096
 """Of the chunk that is measured."""
 _REPEATS = 5
 
-LIBRARIES: dict[str, tuple[str, Callable[[torch.device], PrefillLibrary]]] = {
+LIBRARIES: dict[str, tuple[str, Callable[[int, torch.device], PrefillLibrary]]] = {
     "fa3": ("flash_attn_interface", FlashAttention3),
     "flashinfer": ("flashinfer", FlashInfer),
     "gluon": ("triton.experimental.gluon", SpecialisedPrefill),
@@ -60,7 +59,7 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
 
 def choose_prefill_library(
     config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape], kv_dtype: torch.dtype
-) -> tuple[TriedLibrary | None, bool]:
+) -> tuple[PrefillLibrary | None, bool]:
     """Return the library for prefill chunks, None for the Triton kernel, and whether some layers cannot be computed.
 
     ``shapes``: of each layer. The Triton kernel computes layers that the library cannot compute. ``auto`` takes the
@@ -82,10 +81,10 @@ def choose_prefill_library(
 
 def _choose_installed(
     shapes: Sequence[AttentionShape], kv_dtype: torch.dtype, block_size: int, device: torch.device
-) -> tuple[TriedLibrary | None, bool]:
+) -> tuple[PrefillLibrary | None, bool]:
     """Return the fastest of the libraries that are installed: see ``choose_prefill_library``."""
     unfit: list[str] = []
-    found: dict[TriedLibrary, str] = {}
+    found: dict[PrefillLibrary, str] = {}
     for name, (module, _) in LIBRARIES.items():
         if importlib.util.find_spec(module) is None:
             continue
@@ -123,12 +122,12 @@ def _prepared(
     shapes: Sequence[AttentionShape],
     kv_dtype: torch.dtype,
     block_size: int,
-) -> tuple[TriedLibrary | None, str]:
+) -> tuple[PrefillLibrary | None, str]:
     """Return a library that can compute some layers, if it can, and why it cannot compute the others."""
     if kv_dtype != shapes[0].dtype:
         return None, f"KV is {kv_dtype}, and the model {shapes[0].dtype}"
     try:
-        library = TriedLibrary(LIBRARIES[name][1](device), block_size, device)
+        library = LIBRARIES[name][1](block_size, device)
     except Exception as error:
         return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     errors = [library.try_out(shape) for shape in dict.fromkeys(shapes)]
@@ -136,18 +135,18 @@ def _prepared(
 
 
 def _fastest(
-    libraries: Sequence[TriedLibrary], shapes: Sequence[AttentionShape], block_size: int, device: torch.device
-) -> TriedLibrary | None:
+    libraries: Sequence[PrefillLibrary], shapes: Sequence[AttentionShape], block_size: int, device: torch.device
+) -> PrefillLibrary | None:
     """Return the library with which the layers of a model take the least time; None if the Triton kernel is fastest.
 
     Layers that a library cannot compute take the time of the Triton kernel. A library whose measurement fails is not
     chosen.
     """
     kinds = Counter(shapes)
-    times: dict[TriedLibrary | None, float] = {}
+    times: dict[PrefillLibrary | None, float] = {}
 
     @functools.cache
-    def measured(library: TriedLibrary | None, shape: AttentionShape) -> float:
+    def measured(library: PrefillLibrary | None, shape: AttentionShape) -> float:
         return chunk_milliseconds(library, shape, block_size, device)
 
     try:
@@ -167,7 +166,7 @@ def _fastest(
 
 @torch.inference_mode()
 def chunk_milliseconds(
-    library: TriedLibrary | None, shape: AttentionShape, block_size: int, device: torch.device
+    library: PrefillLibrary | None, shape: AttentionShape, block_size: int, device: torch.device
 ) -> float:
     """Return the median time of the attention of one layer for a prompt, by a library or by the Triton kernel."""
     from pagewise_kernels.attention import Chunk, PrefillPlan, prefill_attention

@@ -11,9 +11,10 @@ on a device, which is why the results are compared.
 
 import importlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -69,31 +70,59 @@ class ChunkTables:
         return self._on_device
 
 
-class PrefillLibrary(Protocol):
-    """Computes the attention of prefill chunks, whose K and V are in the pool already."""
+class PrefillLibrary(ABC):
+    """Computes the attention of prefill chunks, whose K and V are in the pool already.
 
-    name: str
+    It computes the kinds of layers for which it gives PyTorch's results; Triton computes the others. ``block_size``: of
+    the pool, in tokens.
+    """
 
-    def error(self, shape: AttentionShape, block_size: int) -> str:
-        """Return why layers of this kind cannot be computed with such blocks, as far as it says; empty if they can."""
-        ...
+    name: ClassVar[str]
 
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size, self.device = block_size, device
+        self._errors: dict[AttentionShape, str] = {}
+
+    @abstractmethod
+    def error(self, shape: AttentionShape) -> str:
+        """Return why layers of this kind cannot be computed, as far as the library says; empty if they can."""
+
+    @abstractmethod
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""
-        ...
+
+    def computes(self, shape: AttentionShape) -> bool:
+        """Whether it computes layers of this kind. One that was not tried when the executor started is tried now."""
+        if shape not in self._errors and (error := self.try_out(shape)):
+            log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, error)
+        return not self._errors[shape]
+
+    def try_out(self, shape: AttentionShape) -> str:
+        """Return why layers of this kind cannot be computed; empty if they can."""
+        try:
+            error = self.error(shape)
+            if not error:
+                difference = largest_difference(self, with_small_limits(shape))
+                if not difference <= TOLERANCE:  # also if it is not a number
+                    error = f"results differ from PyTorch's by {difference:.3f} ({_described(shape)})"
+        except Exception as raised:  # a third party's library may fail to compile or load in any way
+            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
+        self._errors[shape] = error
+        return error
 
 
-class FlashAttention3:
+class FlashAttention3(PrefillLibrary):
     """FlashAttention 3 (arXiv 2407.08608) by the wheel ``flash_attn_interface``. It takes blocks of any size."""
 
     name = "fa3"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        super().__init__(block_size, device)
         if torch.cuda.get_device_capability(device)[0] != 9:
             raise ModelError("FlashAttention 3 needs compute capability 9.0")
         self._attend = _import("flash_attn_interface").flash_attn_with_kvcache
 
-    def error(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
         return _dtype_error(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
@@ -115,17 +144,18 @@ class FlashAttention3:
         return attend
 
 
-class FlashInfer:
+class FlashInfer(PrefillLibrary):
     """FlashInfer's prefill over paged KV (arXiv 2501.01005). It compiles kernels when it meets a new kind of layer."""
 
     name = "flashinfer"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        super().__init__(block_size, device)
         self._library = _import("flashinfer")
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[AttentionShape, Any] = {}
 
-    def error(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
         return _dtype_error(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
@@ -158,37 +188,6 @@ class FlashInfer:
         return attend
 
 
-class TriedLibrary:
-    """A library that computes the kinds of layers for which it gives PyTorch's results; Triton computes the others.
-
-    ``block_size``: of the pool, in tokens.
-    """
-
-    def __init__(self, library: PrefillLibrary, block_size: int, device: torch.device) -> None:
-        self.name, self.plan = library.name, library.plan
-        self._library, self._block_size, self._device = library, block_size, device
-        self._errors: dict[AttentionShape, str] = {}
-
-    def computes(self, shape: AttentionShape) -> bool:
-        """Whether it computes layers of this kind. One that was not tried when the executor started is tried now."""
-        if shape not in self._errors and (error := self.try_out(shape)):
-            log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, error)
-        return not self._errors[shape]
-
-    def try_out(self, shape: AttentionShape) -> str:
-        """Return why layers of this kind cannot be computed; empty if they can."""
-        try:
-            error = self._library.error(shape, self._block_size)
-            if not error:
-                difference = largest_difference(self._library, with_small_limits(shape), self._block_size, self._device)
-                if not difference <= TOLERANCE:  # also if it is not a number
-                    error = f"results differ from PyTorch's by {difference:.3f} ({_described(shape)})"
-        except Exception as raised:  # a third party's library may fail to compile or load in any way
-            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]} ({_described(shape)})"
-        self._errors[shape] = error
-        return error
-
-
 def with_small_limits(shape: AttentionShape) -> AttentionShape:
     """Return the same kind of layer with numbers that matter for the short contexts of ``largest_difference``."""
     window = None if shape.window is None else min(shape.window, 7)
@@ -202,10 +201,11 @@ def _described(shape: AttentionShape) -> str:
     )
 
 
-def largest_difference(library: PrefillLibrary, shape: AttentionShape, block_size: int, device: torch.device) -> float:
+def largest_difference(library: PrefillLibrary, shape: AttentionShape) -> float:
     """Return by how much results of a library differ from PyTorch's, at most, for two chunks of small contexts."""
     from pagewise_kernels.attention import Chunk
 
+    block_size, device = library.block_size, library.device
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from pagewise_executor.attention.prefill_libraries import (
     TOLERANCE,
     Attend,
     ChunkTables,
+    PrefillLibrary,
     largest_difference,
     with_small_limits,
 )
@@ -36,22 +37,20 @@ _SECONDS = 120.0
 """For a trial: imports, the compilation of a kernel, and two small launches."""
 
 
-class SpecialisedPrefill:
+class SpecialisedPrefill(PrefillLibrary):
     """The kernel ``specialised_prefill_attention`` as a ``PrefillLibrary``."""
 
     name = "gluon"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def error(self, shape: AttentionShape, block_size: int) -> str:
+    def error(self, shape: AttentionShape) -> str:
         """Return why the kernel cannot compute such layers here, found by a trial the first time; empty if it can."""
         from pagewise_kernels.attention.specialised import specialised_error
 
         if shape.window is not None or shape.softcap is not None:
             return "it has no windows and no caps"
-        error = specialised_error(shape.heads, shape.kv_heads, shape.head_dim, block_size, shape.dtype, self._device)
-        return error or _trial_error(shape, block_size, self._device)
+        size, device = self.block_size, self.device
+        error = specialised_error(shape.heads, shape.kv_heads, shape.head_dim, size, shape.dtype, device)
+        return error or _trial_error(shape, size, device)
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""
@@ -130,7 +129,7 @@ def main() -> None:
     device, block_size = torch.device("cuda", trial.pop("device")), trial.pop("block_size")
     torch.cuda.set_device(device)
     shape = AttentionShape(**{**trial, "dtype": getattr(torch, trial["dtype"])})
-    print(largest_difference(SpecialisedPrefill(device), with_small_limits(shape), block_size, device))
+    print(largest_difference(SpecialisedPrefill(block_size, device), with_small_limits(shape)))
 
 
 if __name__ == "__main__":

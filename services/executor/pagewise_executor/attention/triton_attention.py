@@ -18,7 +18,7 @@ from pagewise_kernels.attention import (
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
-from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, TriedLibrary
+from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
@@ -128,7 +128,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(
         self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False,
-        library: TriedLibrary | None = None,
+        library: PrefillLibrary | None = None,
     ) -> None:  # fmt: skip
         super().__init__(device)
         self.deterministic, self.library = deterministic, library
@@ -176,7 +176,7 @@ class TritonBackend(AttentionBackend):
         step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
         return step
 
-    def library_for(self, kind: LayerKind, shape: AttentionShape) -> TriedLibrary | None:
+    def library_for(self, kind: LayerKind, shape: AttentionShape) -> PrefillLibrary | None:
         """Return the library if it computes the chunks of layers of this shape; else the kind is planned ahead from
         the next step on."""
         if self.library is not None and self.library.computes(shape):
