@@ -7,8 +7,9 @@ not import torch, because the simulated runner uses it too.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +141,11 @@ class StepWork:
         """The chunks of drafts, in their order."""
         return self.chunks[: len(self.drafts)]
 
+    def chunk_offsets(self) -> Iterator[tuple[int, Chunk]]:
+        """Return the chunks, each with its index in the flat batch, in which they lie behind the decodes."""
+        offsets = accumulate((chunk.size for chunk in self.chunks), initial=len(self.decoding))
+        return zip(offsets, self.chunks, strict=False)  # the last offset is the end of the flat batch
+
     @property
     def num_tokens(self) -> int:
         """The number of tokens that this step computes."""
@@ -270,10 +276,9 @@ class InputBatch:
         """Return the indices of the flat batch whose logits are needed: of the sampled rows, then of prompts that
         report log-probabilities; and the chunks of these prompts, each with the number of positions it reports."""
         kept = list(range(len(work.decoding)))
-        offset = len(work.decoding)
         extra: list[int] = []
         reported: list[tuple[Chunk, int]] = []
-        for chunk in work.chunks:
+        for offset, chunk in work.chunk_offsets():
             kept += range(offset + chunk.size - chunk.num_sampled, offset + chunk.size)
             held = self.sequences[chunk.row]
             if held.sampling.prompt_logprobs is not None:
@@ -281,7 +286,6 @@ class InputBatch:
                 if count > 0:
                     extra += range(offset, offset + count)
                     reported.append((chunk, count))
-            offset += chunk.size
         return kept + extra, reported
 
     def slot_mapping(self, rows: Int64s, positions: Int64s) -> Int64s:

@@ -33,10 +33,7 @@ class CpuBackend(AttentionBackend):
         batch = self._batch
         rows, positions = batch.flat_batch(work)
         decodes = len(work.decoding)
-        chunks, offset = [], decodes
-        for chunk in work.chunks:
-            chunks.append((offset, chunk.row, chunk.start, chunk.size))
-            offset += chunk.size
+        chunks = [(offset, chunk.row, chunk.start, chunk.size) for offset, chunk in work.chunk_offsets()]
         lengths = positions[:decodes] + 1
         prefixes, members = shared_prefixes(batch.block_tables, rows[:decodes], lengths, batch.block_size)
         return CpuStepAttention(

@@ -97,10 +97,9 @@ class MappedBackend(AttentionBackend):
         rows, positions = batch.flat_batch(work)
         decodes = zip(work.decoding.tolist(), batch.num_computed[work.decoding].tolist(), strict=True)
         queries = [Queries(offset, start, 1, pages.context(row)) for offset, (row, start) in enumerate(decodes)]
-        offset = len(queries)
-        for chunk in work.chunks:
-            queries.append(Queries(offset, chunk.start, chunk.size, pages.context(chunk.row)))
-            offset += chunk.size
+        queries += (
+            Queries(offset, chunk.start, chunk.size, pages.context(chunk.row)) for offset, chunk in work.chunk_offsets()
+        )
         return MappedStep(self._upload(batch.slot_mapping(rows, positions)), queries)
 
 

@@ -87,12 +87,11 @@ class TorchBackend(AttentionBackend):
         ]
 
     def _chunk_contexts(self, work: StepWork) -> list[ChunkContext]:
-        contexts, offset = [], len(work.decoding)
-        for chunk in work.chunks:
+        contexts = []
+        for offset, chunk in work.chunk_offsets():
             blocks = -(-(chunk.start + chunk.size) // self._batch.block_size)
             table = self._upload(self._batch.block_tables[chunk.row, :blocks].astype(np.int64))
             contexts.append(ChunkContext(offset, chunk.start, chunk.size, table))
-            offset += chunk.size
         return contexts
 
 

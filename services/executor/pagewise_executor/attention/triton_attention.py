@@ -250,11 +250,7 @@ class TritonBackend(AttentionBackend):
 
 def chunks_of(work: StepWork) -> list[Chunk]:
     """Return the chunks of a step as attention takes them, which lie behind its decodes in the flat batch."""
-    chunks, offset = [], len(work.decoding)
-    for chunk in work.chunks:
-        chunks.append(Chunk(offset, chunk.start, chunk.size, chunk.row))
-        offset += chunk.size
-    return chunks
+    return [Chunk(offset, chunk.start, chunk.size, chunk.row) for offset, chunk in work.chunk_offsets()]
 
 
 def _once(made: dict[LayerKind, PlanT], kind: LayerKind, make: Callable[[LayerKind], PlanT]) -> PlanT:
