@@ -35,7 +35,7 @@ from pagewise_executor.ranks.messages import (
 )
 from pagewise_executor.runner import BesideSteps, Counted, PendingStep, Runner
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagewise_executor.follower")  # not __name__, which is "__main__" in the process that runs this module
 
 _COUNT_SECONDS = 1.0
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pagewise_executor.ranks.leader import Leader
     from pagewise_executor.ranks.messages import Seat
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pagewise_executor.main")  # not __name__, which is "__main__" in the process that runs this module
 
 FINAL = (PagewiseError, zmq.ZMQError)
 """Errors after which another start would fail too. Without OSError: one that ends the worker may come from a disk or a
