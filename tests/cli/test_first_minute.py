@@ -202,6 +202,9 @@ def test_a_gpu_that_is_asked_for_and_not_there() -> None:
         (["--keys=/no/keys"], "--keys /no/keys: there is no key of 'scheduler': no file /no/keys/scheduler/"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert: No such file or directory"),
         (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys: No such file or directory"),
+        (["--num-blocks=3"], "the KV pool is too small: it would hold 48 tokens (3 blocks). One sequence of 256 tokens"),
+        (["--max-model-len=1000000"], "--max-model-len 1000000 is over the model's own limit of "),
+        (["--store=redis://127.0.0.1:1"], "--store: Error 111 connecting to 127.0.0.1:1"),
         (["--disk-cache=/proc/no/folder"], "--disk-cache /proc/no/folder: No such file or directory"),
         (
             ["--enable-lora", "--lora-modules", "a=/no/folder"],
@@ -222,7 +225,7 @@ def test_options_that_name_nothing_or_too_much_are_refused_before_a_process_star
 
 
 def test_a_pool_that_is_too_small() -> None:
-    said = serve("--num-blocks=3", "--device=cpu")
+    said = serve("--kv-memory=200KiB", "--device=cpu")
     assert "the KV pool is too small: it would hold 48 tokens" in said
     assert "raise --kv-memory or --num-blocks" in said
 

@@ -11,8 +11,9 @@ from pagewise_shared.curve import EXECUTOR as EXECUTOR_KEY
 from pagewise_shared.curve import GATEWAY as GATEWAY_KEY
 from pagewise_shared.curve import SCHEDULER as SCHEDULER_KEY
 from pagewise_shared.curve import Keys
-from pagewise_shared.errors import ConfigError, ModelError
+from pagewise_shared.errors import ConfigError, ModelError, PagewiseError
 from pagewise_shared.model_files import local_model
+from pagewise_shared.start_checks import check_start
 
 from pagewise.doctor.machine import available_memory
 from pagewise.supervisor import StartError
@@ -31,6 +32,11 @@ def check_options(config: ServeConfig, gpus: Sequence[str]) -> None:
     _check_packages(config)
     _check_model(config.gateway.model)
     _check_files(config)
+    if config.executors:
+        try:
+            check_start(config.executor)
+        except PagewiseError as error:
+            raise StartError(str(error)) from error
     if config.executors and not config.executor.simulate:
         _check_memory(config, on_cpu=config.executor.device == "cpu" or not gpus)
 

@@ -1,4 +1,4 @@
-"""Defaults that depend on the device, the sizes of steps, and the check of the pool's size."""
+"""Defaults that depend on the device, and the sizes of steps."""
 
 import logging
 import os
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig, size_text
+from pagewise_shared.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, ExecutorConfig
 from pagewise_shared.cpu_threads import openmp_threads
-from pagewise_shared.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -61,29 +60,3 @@ def with_step_limits(
     rows = config.max_num_seqs or min(tokens, _LARGE_NUM_SEQS if large else DEFAULT_NUM_SEQS)
     options = msgspec.structs.asdict(config) | {"max_num_seqs": rows, "max_num_batched_tokens": tokens}
     return SizedConfig(**options)
-
-
-_USEFUL_TOKENS = 256
-
-
-def check_pool(num_blocks: int, block_size: int, block_bytes: int, max_model_len: int) -> None:
-    """Check that a pool holds one sequence of useful length: 256 tokens, or ``max_model_len`` if that is less.
-
-    ``block_size``: tokens per block. ``block_bytes``: bytes per block; 0 if no memory is taken.
-
-    Raises:
-        ModelError: it does not; the text says how many tokens fit, and how much memory is needed.
-    """
-    length = min(max_model_len, _USEFUL_TOKENS)
-    needed = -(-length // block_size)
-    if num_blocks >= needed:
-        return
-
-    def pool(blocks: int) -> str:
-        text = f"{blocks} block" + "s" * (blocks != 1)
-        return f"{text}, {size_text(blocks * block_bytes)}" if block_bytes and blocks else text
-
-    raise ModelError(
-        f"the KV pool is too small: it would hold {num_blocks * block_size} tokens ({pool(num_blocks)}). One sequence "
-        f"of {length} tokens, which is the least, needs {pool(needed)}: raise --kv-memory or --num-blocks"
-    )

@@ -18,8 +18,9 @@ from pagewise_shared.errors import ModelError, PagewiseError
 from pagewise_shared.logs import configure_logging
 from pagewise_shared.model_files import local_model
 from pagewise_shared.service_process import exit_code_of, run_event_loop, tune_allocator, warn_of_variables
+from pagewise_shared.start_checks import check_pool, check_start
 
-from pagewise_executor.device_defaults import check_pool, with_threads
+from pagewise_executor.device_defaults import with_threads
 from pagewise_executor.process_end import End, end_process, end_with_threads
 from pagewise_executor.read_ahead import read_ahead
 from pagewise_executor.runner import Runner
@@ -68,11 +69,13 @@ def _serve(config: ExecutorConfig) -> None:
     """Load the model and run the service until it is stopped.
 
     Raises:
-        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
+        ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host, or the store does not
+            answer.
         ModelError: the model cannot be served.
         RefusedError: the scheduler does not let this executor join.
     """
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)  # before the model
+    check_start(config)
     service = ExecutorService(
         Worker(lambda: _build_useful_runner(config, keys)),
         config.scheduler,

@@ -15,8 +15,9 @@ import torch
 from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
 from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
+from pagewise_shared.start_checks import check_pool
 
-from pagewise_executor.device_defaults import SizedConfig, check_pool
+from pagewise_executor.device_defaults import SizedConfig
 
 log = logging.getLogger(__name__)
 

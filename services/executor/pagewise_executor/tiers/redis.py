@@ -10,8 +10,7 @@ import numpy as np
 import redis
 from pagewise_shared.block_hash import BlockName, root_hash
 from pagewise_shared.errors import ConfigError
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from pagewise_shared.start_checks import connect_store
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
@@ -28,7 +27,6 @@ T = TypeVar("T")
 
 _PIECE_BYTES = 16 * 2**20
 """About the bytes of one request or answer."""
-_CONNECT_SECONDS, _ANSWER_SECONDS = 1.0, 2.0
 _IDENTITY = "pagewise:identity"
 _REST_SECONDS = 5.0
 """The pause after a server has not answered: each try would wait for a time-out."""
@@ -53,7 +51,7 @@ class RedisTier(HashedTier):
         self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
         self._rests_until = 0.0
         try:
-            self._client = _connect(url)
+            self._client = connect_store(url)
             self._client.set(_IDENTITY, uuid.uuid4().hex, nx=True)
             identity = self._client.get(_IDENTITY)
             assert isinstance(identity, bytes)
@@ -141,7 +139,7 @@ def wipe(url: str, salt: str | None) -> int:
     Raises:
         RedisError: the server does not answer, or does not let us in.
     """
-    client = _connect(url)
+    client = connect_store(url)
     contents: dict[str, dict[str, str]] = {}  # the parent of each block
     keys: dict[tuple[str, str], list[str]] = {}
     for key in client.scan_iter("pagewise:*:*", count=1000):
@@ -157,12 +155,3 @@ def wipe(url: str, salt: str | None) -> int:
             num_wiped += client.delete(*keys[content, own])
     client.close()
     return num_wiped
-
-
-def _connect(url: str) -> redis.Redis:
-    return redis.Redis.from_url(
-        url,
-        socket_connect_timeout=_CONNECT_SECONDS,
-        socket_timeout=_ANSWER_SECONDS,
-        retry=Retry(NoBackoff(), 1),  # a connection that the server has closed meanwhile
-    )
