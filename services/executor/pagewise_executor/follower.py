@@ -26,11 +26,11 @@ from pagewise_executor.ranks.messages import (
     Listed,
     Ready,
     ResetDone,
-    Seat,
+    RankSpec,
     Stop,
     ToRank,
     decode_config,
-    decode_seat,
+    decode_spec,
     decode_to_rank,
 )
 from pagewise_executor.runner import BesideSteps, Counted, PendingStep, Runner
@@ -77,35 +77,35 @@ class _LeaderConnection:
 def main(argv: list[str]) -> int:
     """Run this rank until rank 0 ends or stops it; returns the process's exit code. ``argv``: the socket's number."""
     connection = Connection(int(argv[1]))
-    seat = decode_seat(connection.recv_bytes())
+    spec = decode_spec(connection.recv_bytes())
     config = decode_config(connection.recv_bytes())
-    configure_logging(config.log_level, f"executor rank {seat.rank}", config.log_format)
+    configure_logging(config.log_level, f"executor rank {spec.rank}", config.log_format)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides
     tune_allocator(computes=True, free_unused=free_unused)
-    leader = _LeaderConnection(connection, seat.folder)
+    leader = _LeaderConnection(connection, spec.folder)
     end_with_threads(leader.fail)
     threading.Thread(target=leader.receive, name="rank 0", daemon=True).start()
-    return run(leader, config, seat)
+    return run(leader, config, spec)
 
 
-def run(leader: _LeaderConnection, config: ExecutorConfig, seat: Seat) -> int:
+def run(leader: _LeaderConnection, config: ExecutorConfig, spec: RankSpec) -> int:
     """Follow rank 0 to the end; returns the process's exit code. Errors are sent to rank 0."""
     try:
-        _follow(leader, config, seat)
+        _follow(leader, config, spec)
     except Exception as error:
         # A rank that has served can do so again: a step has failed, and not the configuration.
         final = isinstance(error, FINAL) and leader.runner is None
         if not final:
-            log.exception("rank %d failed", seat.rank)
+            log.exception("rank %d failed", spec.rank)
         leader.send(Failed(str(error)[:500] or type(error).__name__, final))
         return CANNOT_START if final else 1
     return 0
 
 
-def _follow(leader: _LeaderConnection, config: ExecutorConfig, seat: Seat) -> None:
+def _follow(leader: _LeaderConnection, config: ExecutorConfig, spec: RankSpec) -> None:
     keys = load_keys(config.keys, config.key_name, endpoint_to_protect(config), config.plaintext)
-    runner = build_runner(config, keys, seat)
+    runner = build_runner(config, keys, spec)
     runner.report_to(leader.send)
     leader.runner = runner
     leader.send(Ready(runner.info.block_endpoint, runner.info.device, computes(runner.info)))

@@ -30,7 +30,7 @@ from pagewise_executor.worker import Worker
 if TYPE_CHECKING:
     from pagewise_executor.collectives import Ranks
     from pagewise_executor.ranks.leader import Leader
-    from pagewise_executor.ranks.messages import Seat
+    from pagewise_executor.ranks.messages import RankSpec
 
 log = logging.getLogger("pagewise_executor.main")  # not __name__, which is "__main__" in the process that runs this module
 
@@ -150,11 +150,12 @@ def lead(config: ExecutorConfig, keys: Keys | None = None, lost: End | None = No
 
 
 def build_runner(
-    config: ExecutorConfig, keys: Keys | None = None, seat: "Seat | None" = None, leader: "Leader | None" = None
+    config: ExecutorConfig, keys: Keys | None = None, spec: "RankSpec | None" = None, leader: "Leader | None" = None
 ) -> Runner:
     """Build the runner that ``config`` asks for. Torch is imported only if a model is run.
 
-    ``seat``: of this rank, if it is one of several behind rank 0. ``leader``: of the other ranks, if this is rank 0.
+    ``spec``: describes this rank, if it is one of several behind rank 0. ``leader``: of the other ranks, if this is
+    rank 0.
 
     Raises:
         ModelError: the model cannot be served.
@@ -187,8 +188,8 @@ def build_runner(
         log.info("using %d CPU threads (set --threads for another number)", chosen.threads)
     config, listener = chosen, None
     if leader is not None:
-        seat, listener = leader.seat, leader.listener()
-    ranks = _join(config, seat, listener) if seat is not None else ALONE
+        spec, listener = leader.spec, leader.listener()
+    ranks = _join(config, spec, listener) if spec is not None else ALONE
     folder = None if config.host_memory_dir == "none" else Path(config.host_memory_dir)
     exchange = partial(make_peers, config, keys, ranks.rank) if config.lend_blocks else None
     if leader is None:
@@ -198,7 +199,7 @@ def build_runner(
     return LeadingRunner(leader, config, exchange=exchange, host_folder=folder, ranks=ranks)
 
 
-def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks":
+def _join(config: ExecutorConfig, spec: "RankSpec", listener: int | None) -> "Ranks":
     """Select the GPU of this rank, if there are any, and join the process group of the ranks.
 
     ``listener``: the socket on which rank 0 answers ranks on other nodes.
@@ -214,22 +215,22 @@ def _join(config: ExecutorConfig, seat: "Seat", listener: int | None) -> "Ranks"
 
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda:
-        needed = seat.size // config.nnodes
+        needed = spec.size // config.nnodes
         if (count := torch.cuda.device_count()) < needed:
             raise ModelError(
-                f"--tensor-parallel {seat.size}: this executor sees {count} GPUs here, and each of its {needed} ranks "
+                f"--tensor-parallel {spec.size}: this executor sees {count} GPUs here, and each of its {needed} ranks "
                 "needs its own"
             )
-        torch.cuda.set_device(seat.device)
-    if not seat.store:
-        return Ranks.join(seat.rank, seat.size, Path(seat.folder), cuda=cuda)
-    interface = interface_of(address_towards(f"tcp://{seat.store}"))
+        torch.cuda.set_device(spec.device)
+    if not spec.store:
+        return Ranks.join(spec.rank, spec.size, Path(spec.folder), cuda=cuda)
+    interface = interface_of(address_towards(f"tcp://{spec.store}"))
     variable = "NCCL_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME"
     named = os.environ.get(variable)
     used = f"{named}, which {variable} names" if named else interface or "of this host's name"
-    log.info("meeting the other ranks at %s, through the interface %s", seat.store, used)
+    log.info("meeting the other ranks at %s, through the interface %s", spec.store, used)
     return Ranks.join(
-        seat.rank, seat.size, seat.store, cuda=cuda, listener=listener, on_host=seat.on_host, interface=interface
+        spec.rank, spec.size, spec.store, cuda=cuda, listener=listener, on_host=spec.on_host, interface=interface
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from pagewise_executor import follower
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.ranks.messages import Failed, Ready, Seat, Stop, decode_from_rank
+from pagewise_executor.ranks.messages import Failed, Ready, RankSpec, Stop, decode_from_rank
 from pagewise_executor.runner import Counted
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -59,7 +59,7 @@ def follow(link: follower._LeaderConnection, runner: Runner | Exception, monkeyp
         return runner
 
     monkeypatch.setattr(follower, "build_runner", build)
-    return follower.run(link, ExecutorConfig(), Seat(1, 2, "nowhere"))
+    return follower.run(link, ExecutorConfig(), RankSpec(1, 2, "nowhere"))
 
 
 def said(rank_0: Connection) -> list[Message]:

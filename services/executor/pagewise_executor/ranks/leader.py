@@ -32,7 +32,7 @@ from pagewise_executor.ranks.messages import (
     Listed,
     Ready,
     ResetDone,
-    Seat,
+    RankSpec,
     Stop,
     ToRank,
     decode_from_rank,
@@ -131,7 +131,7 @@ class Leader:
     """All ranks but rank 0. The constructor starts a process for each, and all begin to load the model.
 
     ``lost``: called when a rank has ended or does not answer as it should. ``nodes``: the other nodes, which have all
-    joined; None if all ranks are on this node. ``seat``: the seat of rank 0.
+    joined; None if all ranks are on this node. ``spec``: describes rank 0.
     """
 
     rank = 0
@@ -145,8 +145,11 @@ class Leader:
         self._num_steps = 0
         folder, store = str(self._folder or ""), nodes.store if nodes is not None else ""
         on_host, here = (nodes.on_host, nodes.per_node) if nodes is not None else (self.size, self.size)
-        self.seat, *others = (Seat(rank, self.size, folder, store, rank, on_host) for rank in range(here))
-        self.followers = [self._start(seat, config) for seat in others]
+        self.spec, *others = (RankSpec(rank, self.size, folder, store, rank, on_host) for rank in range(here))
+        self.followers = []
+        for spec in others:
+            link, process = start_rank(spec, config)
+            self.followers.append(Follower(spec.rank, link, self._lost, process))
         if nodes is not None:
             links = nodes.admit(self._lost)
             self.followers += [Follower(rank, link, self._lost) for rank, link in links.items()]
@@ -154,10 +157,6 @@ class Leader:
     def listener(self) -> int | None:
         """Give away the socket on which rank 0 answers ranks on other nodes; None if there are none."""
         return None if self.nodes is None else self.nodes.listener.detach()
-
-    def _start(self, seat: Seat, config: ExecutorConfig) -> Follower:
-        link, process = start_rank(seat, config)
-        return Follower(seat.rank, link, self._lost, process)
 
     def send(self, message: ToRank) -> None:
         """Send a message to all other ranks; may be called on any thread."""

@@ -18,7 +18,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import encode
 from pagewise_shared.protocol.limits import MAX_FRAME_FROM_SCHEDULER
 
-from pagewise_executor.ranks.messages import Seat
+from pagewise_executor.ranks.messages import RankSpec
 
 OWN = b""
 """The mark of a message between nodes."""
@@ -54,7 +54,7 @@ def of_rank(rank: int) -> bytes:
     return bytes([rank])
 
 
-def start_rank(seat: Seat, config: ExecutorConfig) -> tuple[Connection, "subprocess.Popen[bytes]"]:
+def start_rank(spec: RankSpec, config: ExecutorConfig) -> tuple[Connection, "subprocess.Popen[bytes]"]:
     """Start a process that runs one rank (``pagewise_executor.follower``).
 
     Returns the connection with the process, and the process, which ends when the connection is closed.
@@ -70,7 +70,7 @@ def start_rank(seat: Seat, config: ExecutorConfig) -> tuple[Connection, "subproc
         )
     connection = Connection(own.detach())
     with contextlib.suppress(OSError):  # the process has ended, which the reader of the connection notices
-        connection.send_bytes(encode(seat))
+        connection.send_bytes(encode(spec))
         connection.send_bytes(msgspec.msgpack.encode(config))
     return connection, process
 

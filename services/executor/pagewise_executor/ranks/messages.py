@@ -21,7 +21,7 @@ from pagewise_shared.protocol import (
 from pagewise_executor.runner import Counted
 
 
-class Seat(Message, frozen=True):
+class RankSpec(Message, frozen=True):
     """The first message to a rank: its number, the number of ranks, and where torch.distributed connects them.
 
     ``folder``: the folder of the file through which ranks on one node find each other. ``store``: for ranks on several
@@ -62,7 +62,7 @@ class Rejected(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """All nodes have joined, and this node is to start its ranks. ``Seat`` explains the fields."""
+    """All nodes have joined, and this node is to start its ranks. ``RankSpec`` explains the fields."""
 
     store: str
     on_host: int
@@ -120,7 +120,7 @@ FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | Adap
 ToNode = Heartbeat | Rejected | Admitted
 FromNode = Join | Ended
 
-decode_seat = msgspec.msgpack.Decoder(Seat).decode
+decode_spec = msgspec.msgpack.Decoder(RankSpec).decode
 decode_config = msgspec.msgpack.Decoder(ExecutorConfig).decode
 decode_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 decode_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

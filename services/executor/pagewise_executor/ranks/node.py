@@ -43,7 +43,7 @@ from pagewise_executor.ranks.messages import (
     Heartbeat,
     Join,
     Rejected,
-    Seat,
+    RankSpec,
     ToNode,
     decode_to_node,
 )
@@ -224,8 +224,8 @@ class Node:
         count = config.tensor_parallel // config.nnodes
         for device in range(count):
             rank = count * config.node_rank + device
-            seat = Seat(rank, config.tensor_parallel, "", admitted.store, device, admitted.on_host)
-            self._ends[rank], self._processes[rank] = start_rank(seat, config)
+            spec = RankSpec(rank, config.tensor_parallel, "", admitted.store, device, admitted.on_host)
+            self._ends[rank], self._processes[rank] = start_rank(spec, config)
             self._poller.register(self._ends[rank].fileno(), zmq.POLLIN)
         log.info("ranks %s of %d have started", ", ".join(map(str, self._ends)), config.tensor_parallel)
 
