@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_kernels.kv_layer import KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.segment_move import move_tokens

@@ -31,7 +31,7 @@ from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.forward_pass import ForwardPass, StepCompute, triton_compute
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
-from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.support import attention_modules, attention_shape
 from pagewise_executor.models.compilation import Ahead

@@ -12,7 +12,7 @@ from torch import nn
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.prefill_libraries import with_small_limits
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
 from pagewise_executor.models.loader import LoadedModel

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pagewise_shared.errors import PagewiseError
 
-from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.long_rope import LongRope
 
 _POSITIONS = (1, 98)

@@ -23,7 +23,7 @@ from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
-from pagewise_executor.kv.key_rotation import KeyRotation
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.few_rows import choose_few_rows
