@@ -8,7 +8,9 @@ import json
 import os
 import platform
 import re
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,19 @@ def set_cpu_threads(threads: int | Literal["auto"]) -> int:
 def device_name(device: torch.device) -> str:
     """Return the device with the product name of its GPU."""
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
+
+
+def median_milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Return the median time of a call on the current GPU, after a call that compiled it."""
+    times = []
+    for _ in range(repeats):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return float(statistics.median(times))
 
 
 def computes_bfloat16() -> bool:

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import logging
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -22,6 +21,7 @@ from pagewise_executor.attention.prefill_libraries import (
 )
 from pagewise_executor.attention.registry import BACKENDS
 from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill
+from pagewise_executor.devices import median_milliseconds
 from pagewise_executor.uploads import Uploads
 
 log = logging.getLogger(__name__)
@@ -195,12 +195,4 @@ def chunk_milliseconds(
 
     attend(q, keys, values)  # compiles
     torch.cuda.synchronize(device)
-    times = []
-    for _ in range(_REPEATS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        attend(q, keys, values)
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return float(statistics.median(times))
+    return median_milliseconds(lambda: attend(q, keys, values), _REPEATS)

@@ -7,12 +7,12 @@ graphs; each graph keeps the choice for its size.
 """
 
 import logging
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from pagewise_executor.devices import median_milliseconds
 from pagewise_executor.graph_capture import captured
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
@@ -126,12 +126,4 @@ def graph_milliseconds(call: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with captured(graph):
         call()
-    times = []
-    for _ in range(_REPEATS):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return float(statistics.median(times))
+    return median_milliseconds(graph.replay, _REPEATS)
