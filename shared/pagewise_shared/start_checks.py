@@ -1,4 +1,4 @@
-"""Checks of an executor's options that need no weights: ``pagewise serve`` and executors make them before they start."""
+"""Checks of an executor's options that need no weights, made by ``pagewise serve`` and executors before they start."""
 
 import json
 from typing import TYPE_CHECKING

@@ -202,7 +202,10 @@ def test_a_gpu_that_is_asked_for_and_not_there() -> None:
         (["--keys=/no/keys"], "--keys /no/keys: there is no key of 'scheduler': no file /no/keys/scheduler/"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile /no/cert: No such file or directory"),
         (["--api-keys-file=/no/keys"], "--api-keys-file /no/keys: No such file or directory"),
-        (["--num-blocks=3"], "the KV pool is too small: it would hold 48 tokens (3 blocks). One sequence of 256 tokens"),
+        (
+            ["--num-blocks=3"],
+            "the KV pool is too small: it would hold 48 tokens (3 blocks). One sequence of 256 tokens",
+        ),
         (["--max-model-len=1000000"], "--max-model-len 1000000 is over the model's own limit of "),
         (["--store=redis://127.0.0.1:1"], "--store: Error 111 connecting to 127.0.0.1:1"),
         (["--disk-cache=/proc/no/folder"], "--disk-cache /proc/no/folder: No such file or directory"),

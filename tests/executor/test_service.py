@@ -83,7 +83,9 @@ async def joined(
     path: Path, step_seconds: float = 0.0, heartbeat_ms: int = 200
 ) -> AsyncIterator[tuple[Scheduler, "asyncio.Task[None]", ExecutorService]]:
     endpoint = f"ipc://{path}/wire"
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16), step_seconds)
+    runner = SimulatedRunner(
+        ExecutorConfig(num_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16), step_seconds
+    )
     service = ExecutorService(Worker(lambda: runner), endpoint, "e")
     running = asyncio.create_task(service.run())
     scheduler = Scheduler(endpoint)

@@ -31,9 +31,8 @@ from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.forward_pass import ForwardPass, StepCompute, triton_compute
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.use import use_of
-from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.models.support import attention_modules, attention_shape
+from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.compilation import Ahead
 from pagewise_executor.models.families import read_llama_config
 from pagewise_executor.models.few_rows import choose_few_rows
@@ -43,6 +42,7 @@ from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.shards import shard_config
+from pagewise_executor.models.support import attention_modules, attention_shape
 from pagewise_executor.warm_up import CHUNKS, launch_sampling
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from pagewise_executor.ranks.messages import (
     Failed,
     ListBlocks,
     Listed,
+    RankSpec,
     Ready,
     ResetDone,
-    RankSpec,
     Stop,
     ToRank,
     decode_config,
@@ -35,7 +35,8 @@ from pagewise_executor.ranks.messages import (
 )
 from pagewise_executor.runner import BesideSteps, Counted, PendingStep, Runner
 
-log = logging.getLogger("pagewise_executor.follower")  # not __name__, which is "__main__" in the process that runs this module
+# Not __name__, which is "__main__" in the process that runs this module.
+log = logging.getLogger("pagewise_executor.follower")
 
 _COUNT_SECONDS = 1.0
 

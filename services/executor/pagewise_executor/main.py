@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pagewise_executor.ranks.leader import Leader
     from pagewise_executor.ranks.messages import RankSpec
 
-log = logging.getLogger("pagewise_executor.main")  # not __name__, which is "__main__" in the process that runs this module
+# Not __name__, which is "__main__" in the process that runs this module.
+log = logging.getLogger("pagewise_executor.main")
 
 FINAL = (PagewiseError, zmq.ZMQError)
 """Errors after which another start would fail too. Without OSError: one that ends the worker may come from a disk or a

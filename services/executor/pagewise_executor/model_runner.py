@@ -187,7 +187,9 @@ class ModelRunner:
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = peers = exchange(self._copier.tiers, self._pool.bytes_per_block)
-            self.info = msgspec.structs.replace(self.info, block_endpoint=peers.server.endpoint, block_format=block_format)
+            self.info = msgspec.structs.replace(
+                self.info, block_endpoint=peers.server.endpoint, block_format=block_format
+            )
 
     def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""

@@ -25,7 +25,6 @@ from pagewise_shared.protocol import (
     GrammarCompiled,
     Heartbeat,
     HeartbeatAck,
-    Hello,
     Leaving,
     LoadAdapter,
     LookUp,

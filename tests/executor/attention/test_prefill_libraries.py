@@ -13,8 +13,8 @@ from pagewise_executor.attention.backend import AttentionShape, PagedLayer
 from pagewise_executor.attention.prefill_choice import LIBRARIES, choose_prefill_library
 from pagewise_executor.attention.prefill_libraries import PrefillLibrary, largest_difference
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models.support import attention_shape
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
+from pagewise_executor.models.support import attention_shape
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from transformers import AutoConfig

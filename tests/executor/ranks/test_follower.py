@@ -11,7 +11,7 @@ import pytest
 import zmq
 from pagewise_executor import follower
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.ranks.messages import Failed, Ready, RankSpec, Stop, decode_from_rank
+from pagewise_executor.ranks.messages import Failed, RankSpec, Ready, Stop, decode_from_rank
 from pagewise_executor.runner import Counted
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError

@@ -129,7 +129,9 @@ async def test_while_the_scheduler_stands_still_nobody_is_silent(tmp_path: Path)
 
 
 async def test_an_executor_that_leaves_goes_through_its_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.02)
+    runner = SimulatedRunner(
+        ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.02
+    )
     service = ExecutorService(Worker(lambda: runner), executors_of(tmp_path), "leaves")
     lives: list[Life] = []
     async with running(tmp_path) as stack:

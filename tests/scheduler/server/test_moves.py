@@ -42,7 +42,9 @@ async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(
 
 @pytest.mark.parametrize("full", [True, False])
 async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Path, full: bool) -> None:
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.05)
+    runner = SimulatedRunner(
+        ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.05
+    )
     leaving = ExecutorService(Worker(lambda: runner), executors_of(tmp_path), "leaves")
     # What stays is slower, so that it has no room before what leaves has ended its work.
     async with running(tmp_path) as stack, executor(tmp_path, "stays", step_seconds=0.15 if full else 0.05):
@@ -62,7 +64,9 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
 
 async def test_what_fits_nowhere_else_goes_on_to_its_end_where_it_is(tmp_path: Path) -> None:
     """Longer than what is granted to work that the others merely have no room for now, which is half of the time."""
-    runner = SimulatedRunner(ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.1)
+    runner = SimulatedRunner(
+        ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.1
+    )
     leaving = ExecutorService(Worker(lambda: runner), executors_of(tmp_path), "leaves", drain_timeout=13.0)
     smaller = SimulatedRunner(ExecutorConfig(num_blocks=16, block_size=4), 0.01)
     async with running(tmp_path, unplaced_timeout=5.0) as stack, executor(tmp_path, "stays", runner=smaller):

@@ -42,8 +42,8 @@ from pagewise_executor.ranks.messages import (
     Ended,
     Heartbeat,
     Join,
-    Rejected,
     RankSpec,
+    Rejected,
     ToNode,
     decode_to_node,
 )
