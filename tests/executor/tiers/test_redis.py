@@ -12,6 +12,7 @@ pytest.importorskip("fakeredis")
 import redis
 from pagewise_executor.tiers import redis as redis_module
 from pagewise_executor.tiers.redis import RedisTier
+from pagewise_shared import start_checks
 from pagewise_shared.errors import ConfigError
 
 from benchmarks.processes import free_port
@@ -110,7 +111,7 @@ def test_a_server_that_goes_costs_little_time_and_one_that_comes_back_is_used(
 def test_a_server_that_does_not_answer_is_asked_once_in_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_module, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(start_checks, "_ANSWER_SECONDS", 0.2)
     port = free_port()
     stop = start_fake(tmp_path, port)
     store = open_store(f"redis://127.0.0.1:{port}/0")
