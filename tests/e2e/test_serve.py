@@ -268,7 +268,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     [
         (["/no/such/model"], "no such model: /no/such/model"),
         (["--device", "cuda"], "torch sees no CUDA device"),
-        (["--kv-memory", "4000GiB"], "lower --kv-memory"),
+        (["--kv-memory", "4000GiB"], "--kv-memory asks for 4000GiB, and "),
         (["--kv-memory", "80KiB"], "it would hold 16 tokens (1 block, 64KiB). One sequence of 256 tokens"),
         (["--simulate", "--num-blocks", "3"], "(3 blocks). One sequence of 256 tokens, which is the least, needs 16"),
         (["--max-model-len", "1000000"], "over the model's own limit"),

@@ -74,7 +74,9 @@ POOL = KVPool([(1, 8)], 4, 8, torch.float32, CPU)
 def test_ranks_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "free_memory", lambda _: 3 * 2**20)
     config = with_step_limits(ExecutorConfig(kv_memory="2MiB", tensor_parallel=2), None)
-    with pytest.raises(ModelError, match="asks for 2048KiB on each of 2 ranks, and 3072KiB are free on cpu: lower --kv-memory"):
+    with pytest.raises(
+        ModelError, match="asks for 2048KiB on each of 2 ranks, and 3072KiB are free on cpu: lower --kv-memory"
+    ):
         pool_size(config, 1024, CPU, 64, on_host=2)
     assert pool_size(config, 1024, CPU, 64, on_host=1) == 2048, "the other one is on another host"
     monkeypatch.setattr(kv_pool, "free_memory", lambda _: 4 * 2**20)
