@@ -46,12 +46,12 @@ def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
         for mode in MODES:
             fetcher.push_out()
             fetcher.scheduler.recoveries.policy.mode = mode
-            fetcher.scheduler.recoveries.reports.clear()
+            fetcher.recoveries.clear()
             took = fetcher.first_token(prompt, f"{mode}{repeat}")
             if repeat:  # the first round warms up
                 times[mode].append(took)
             if repeat and mode == "auto":
-                chosen.append(fetcher.scheduler.recoveries.reports[-1].method)
+                chosen.append(fetcher.recoveries[-1].method)
     for bench in (holder, fetcher):
         bench.runner.close()
     median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}

@@ -23,7 +23,7 @@ from pagewise_executor.tiers.peers import MakePeers
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
-from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_scheduler.server.executor_checks import copy_costs
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
@@ -84,6 +84,8 @@ class Bench:
             costs=Costs(**steps, tiers=copy_costs(info.tiers), fetch_block=fetch_block),
             recovery="both",  # keeps everything on the host; each run sets its own
         )
+        self.recoveries: list[Recovery] = []
+        self.scheduler.recoveries.emit = self.recoveries.append
         self.tiers = self.scheduler.kv.pool.lower
         for tier in self.tiers:
             tier.max_arriving = 1_000_000
@@ -158,12 +160,12 @@ def measure(bench: Bench, tokens: int, repeats: int, about: str) -> dict[str, An
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode
-            bench.scheduler.recoveries.reports.clear()
+            bench.recoveries.clear()
             took = bench.first_token(prompt, f"{mode}{repeat}")
             if repeat == 0:
                 continue  # stores what is not on the host yet, and warms up
             times[mode].append(took)
-            report = bench.scheduler.recoveries.reports[-1]
+            report = bench.recoveries[-1]
             if mode == "auto":
                 chosen.append(report.method)
                 predicted.append(report.predicted)

@@ -37,13 +37,13 @@ def measure(path: Path, tokens: int, repeats: int, **storage: Any) -> dict[str, 
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode
-            bench.scheduler.recoveries.reports.clear()
+            bench.recoveries.clear()
             took = bench.first_token(prompt, f"{mode}{repeat}")
             if repeat == 0:
                 continue
             times[mode].append(took)
             if mode == "auto":
-                chosen.append(bench.scheduler.recoveries.reports[-1].method)
+                chosen.append(bench.recoveries[-1].method)
     median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
     best = min(median[mode] for mode in MODES if mode != "auto")
     counters = bench.scheduler.kv.pool.counters

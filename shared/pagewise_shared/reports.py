@@ -374,13 +374,16 @@ class MemoryReport(ExecutorReport, kw_only=True):
 
 
 class ExecutorState(ExecutorReport, kw_only=True):
-    """An executor as consoles show it. ``rates``: blocks per second, by event. ``hit_rate``: see ``SchedulerState``."""
+    """An executor as consoles show it. ``rates``: blocks per second, by event. ``hit_rate``: see ``SchedulerState``.
+
+    ``tokens_per_second``: None until it has been measured.
+    """
 
     state: str
     role: str
     bytes_per_block: int
     counts: BlockCounts
-    tokens_per_second: float
+    tokens_per_second: float | None
     rates: dict[str, float]
     hit_rate: dict[str, float]
 
@@ -401,7 +404,8 @@ class GatewayState(Struct, omit_defaults=True):
 class SchedulerState(Struct):
     """The scheduler. ``unplaced``: requests that no executor can take now.
 
-    ``hit_rate``: share of the prompt tokens of the last minute that were found in a cache, by tier.
+    ``tokens_per_second``, ``prompt_tokens_per_second``: of the executors for which they have been measured, None: of no
+    executor yet. ``hit_rate``: share of the prompt tokens of the last minute that were found in a cache, by tier.
     """
 
     uptime_seconds: float
@@ -409,8 +413,8 @@ class SchedulerState(Struct):
     requests_running: int
     requests_waiting: int
     unplaced: int
-    tokens_per_second: float
-    prompt_tokens_per_second: float
+    tokens_per_second: float | None
+    prompt_tokens_per_second: float | None
     hit_rate: dict[str, float]
 
 

@@ -106,8 +106,9 @@ class _Console(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         scheduler = {"hit_rate": {}, "unplaced": 0} | dict.fromkeys(
-            ("requests_running", "requests_waiting", "tokens_per_second", "prompt_tokens_per_second"), 0
+            ("requests_running", "requests_waiting", "prompt_tokens_per_second"), 0
         )
+        scheduler["tokens_per_second"] = None
         fleet = {"model": "stand-in", "scheduler": scheduler, "gateways": [], "executors": []}
         self.send_response(200)
         self.end_headers()
@@ -127,6 +128,7 @@ async def test_a_server_that_goes_is_told_and_one_that_comes_back_is_shown() -> 
             thread = threading.Thread(target=console.serve_forever)
             thread.start()
             await until(pilot, lambda: "stand-in" in text_of(app, "#summary"))
+            assert "- tokens/s out, 0 in" in text_of(app, "#summary")
             assert "No executor has joined" in text_of(app, "#memory")
             await until(pilot, lambda: "has ended the stream" in text_of(app, "#state"))
             console.shutdown()

@@ -146,12 +146,13 @@ class StreamedBench:
         """Seconds to the first token of the prompt, whose KV lies on the host, and the report of its recovery."""
         self.push_out()
         self.scheduler.recoveries.policy.mode = mode
-        self.scheduler.recoveries.reports.clear()
+        recoveries: list[Recovery] = []
+        self.scheduler.recoveries.emit = recoveries.append
         self.device.log.clear()
         took = self.first_token()
         assert not self.device.races, self.device.races[:3]
         assert not self.runner.wrong, self.runner.wrong[:3]
-        return took, self.scheduler.recoveries.reports[-1]
+        return took, recoveries[-1]
 
     def close(self) -> None:
         """End the threads."""

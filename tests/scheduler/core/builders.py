@@ -10,7 +10,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
-from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.config.options import EvictionName
@@ -62,6 +62,13 @@ def host_of(scheduler: Scheduler) -> HostTier:
     host = scheduler.kv.cache_tier(HOST)
     assert host is not None
     return host
+
+
+def recoveries_of(scheduler: Scheduler) -> list[Recovery]:
+    """The recoveries that the scheduler emits from now on."""
+    recoveries: list[Recovery] = []
+    scheduler.recoveries.emit = recoveries.append
+    return recoveries
 
 
 def evict(scheduler: Scheduler, count: int) -> None:

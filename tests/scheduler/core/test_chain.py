@@ -16,7 +16,7 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, DISK, HOST, REDIS, StepPlan
 
 from tests.core_requests import change
-from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler, evict, host_of
+from tests.scheduler.core.builders import FURTHER, create_request, create_scheduler, evict, host_of, recoveries_of
 from tests.scheduler.core.checking_executor import Content
 from tests.scheduler.core.driving import assert_all_free, check_states, expected_tokens, num_stored, run
 from tests.scheduler.core.fleets import Node
@@ -151,6 +151,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     query, costs = PrefixQuery(request), one.scheduler.costs
     predicted = cheapest_recovery(*(look_up(ExecutorView(each.scheduler), query) for each in (one, other)))
     rest = costs.compute_seconds(60, 1)
+    recoveries = recoveries_of(one.scheduler)
     one.scheduler.add(request)
     plan = one.scheduler.schedule(0.0)
     assert plan is not None
@@ -162,7 +163,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     assert request.loaded_tokens == {"host": 16, "disk": 16, "peer": 20}
     assert request.num_cached_tokens == 60
-    report = one.scheduler.recoveries.reports[-1]
+    report = recoveries[-1]
     assert (report.origin, report.loaded_tokens, report.plan.peer) == ("peer", 52, "other")
     assert (predicted.seconds, predicted.start) == (pytest.approx(report.predicted + rest), 60), "as routing saw it"
     told = request_report(request, one.scheduler, 0.0, 100)

@@ -16,7 +16,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST
 
 from tests.core_requests import change
-from tests.scheduler.core.builders import create_request, create_scheduler, evict
+from tests.scheduler.core.builders import create_request, create_scheduler, evict, recoveries_of
 from tests.scheduler.core.driving import (
     assert_all_free,
     check_states,
@@ -84,10 +84,11 @@ def test_blocks_go_to_those_with_blocks_of_the_same_size_only() -> None:
 def test_a_slow_link_to_a_peer_is_not_used() -> None:
     slow = Costs(step=1e-4, token=1e-5, fetch_setup=1.0, fetch_block=1.0)
     holder, fetcher = fleet(2, "auto", costs=slow)
+    recoveries = recoveries_of(fetcher.scheduler)
     serve(holder, list(range(50)))
     serve(fetcher, list(range(50)))
     assert fetcher.executor.num_fetched == 0
-    assert [report.method for report in fetcher.scheduler.recoveries.reports] == ["recompute"]
+    assert [report.method for report in recoveries] == ["recompute"]
 
 
 def test_a_peer_may_be_faster_than_the_own_host() -> None:

@@ -7,12 +7,12 @@ import pytest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
-from pagewise_scheduler.core.tiers.recovery_plan import Method, Recovery, RecoveryMode
+from pagewise_scheduler.core.tiers.recovery_plan import Method, RecoveryMode
 from pagewise_shared.protocol import HOST
 from pagewise_shared.sampling import BeamParams
 
 from tests.core_requests import change
-from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler, host_of
+from tests.scheduler.core.builders import cached_prefix, create_request, create_scheduler, host_of, recoveries_of
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, run
 
@@ -50,9 +50,9 @@ def after_eviction(
 )
 def test_every_method_of_recovery_gives_the_same_tokens(mode: RecoveryMode, method: Method, loaded: int | None) -> None:
     scheduler, executor = after_eviction(mode)
-    before = executor.num_computed
+    before, recoveries = executor.num_computed, recoveries_of(scheduler)
     again = serve(scheduler, executor, LONG)
-    report = scheduler.recoveries.reports[-1] if scheduler.recoveries.reports else None
+    report = recoveries[-1] if recoveries else None
     if method == "device":  # nothing was kept on the host
         assert report is None or report.method == "device"
         assert executor.num_stored == executor.num_loaded == 0
@@ -87,8 +87,9 @@ def test_a_front_whose_budget_ends_inside_a_block_goes_on(budget: int) -> None:
 def test_auto_takes_the_cheapest_method(costs: Costs, method: Method) -> None:
     scheduler, executor = after_eviction("auto", costs)
     executor.elapsed_us = 0
+    recoveries = recoveries_of(scheduler)
     serve(scheduler, executor, LONG)
-    report: Recovery = scheduler.recoveries.reports[-1]
+    report = recoveries[-1]
     estimate = report.estimate
     if method == "recompute" and estimate is None:
         assert executor.num_stored == 0, "what is never worth loading is never stored"
@@ -101,13 +102,14 @@ def test_auto_takes_the_cheapest_method(costs: Costs, method: Method) -> None:
 def test_a_preempted_sequence_comes_back_from_the_host() -> None:
     scheduler = create_scheduler(num_blocks=14, num_host_blocks=40, recovery="swap", max_num_seqs=4)
     executor = executor_for(scheduler)
+    recoveries = recoveries_of(scheduler)
     requests = [create_request(prompt=8, max_tokens=24) for _ in range(4)]
     for request in requests:
         scheduler.add(request)
     run(scheduler, executor)
     assert scheduler.num_preemptions > 0
     assert executor.num_loaded > 0
-    assert any(report.resumed and report.method == "load" for report in scheduler.recoveries.reports)
+    assert any(report.resumed and report.method == "load" for report in recoveries)
     assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected_tokens(r) for r in requests]
     assert_all_free(scheduler)
 
@@ -212,14 +214,14 @@ def test_copies_that_fail_blame_no_request() -> None:
 
 def test_recomputing_reports_what_it_took() -> None:
     scheduler, executor = after_eviction("auto", SLOW_LINK)
-    scheduler.recoveries.reports.clear()
+    recoveries = recoveries_of(scheduler)
     scheduler.recoveries.policy.mode = "recompute"
     scheduler.add(create_request(prompt=LONG, max_tokens=2))
     now = 0.0
     while (plan := scheduler.schedule(now)) is not None:
         now += 1.0
         scheduler.update(executor.execute(plan))
-    (report,) = scheduler.recoveries.reports
+    (report,) = recoveries
     assert report.method == "recompute"
     assert report.ended - report.began == 5.0  # 40 tokens, 8 in a step
 

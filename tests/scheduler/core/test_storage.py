@@ -18,7 +18,7 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DISK, StepResult
 
 from tests.core_requests import change
-from tests.scheduler.core.builders import create_request, create_scheduler, evict
+from tests.scheduler.core.builders import create_request, create_scheduler, evict, recoveries_of
 from tests.scheduler.core.checking_executor import Content
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, expected_tokens, num_stored, run
 from tests.scheduler.core.rules import check_rules
@@ -182,9 +182,10 @@ def test_slow_storage_is_neither_read_nor_written_while_it_is_busy() -> None:
     storage: dict[BlockHash, Content] = {}
     Node(storage).serve(PROMPT)
     node = Node(storage, "auto", slow, costs=costs)
+    recoveries = recoveries_of(node.scheduler)
     request = node.serve(PROMPT)
     assert (request.num_cached_tokens, node.executor.num_recalled) == (0, 0)
-    assert [report.method for report in node.scheduler.recoveries.reports] == ["recompute"]
+    assert [report.method for report in recoveries] == ["recompute"]
     for start in range(0, 3000, 100):
         node.scheduler.add(create_request(prompt=[*range(start, start + 60)]))
     run(node.scheduler, node.executor)

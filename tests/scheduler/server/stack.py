@@ -95,7 +95,7 @@ class Stack:
     def metric(self, name: str, **labels: str) -> float:
         """The value of one series, as a query for metrics would tell it; NaN: there is none."""
         for handle in self.executors:
-            handle.watch.report()
+            handle.stats.record(handle.scheduler)
         value = self.metrics.registry.get_sample_value(f"pagewise_{name}", {"model_name": "m"} | labels)
         return float("nan") if value is None else value
 

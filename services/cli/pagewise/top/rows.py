@@ -71,7 +71,7 @@ def summary(fleet: dict[str, Any]) -> Text:
         (f"{fleet['model']}", "bold"),
         f"  {ready} of {len(fleet['executors'])} executors ready, {len(fleet['gateways'])} gateways  ",
         (f"{scheduler['requests_running']} running, {scheduler['requests_waiting']} waiting", "bold"),
-        f"  {scheduler['tokens_per_second']:,.0f} tokens/s out, {scheduler['prompt_tokens_per_second']:,.0f} in",
+        f"  {_rate(scheduler['tokens_per_second'])} tokens/s out, {_rate(scheduler['prompt_tokens_per_second'])} in",
         f"  hits: {', '.join(hits) or 'none'}",
     )
     if scheduler["unplaced"]:
@@ -89,7 +89,7 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
             (f"{one['executor_id'][:24]:<24}", "bold"),
             (f" {one['state']:<9}", "" if one["state"] == "ready" else "bold yellow"),
             f" {one['running']:>4} running {one['waiting']:>4} waiting {one['preemptions']:>5} preempted"
-            f" {one['tokens_per_second']:>8,.0f} tokens/s",
+            f" {_rate(one['tokens_per_second']):>8} tokens/s",
         )
         lines += [head, _tier("device", bar(counts, max(10, width - 34)), total - counts["free"], total)]
         for name, tier in one["tiers"].items():
@@ -98,6 +98,10 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
         rates = [f"{name} {one['rates'][name]:,.0f}" for name in _RATES if one["rates"].get(name)]
         lines.append(Text(f"  blocks/s: {', '.join(rates) or 'none move'}", "grey62"))
     return Text("\n").join(lines) if lines else Text("No executor has joined.", "bold yellow")
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
 
 
 def _tier(name: str, drawn: Text, used: int, total: int) -> Text:

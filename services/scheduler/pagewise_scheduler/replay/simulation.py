@@ -125,6 +125,8 @@ class Simulation:
         self._events: list[tuple[float, int, SimulatedExecutor | None, Event]] = []
         self._tie = count()
         self._outcome = Outcome(executors=self.executors)
+        for executor in self.executors:
+            executor.scheduler.recoveries.emit = self._outcome.recoveries.append
         self._by_id: dict[str, tuple[int, Served, Placement]] = {}
         self._next_sample = 0.0
         self._connect(peers, uplinks)
@@ -168,8 +170,6 @@ class Simulation:
                 continue
             if executor.plan(self.now) and self.now >= self._next_sample:
                 self._sample()
-            self._outcome.recoveries += executor.scheduler.recoveries.reports
-            executor.scheduler.recoveries.reports.clear()
         self._outcome.seconds = self.now
         self._outcome.steps = sum(executor.steps for executor in self.executors)
         return self._outcome
@@ -260,6 +260,7 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
     ``tick``: called with the index of each request that starts.
     """
     outcome = Outcome()
+    scheduler.recoveries.emit = outcome.recoveries.append
     for index, record in enumerate(trace):
         tick(index)
         if not scheduler.fits(record.num_prompt_tokens, record.num_output_tokens):
@@ -282,8 +283,6 @@ def replay_cache_only(scheduler: Scheduler, trace: list[TraceRequest], tick: Cal
             for copies in between_tiers(plan):
                 scheduler.copied(confirmation(plan, copies))
                 outcome.steps += copies.target == DEVICE
-        outcome.recoveries += scheduler.recoveries.reports
-        scheduler.recoveries.reports.clear()
         served.forget()
         outcome.served.append(served)
     return outcome

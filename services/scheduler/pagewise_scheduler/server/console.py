@@ -2,13 +2,11 @@
 
 import heapq
 import time
-from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from time import monotonic as clock
-from typing import NamedTuple
 
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
@@ -41,6 +39,7 @@ from pagewise_scheduler.core.request_report import is_waiting, request_line
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.server.executor_handle import ExecutorHandle, Life
 from pagewise_scheduler.server.executor_registry import ExecutorRegistry
+from pagewise_scheduler.server.executor_stats import Rates
 from pagewise_scheduler.server.gateways import Gateways
 from pagewise_scheduler.server.router import Router
 from pagewise_scheduler.server.sessions import SILENT_SECONDS, Loss
@@ -69,75 +68,6 @@ _STATES = {
 }
 
 _encode = msgspec.json.Encoder().encode
-
-
-EVENTS = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied", "recalled", "written")
-"""The events of blocks whose rates are shown."""
-
-_RATE_SECONDS, _HIT_SECONDS = 2.0, 60.0
-_BETWEEN_SECONDS = 0.25
-_STALE_SECONDS = 30.0
-
-
-class _Sample(NamedTuple):
-    """The counts of an executor at a time. ``hits``: cached tokens by tier."""
-
-    time: float
-    generated: int
-    prompt: int
-    events: dict[str, int]
-    hits: dict[str, int]
-
-
-class Rates(NamedTuple):
-    """Per second, over the last two seconds. ``prompt_of_last_minute``, ``hits``: prompt tokens of the last minute, and
-    how many of them were found in a cache, by tier."""
-
-    tokens: float
-    prompt_tokens: float
-    events: dict[str, float]
-    prompt_of_last_minute: int
-    hits: dict[str, int]
-
-
-class ExecutorRates:
-    """Keeps the counts of one executor at the updates of the last minute."""
-
-    def __init__(self) -> None:
-        self._samples: deque[_Sample] = deque()
-
-    def of(self, executor: ExecutorHandle, now: float) -> Rates:
-        """Return its rates at ``now``, in seconds of ``clock``; all of them 0 the first time."""
-        latest = _sample(executor, now)
-        samples = self._samples
-        if samples and now - samples[-1].time > _STALE_SECONDS:
-            samples.clear()
-        if not samples or now - samples[-1].time >= _BETWEEN_SECONDS:
-            samples.append(latest)
-        while now - samples[0].time > _HIT_SECONDS:
-            samples.popleft()
-        oldest = samples[0]
-        recent = next((one for one in samples if now - one.time <= _RATE_SECONDS), samples[-1])
-        seconds = max(now - recent.time, _BETWEEN_SECONDS)
-        return Rates(
-            round((latest.generated - recent.generated) / seconds, 1),
-            round((latest.prompt - recent.prompt) / seconds, 1),
-            {name: round((latest.events[name] - recent.events[name]) / seconds, 1) for name in EVENTS},
-            latest.prompt - oldest.prompt,
-            {source: latest.hits[source] - oldest.hits[source] for source in SOURCES},
-        )
-
-
-def _sample(executor: ExecutorHandle, now: float) -> _Sample:
-    counters, watch = executor.scheduler.kv.pool.counters, executor.watch
-    cached: Counter[str] = watch.cached_tokens
-    return _Sample(
-        now,
-        watch.num_generated,
-        executor.scheduler.prefix_hits[0],
-        {name: getattr(counters, name) for name in EVENTS},
-        {source: cached[source] for source in SOURCES},
-    )
 
 
 @dataclass(slots=True)
@@ -200,7 +130,6 @@ class Console:
         self._started = clock()
         self._answers: dict[ConsoleView, _Answer] = {}
         self._share = inf
-        self._rates: dict[ExecutorHandle, ExecutorRates] = {}
         self._cells: dict[ConsoleView, dict[ExecutorHandle, StateCells]] = {}
         self._ended: dict[tuple[str, float], RequestLine] = {}
 
@@ -241,9 +170,6 @@ class Console:
             self._cells.pop(oldest, None)
         if len(self._answers) < number:
             self._divide()
-        if len(self._rates) > len(self._executor_registry):
-            alive = set(self._executor_registry.executors)
-            self._rates = {executor: rates for executor, rates in self._rates.items() if executor in alive}
 
     def _make(self, view: ConsoleView, now: float, known: _Answer | None) -> bytes | None:
         match view.part:
@@ -342,9 +268,7 @@ class Console:
     def _fleet_frame(self, now: float) -> FleetFrame:
         executors = self._shown(ConsoleView("fleet"))
         names = {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
-        rates = {
-            executor: self._rates.setdefault(executor, ExecutorRates()).of(executor, now) for executor in executors
-        }
+        rates = {executor: executor.stats.rates(executor.scheduler, now) for executor in executors}
         return FleetFrame(
             round(time.time(), 3),
             self._model_name,
@@ -379,8 +303,8 @@ class Console:
             sum(executor.scheduler.num_running for executor in self._executor_registry.executors),
             self._router.waiting.sequences,
             len(self._router.unplaced),
-            round(sum(one.tokens for one in rates), 1),
-            round(sum(one.prompt_tokens for one in rates), 1),
+            _sum_of_known(one.tokens for one in rates),
+            _sum_of_known(one.prompt_tokens for one in rates),
             _hit_rate(rates),
         )
 
@@ -422,6 +346,11 @@ def _line_of(report: RequestReport) -> RequestLine:
 def _tier(executor: ExecutorHandle, name: str) -> Pool | None:
     tiers = executor.scheduler.kv.tiers
     return next((tier for number, tier in tiers.items() if tier_name(number) == name), None)
+
+
+def _sum_of_known(rates: Iterable[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return round(sum(known), 1) if known else None
 
 
 def _hit_rate(rates: list[Rates]) -> dict[str, float]:

@@ -200,18 +200,18 @@ class Coordinator:
         self.executor_registry.tick(now, stood_still)
         self.gateways.tick(now, stood_still)
         self.router.tick(now)
-        self._report_memory_events()
+        self._record_stats()
         self._gauges.refresh(now)
         self._services.refresh(now)
 
-    def _report_memory_events(self) -> None:
+    def _record_stats(self) -> None:
         for executor in self.executor_registry.executors:
             with self.executor_registry.guarded(executor):
-                executor.watch.report()
+                executor.stats.record(executor.scheduler)
 
     def _answer(self, query: Query) -> bytes | None:
         if query.kind == "metrics":
-            self._report_memory_events()
+            self._record_stats()
         return answer(query, self.executor_registry.executors, self.gateways, self.metrics, self._console)
 
 

@@ -29,7 +29,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
-from pagewise_scheduler.server.memory_watch import MemoryWatch
+from pagewise_scheduler.server.executor_stats import ExecutorStats
 from pagewise_scheduler.server.sessions import HEARTBEAT_MS, Loss
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class ExecutorHandle:
         self._metrics = metrics
         self._live: dict[str, ClientRequest] = {}
         self._complaints = BoundedLog(log)
-        self.watch = MemoryWatch(hello.executor_id, scheduler, metrics, hello.bytes_per_block)
+        self.stats = ExecutorStats(hello, metrics)
+        scheduler.recoveries.emit = self.stats.add_recovery
 
     def touch(self) -> None:
         """Plan for this executor at the end of the round."""
@@ -191,7 +192,7 @@ class ExecutorHandle:
         if self._reset is not None:
             self._reset.ended, self._reset = now, None
         self._metrics.iteration_tokens.observe(output.num_tokens)
-        self.watch.num_generated += output.num_sent
+        self.stats.num_generated += output.num_sent
         self._take_output(output, now)
         return output
 
@@ -263,7 +264,7 @@ class ExecutorHandle:
         self._answered(live, now)
         live.outputs.streams += [live.stream + sequence.index] * len(tokens)
         live.outputs.tokens += tokens
-        self.watch.num_generated += len(tokens)
+        self.stats.num_generated += len(tokens)
 
     def _finish(self, sequence: RequestSequence, now: float, *, report: bool = True) -> None:
         live = self._live[sequence.request.request_id]
@@ -352,7 +353,7 @@ class ExecutorHandle:
         self.life = Life.LOST
         self._agenda.pop(self, None)
         try:
-            self.watch.report()
+            self.stats.record(self.scheduler)
             if not loss.expected:
                 self._count_deaths(loss)
             self.scheduler.features.close()

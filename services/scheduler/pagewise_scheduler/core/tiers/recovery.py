@@ -6,7 +6,6 @@ blocks come from makes no difference but for the costs.
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -27,7 +26,6 @@ from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, Recover
 from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
 
-_REPORTS_KEPT = 4096
 _VICTIMS = 16
 """How many sequences are weighed when one is to be preempted."""
 _PIECE_BLOCKS = 256
@@ -51,9 +49,10 @@ class Known(NamedTuple):
 class Recoveries:
     """All recoveries of one executor.
 
-    ``policy``: chooses the method. ``reports``: recoveries that have ended or had no block to get, for the log and the
-    metrics. ``directory``: the prefix trees of other executors, None: there are none; ``endpoint``: of this executor
-    there. ``transfers``: the copies under way, demotions too. ``fetch_seconds``: the time of all copies from peers.
+    ``policy``: chooses the method. ``emit``: is called with each recovery that has ended or had no block to get; its
+    subscriber (metrics and the log, or a simulation) sets it. ``directory``: the prefix trees of other executors, None:
+    there are none; ``endpoint``: of this executor there. ``transfers``: the copies under way, demotions too.
+    ``fetch_seconds``: the time of all copies from peers.
     """
 
     def __init__(self, kv: KVCacheManager, costs: CostModel, policy: RecoveryPolicy) -> None:
@@ -62,7 +61,7 @@ class Recoveries:
         self.directory: PrefixDirectory | None = None
         self.endpoint = ""
         self.fetch_seconds = 0.0
-        self.reports: deque[Recovery] = deque(maxlen=_REPORTS_KEPT)
+        self.emit: Callable[[Recovery], None] = _ignore
         self.transfers = Transfers(kv, costs)
         self._kv = kv
         self._active: dict[RequestSequence, Recovery] = {}
@@ -247,7 +246,7 @@ class Recoveries:
         else:
             recovery.ended = now
             if prefix.num_tokens or recovery.resumed:
-                self.reports.append(recovery)
+                self.emit(recovery)
         return recovery
 
     def room(self, sequence: RequestSequence) -> int | None:
@@ -389,7 +388,7 @@ class Recoveries:
             if sequence.num_computed_tokens >= end:
                 recovery.ended = now
                 del self._recomputing[sequence]
-                self.reports.append(recovery)
+                self.emit(recovery)
         return done
 
     def _learn(self, recovery: Recovery, now: float) -> None:
@@ -406,7 +405,7 @@ class Recoveries:
         if recovery is not None:
             self._close(recovery)
         elif sequence in self._recomputing:
-            self.reports.append(self._recomputing.pop(sequence)[0])
+            self.emit(self._recomputing.pop(sequence)[0])
 
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
@@ -415,7 +414,7 @@ class Recoveries:
             reversed(recovery.locations[: recovery.back]), key=lambda location: location.source
         ):
             source.unhold(locations)
-        self.reports.append(recovery)
+        self.emit(recovery)
         if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):
             self.transfers.cancel_unneeded()
 
@@ -428,6 +427,10 @@ class Recoveries:
 
 def _arrival_order(sequence: RequestSequence) -> tuple[int, float, int]:
     return (*sequence.request.order, sequence.index)
+
+
+def _ignore(recovery: Recovery) -> None:
+    pass
 
 
 def _hold_none(start: int, stop: int) -> list[Location]:
