@@ -147,7 +147,7 @@ class FakeExecutor:
             if view.colour == "age" and state == "cached":
                 return str(0 if block % 5 == 4 else 2 << 2 * (4 - block % 5))
             if view.colour == "tier" and state != "free":
-                return "device and host" if block % 2 else view.tier
+                return "device,host" if block % 2 else view.tier
             return state
 
         return label

@@ -63,7 +63,7 @@ function Known({ block, error }) {
   const copies = Object.entries(block.copies ?? {});
   return html`<dl class="facts">
       <dt>State</dt>
-      <dd>${String(block.state).replaceAll("_", " ")}</dd>
+      <dd>${block.state}</dd>
       <dt>References</dt>
       <dd>${num(block.references)}${block.references > 1 ? ` (saves ${count(block.references - 1, "block")})` : ""}</dd>
       <dt>Hash</dt>

@@ -125,16 +125,18 @@ export class Store {
   }
 }
 
+/** Words for labels of a legend, by colour; a prefix and an age are numbers, and states of blocks stay as they are. */
 const WORDS = {
-  prefix: (block) => `prefix of block ${block}`,
-  age: (blocks) => (blocks === "0" ? "used last" : `unused for ${blocks} or less`),
+  prefix: (label) => label.replace(/^\d+$/, "prefix of block $&"),
+  age: (label) => label.replace(/^\d+$/, (blocks) => (blocks === "0" ? "used last" : `unused for ${blocks} or less`)),
+  tier: (label) => label.replaceAll(",", " and "),
 };
 
 function decode(map) {
   const text = atob(map.cells);
   const cells = new Uint8Array(text.length);
   for (let index = 0; index < text.length; index += 1) cells[index] = text.charCodeAt(index);
-  const words = WORDS[map.colour];
-  const legend = map.legend.map(([index, label]) => [index, words && /^\d+$/.test(label) ? words(label) : label]);
+  const words = WORDS[map.colour] ?? ((label) => label);
+  const legend = map.legend.map(([index, label]) => [index, words(label)]);
   return { ...map, legend, cells };
 }

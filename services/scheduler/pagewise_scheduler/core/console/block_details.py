@@ -6,12 +6,13 @@ from itertools import islice
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.reports import BlockDetails, BlockLocation
 
+from pagewise_scheduler.core.console.block_map import STATES
 from pagewise_scheduler.core.console.prefixes import probability, token_ids
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import CostAware, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.pool import CACHED, FREE, Pool
+from pagewise_scheduler.core.tiers.pool import Pool
 
 _MOST_REQUESTS = 32
 
@@ -28,7 +29,7 @@ def block_details(
     """Return the details of a block of ``tier``. ``others``: the other executors. ``tokens``: whether its tokens are
     shown."""
     pool, node = scheduler.kv.pool, tier.node(block)
-    state = {FREE: "free", CACHED: "cached"}.get(tier.states[block], "in use")
+    state = STATES[tier.states[block]]
     details = BlockDetails(executor_id, tier_name(tier.number), block, state, tier.references(block), [])
     if tier is pool and state == "in use":
         holders = (one.request.request_id for one in scheduler.running if _holds(one.table, block, node))

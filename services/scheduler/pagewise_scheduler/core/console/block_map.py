@@ -33,7 +33,7 @@ _OTHERS = "others"
 
 Label = Callable[[int], str]
 """Returns the label of a block. Clients make words of it: a prefix is the number of its first block, an age how many
-blocks at most have come in since the block was used last."""
+blocks at most have come in since the block was used last, and tiers are names with a comma between them."""
 
 
 class MarkedBlocks:
@@ -145,8 +145,7 @@ def coloured_cells(
 
 
 def _state(tier: Pool, block: int) -> str:
-    state = tier.states[block]
-    return "free" if state == FREE else "cached" if state == CACHED else "in use"
+    return STATES[tier.states[block]]
 
 
 def _by_request(scheduler: Scheduler, tier: Pool) -> Label:
@@ -217,7 +216,7 @@ def _by_tier(scheduler: Scheduler, tier: Pool) -> Label:
         node = tier.node(block)
         if node is None:
             return _state(tier, block)
-        return " and ".join(tier_name(number) for number in numbers if node.block_id(number) >= 0)
+        return ",".join(tier_name(number) for number in numbers if node.block_id(number) >= 0)
 
     return label
 
