@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 from pagewise.main import main
-from pagewise_gateway.http.explanation import sentences
+from pagewise_gateway.http.explanation import delivery, sentences
 from pagewise_gateway.http.writing import Deliveries
 from pagewise_shared.reports import RequestReport
 
@@ -71,6 +71,13 @@ async def test_unknown_requests_and_older_schedulers() -> None:
         status, answer = await server.get("/debug/explain/x")
         assert status == 404
         assert "explains no requests" in answer["error"]["message"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("blocked", "total", "slow"), [(0.003, 0.1, False), (0.05, 10.0, False), (0.02, 1.0, True), (0.2, 10.0, True)]
+)
+def test_a_client_is_blamed_for_a_noticeable_part_of_the_time_only(blocked: float, total: float, slow: bool) -> None:
+    assert (delivery(blocked, total) is not None) == slow
 
 
 @pytest.mark.parametrize("most", [1, 3])

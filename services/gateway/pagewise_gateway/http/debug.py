@@ -55,7 +55,7 @@ async def debug_explain(request: web.Request) -> web.Response:
     blocked = request.app[Deliveries.KEY].blocked(report.request_id)
     more = {
         "client": {"known": blocked is not None, "blocked_seconds": blocked},
-        "sentences": [*sentences(report), *filter(None, [delivery(blocked)])],
+        "sentences": [*sentences(report), *filter(None, [delivery(blocked, report.total_seconds)])],
     }
     return _json(msgspec.json.encode({**msgspec.to_builtins(report), **more}))
 

@@ -17,6 +17,8 @@ from pagewise_shared.reports import (
 
 _LEAST_SECONDS = 1e-3
 _MOST_EVENTS = 16
+_SLOW_CLIENT_SECONDS, _SLOW_CLIENT_SHARE = 10e-3, 0.01
+"""A client is called slow when the answer waited for it for so long, and for this share of the request's time."""
 
 _REASONS = {
     "decode": "its prompt was computed, and {executor} does not decode",
@@ -53,14 +55,15 @@ def _events(report: RequestReport) -> Iterator[str]:
             yield _recovery(event, report)
 
 
-def delivery(blocked_seconds: float | None) -> str | None:
-    """Return the sentence about how fast the client read, None if it read as fast as the tokens came.
+def delivery(blocked_seconds: float | None, total_seconds: float) -> str | None:
+    """Return the sentence about how fast the client read, None if it read about as fast as the tokens came.
 
-    ``blocked_seconds``: for which the answer waited for the client, None if that is not known.
+    ``blocked_seconds``: for which the answer waited for the client, None if that is not known. ``total_seconds``: from
+    the arrival of the request to its end, or until now.
     """
     if blocked_seconds is None:
         return "How fast its client read is not known to this gateway, which has not served it lately."
-    if blocked_seconds < _LEAST_SECONDS:
+    if blocked_seconds < max(_SLOW_CLIENT_SECONDS, _SLOW_CLIENT_SHARE * total_seconds):
         return None
     return f"Its answer waited {duration(blocked_seconds)} for its client, which read more slowly than the tokens came."
 
