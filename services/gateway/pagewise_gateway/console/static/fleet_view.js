@@ -1,11 +1,9 @@
 // The fleet: scheduler, gateways and executors, how fast they are, and how well their times are predicted.
 
 import { count, micros, num, percent, seconds, short } from "./format.js";
-import { Bar, Empty, Fact, hitsOf, Spark, State, Table } from "./parts.js";
+import { Bar, Empty, Fact, hitsOf, Spark, State, statesOf, Table } from "./parts.js";
 import { href } from "./route.js";
 import { html } from "./htm-preact.js";
-
-const STATES = ["in_use", "lent", "copying", "cached", "free"];
 
 export function FleetView({ store }) {
   const { fleet } = store;
@@ -67,11 +65,7 @@ function Executor({ executor, tokens }) {
     <h3><a href=${href("memory", { executor: name })}>${name}</a> <${State} value=${state} />${role && role !== "both" ? html` <small>${role}</small>` : ""}</h3>
     <p class="big">${num(executor.tokens_per_second)} <small>tokens/s</small></p>
     <${Spark} values=${tokens} />
-    <${Bar}
-      label="Device blocks"
-      total=${blocks}
-      parts=${STATES.map((each) => ({ label: each.replace("_", " "), value: counts[each] ?? 0, className: each.replace("_", "-") }))}
-    />
+    <${Bar} label="Device blocks" total=${blocks} parts=${statesOf(counts)} />
     <dl class="facts">
       <dt>Requests</dt>
       <dd>${num(running)} running, ${num(waiting)} waiting</dd>

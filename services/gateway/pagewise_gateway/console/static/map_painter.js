@@ -24,7 +24,7 @@ export class MapPainter {
     this.#canvas = canvas;
   }
 
-  /** Show a map, of it the blocks of `view`, in `width` × `height` pixels, squares of at most `largest`. Returns the height that it takes. */
+  /** Show a map, of it the blocks of `view`, in `width` × `height` pixels, squares of at most `largest`. */
   show(map, view, width, height, largest, cursor) {
     const shown = [view.first, view.count, width, height, largest, theme(), devicePixelRatio].join();
     if (map === this.map && shown === this.#shown) {
@@ -32,7 +32,7 @@ export class MapPainter {
         this.cursor = cursor;
         this.#frame();
       }
-      return this.grid.height;
+      return;
     }
     this.cursor = cursor;
     this.#shown = shown;
@@ -43,7 +43,6 @@ export class MapPainter {
     this.#resize(width, this.grid.height);
     this.#paintBase();
     this.#frame();
-    return this.grid.height;
   }
 
   /** The first block of the cell at a place of the canvas, -1 outside. */
@@ -54,12 +53,6 @@ export class MapPainter {
     if (column < 0 || column >= grid.columns || y < 0) return -1;
     const cell = Math.floor(y / grid.pitch) * grid.columns + column;
     return cell < grid.cells ? grid.first + cell * grid.perCell : -1;
-  }
-
-  /** [index of the legend, its share 0…1] of a block; undefined where the map does not tell. */
-  cellOf(block) {
-    const at = cellIndex(this.map, block);
-    return at === undefined ? undefined : [this.map.cells[2 * at], this.map.cells[2 * at + 1] / 255];
   }
 
   close() {

@@ -1,23 +1,22 @@
 // The maps as a table, for those who do not see them.
 
 import { num, percent } from "./format.js";
-import { Table } from "./parts.js";
+import { statesOf, Table } from "./parts.js";
 import { html } from "./htm-preact.js";
 
 const AREAS = 8;
-const STATES = ["free", "cached", "in_use", "lent", "copying"];
 
 export function MapSummary({ maps, executors }) {
   return html`<details class="panel summary">
     <summary>The maps as a table</summary>
     <h3>Executors</h3>
-    <${Table} label="Blocks of each executor by state" head=${["Executor", "Blocks", ...STATES.map((state) => state.replace("_", " ")), "Lower tiers"]}>
+    <${Table} label="Blocks of each executor by state" head=${["Executor", "Blocks", ...statesOf().map(({ label }) => label), "Lower tiers"]}>
       ${executors.map(
-        ({ executor_id: name, device, counts = {}, tiers = {} }) =>
+        ({ executor_id: name, device, counts, tiers = {} }) =>
           html`<tr key=${name}>
             <th scope="row">${name}</th>
             <td>${num(device.num_blocks)}</td>
-            ${STATES.map((state) => html`<td key=${state}>${num(counts[state] ?? 0)}</td>`)}
+            ${statesOf(counts).map(({ label, value }) => html`<td key=${label}>${num(value)}</td>`)}
             <td>${Object.entries(tiers).map(([tier, pool]) => `${tier}: ${num(pool.used)} of ${num(pool.num_blocks)} used`).join("; ") || "none"}</td>
           </tr>`,
       )}

@@ -3,12 +3,12 @@
 import { html } from "./htm-preact.js";
 
 /** A line of numbers, for the eye only: the newest of them stands beside it as text. */
-export function Spark({ values, kind = "" }) {
+export function Spark({ values }) {
   const most = Math.max(...values, 1e-9);
   const step = 100 / Math.max(values.length - 1, 1);
   const points = values.map((value, index) => `${(index * step).toFixed(1)},${(23 - (value / most) * 21).toFixed(1)}`);
   const line = points.length > 1 ? points.join(" ") : "0,23 100,23";
-  return html`<svg class="spark ${kind}" viewBox="0 0 100 24" preserveAspectRatio="none" aria-hidden="true">
+  return html`<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" aria-hidden="true">
     <polygon points=${`0,24 ${line} 100,24`} />
     <polyline points=${line} />
   </svg>`;
@@ -38,6 +38,13 @@ const TIERS = ["device", "host", "peer", "disk", "redis"];
 /** Parts of a bar: the share of prompt tokens of the last minute that was found in each tier. */
 export function hitsOf({ hit_rate: rates = {} }) {
   return TIERS.map((tier) => ({ label: tier, value: rates[tier] ?? 0, className: tier }));
+}
+
+const STATES = ["in use", "lent", "copying", "cached", "free"];
+
+/** Parts of a bar: blocks by state. */
+export function statesOf(counts = {}) {
+  return STATES.map((label) => ({ label, value: counts[label.replace(" ", "_")] ?? 0, className: label.replace(" ", "-") }));
 }
 
 /** A number with its name. */
