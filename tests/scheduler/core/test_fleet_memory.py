@@ -53,6 +53,34 @@ def test_what_another_executor_holds_is_fetched() -> None:
     assert fetcher.executor.num_fetched == 12, "it is cached here now"
 
 
+@pytest.mark.parametrize("num_blocks", range(14, 26))
+def test_a_sequence_starts_while_blocks_of_its_prefetch_are_in_flight(num_blocks: int) -> None:
+    """The blocks in flight are released after the sequence has taken its own: admission does not count them as free."""
+    holder, fetcher = fleet(2, "recompute", num_blocks=num_blocks)
+    scheduler, prompt = fetcher.scheduler, list(range(50))
+    serve(holder, prompt)
+    scheduler.add(create_request(prompt=[*prompt[:4], 99], max_tokens=1))
+    request = create_request(prompt=prompt, max_tokens=3)
+    request.create_sequences()
+    results = []
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        results.append(fetcher.executor.execute(plan))
+        scheduler.features.prefetches.want(request.sequences[0], 32)
+    scheduler.add(request)
+    scheduler.update(results.pop(0))  # the first block is cached now, so that the sequence does not wait for it
+    assert len(scheduler.features.prefetches.active[request].pieces) == 1
+    plan = scheduler.schedule(0.0)
+    assert (request.sequences[0].row >= 0) == (num_blocks >= 8 + 13)
+    results += [fetcher.executor.execute(plan)] if plan is not None else []
+    for result in results:
+        scheduler.update(result)
+    run(scheduler, fetcher.executor)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+    assert_all_free(scheduler)
+
+
 def test_what_lies_on_a_peers_host_is_fetched_too() -> None:
     holder, fetcher = fleet(2, num_blocks=14, num_host_blocks=40)
     serve(holder, list(range(50)))

@@ -11,7 +11,7 @@ from pagewise_scheduler.core.tiers.device import hottest_prefixes
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.server.draining import _copy_request
 from pagewise_shared.protocol import HOST, pack_int32s
-from pagewise_shared.segments import make_segments, mark_segments
+from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -21,9 +21,11 @@ ROOT = list(range(8))
 FIRST, SECOND, THIRD = list(range(600, 608)), list(range(500, 540)), list(range(700, 720))
 
 
-def segmented(prompt: list[int], ranges: list[tuple[int, int]], max_tokens: int = 3, **fields: object) -> Request:
+def segmented(
+    prompt: list[int], ranges: list[tuple[int, int]], max_tokens: int = 3, root: int = ALL_BEFORE, **fields: object
+) -> Request:
     request = create_request(prompt=prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
-    request.segments = make_segments(len(prompt), ranges)
+    request.segments = make_segments(len(prompt), ranges, root=root)
     mark_segments(request.prompt_token_ids, request.segments)
     return request
 
@@ -52,6 +54,36 @@ def test_the_first_of_the_queue_may_turn_out_not_to_be_needed() -> None:
     run(scheduler, executor, depth=1)
     assert waiting.finished
     assert better.finished
+
+
+def test_the_first_of_the_queue_ends_when_a_better_choice_lacks_room() -> None:
+    """The head of the queue is to compute an original that another request has computed. A sequence of its window finds
+    the original, which ends the head, and does not fit: the head must not be tried in its place."""
+    scheduler = create_scheduler(num_blocks=64, max_num_batched_tokens=256)
+    executor = executor_for(scheduler)
+    prefix = list(range(32))
+    serve(scheduler, executor, segmented([*prefix, *THIRD, 9], [(32, 52)], root=8))
+    first = segmented([*ROOT, *FIRST, 9], [(8, 16)], arrival_time=2000.0)
+    scheduler.add(first)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    wanting = segmented([*prefix, *FIRST, *range(100, 180)], [(32, 40)], root=8, arrival_time=1000.0)
+    scheduler.add(wanting)
+    assert scheduler.schedule(0.0) is None, "the original is being computed"
+    better = create_request(prompt=150, max_tokens=1, priority=-1, arrival_time=1000.0)
+    scheduler.add(better)
+    further = scheduler.schedule(0.0)
+    assert further is not None
+    scheduler.update(executor.execute(plan))
+    last = scheduler.schedule(0.0)
+    assert scheduler.features.segments.num_withdrawn == 1
+    assert wanting.sequences[0].row < 0
+    scheduler.update(executor.execute(further))
+    if last is not None:
+        scheduler.update(executor.execute(last))
+    run(scheduler, executor)
+    for request in (first, wanting, better):
+        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
 
 
 def nodes(count: int, costs: Costs, num_blocks: Mapping[str, int]) -> list[tuple[Scheduler, CheckingExecutor]]:
