@@ -141,8 +141,7 @@ class Segments(Feature):
 
     def prepare(self, sequence: RequestSequence, num_cached: int, room: int) -> bool:
         """Reference the cached originals of the segments that end behind the cached tokens, and compute the others."""
-        prepared = self._drafted(sequence, num_cached)
-        last, root = self._root(sequence, prepared)
+        prepared, last = self._look_up(sequence, num_cached)
         references = self._kv.pool.references
         more = len(prepared.root)
         for original in prepared.distinct:
@@ -153,25 +152,25 @@ class Segments(Feature):
             return False
         self._draft = None
         self._prepared[sequence] = prepared
-        for original in prepared.distinct:
-            original.found = self._hold(prepared, original, last, root)
         self._hold_or_compute(sequence, prepared)
+        for original in prepared.distinct:
+            original.found = bool(original.blocks)
         return all(original.found for original in prepared.distinct)
 
     def lacks(self, sequence: RequestSequence, start: int) -> bool:
         """Whether a sequence whose first ``start`` tokens are cached needs originals that are not on the device."""
         if not _needed(sequence, start):
             return False
-        prepared = self._drafted(sequence, start)
-        last, _ = self._root(sequence, prepared)
+        prepared, last = self._look_up(sequence, start)
         return any(self._on_device(last, original) is None for original in prepared.distinct)
 
-    def _drafted(self, sequence: RequestSequence, start: int) -> _Prepared:
+    def _look_up(self, sequence: RequestSequence, start: int) -> tuple[_Prepared, CachedBlock | None]:
+        """The originals behind the first ``start`` tokens of a sequence, and the node behind which they are cached."""
         # A sequence that lacks room asks again in each step: its originals are kept meanwhile.
-        draft = self._draft
-        if draft is None or draft[:2] != (sequence, start):
-            draft = self._draft = sequence, start, self._originals(sequence, start)
-        return draft[2]
+        if self._draft is None or self._draft[:2] != (sequence, start):
+            self._draft = sequence, start, self._originals(sequence, start)
+        prepared = self._draft[2]
+        return prepared, self._root(sequence, prepared)[0]
 
     def _originals(self, sequence: RequestSequence, start: int) -> _Prepared:
         size, prompt, needed = self._kv.block_size, sequence.request.prompt_token_ids, _needed(sequence, start)
