@@ -5,8 +5,8 @@ from typing import Any
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
-from pagewise_scheduler.core.routing.migrations import Migrations, Roles
-from pagewise_scheduler.core.routing.policies import RoutingName, make_routing, place, place_decoding
+from pagewise_scheduler.core.routing.migrations import Migrations
+from pagewise_scheduler.core.routing.policies import Roles, RoutingName, make_routing, place, place_decoding
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.peer import Peer

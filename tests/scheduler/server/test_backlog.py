@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.server.request_limits import AdmissionError, Backlog, Load
+from pagewise_scheduler.core.requests.waiting_queue import QueueLoad
+from pagewise_scheduler.server.request_limits import AdmissionError, Backlog
 
 from tests.scheduler.server.played_gateway import PlayedRequest, RefusedRequestError
 from tests.scheduler.server.stack import Stack, executor, running, until
 
 
-def refused(backlog: Backlog, new: Load, waiting: Load, now: float) -> AdmissionError:
+def refused(backlog: Backlog, new: QueueLoad, waiting: QueueLoad, now: float) -> AdmissionError:
     """What the only key is told."""
     with pytest.raises(AdmissionError) as error:
         backlog.admit(new, waiting, now, of_key=waiting)
@@ -23,106 +24,106 @@ def refused(backlog: Backlog, new: Load, waiting: Load, now: float) -> Admission
 def drained(rate: int, seconds: int, waiting: int = 100) -> Backlog:
     """A backlog of at most 100 sequences that stays full while ``rate`` of them go every second."""
     backlog = Backlog(100, 10_000)
-    backlog.admit(Load(waiting, 10 * waiting), Load(), 0.0)
-    backlog.observe(Load(waiting, 10 * waiting), 0.0)
+    backlog.admit(QueueLoad(waiting, 10 * waiting), QueueLoad(), 0.0)
+    backlog.observe(QueueLoad(waiting, 10 * waiting), 0.0)
     for second in range(1, seconds + 1):
-        backlog.admit(Load(rate, 10 * rate), Load(waiting - rate, 10 * (waiting - rate)), second)
-        backlog.observe(Load(waiting, 10 * waiting), second)
+        backlog.admit(QueueLoad(rate, 10 * rate), QueueLoad(waiting - rate, 10 * (waiting - rate)), second)
+        backlog.observe(QueueLoad(waiting, 10 * waiting), second)
     return backlog
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(1, 10), (5, 2), (50, 1)])
 def test_retry_after_follows_the_measured_rate(rate: int, seconds: int) -> None:
-    error = refused(drained(rate, 30), Load(10, 100), Load(100, 1000), 30.05)
+    error = refused(drained(rate, 30), QueueLoad(10, 100), QueueLoad(100, 1000), 30.05)
     assert (error.kind, error.reason, error.retry_after) == ("overloaded", "max_waiting", seconds)
 
 
 def test_many_that_are_refused_are_told_different_times() -> None:
     backlog = drained(5, 30)
-    told = [refused(backlog, Load(10, 100), Load(100, 1000), 30.05).retry_after for _ in range(4)]
+    told = [refused(backlog, QueueLoad(10, 100), QueueLoad(100, 1000), 30.05).retry_after for _ in range(4)]
     assert told == [2, 4, 6, 8]
-    told = [refused(backlog, Load(10, 100), Load(100, 1000), 30.05).retry_after for _ in range(1000)]
+    told = [refused(backlog, QueueLoad(10, 100), QueueLoad(100, 1000), 30.05).retry_after for _ in range(1000)]
     assert told[-1] == 120
     for second in range(31, 31 + 120):
-        backlog.admit(Load(5, 50), Load(95, 950), second)
-        backlog.observe(Load(100, 1000), second)
-    assert refused(backlog, Load(10, 100), Load(100, 1000), 150.05).retry_after == 2
+        backlog.admit(QueueLoad(5, 50), QueueLoad(95, 950), second)
+        backlog.observe(QueueLoad(100, 1000), second)
+    assert refused(backlog, QueueLoad(10, 100), QueueLoad(100, 1000), 150.05).retry_after == 2
 
 
 def test_nothing_is_known_at_first_and_a_queue_that_stands_still_is_told() -> None:
-    assert refused(Backlog(4, 100), Load(3, 3), Load(2, 2), 0.0).retry_after == 2
+    assert refused(Backlog(4, 100), QueueLoad(3, 3), QueueLoad(2, 2), 0.0).retry_after == 2
     backlog = Backlog(4, 100)
-    backlog.admit(Load(4, 4), Load(), 0.0)
+    backlog.admit(QueueLoad(4, 4), QueueLoad(), 0.0)
     for second in range(60):
-        backlog.observe(Load(4, 4), second)
-    assert refused(backlog, Load(1, 1), Load(4, 4), 60.0).retry_after == 120
+        backlog.observe(QueueLoad(4, 4), second)
+    assert refused(backlog, QueueLoad(1, 1), QueueLoad(4, 4), 60.0).retry_after == 120
 
 
 def test_more_sequences_than_may_ever_wait_are_not_told_to_try_again() -> None:
-    error = refused(Backlog(4, 100), Load(5, 5), Load(), 0.0)
+    error = refused(Backlog(4, 100), QueueLoad(5, 5), QueueLoad(), 0.0)
     assert (error.kind, error.retry_after) == ("invalid", 0)
     assert "5 outputs" in str(error)
     assert "--max-waiting" in str(error)
-    Backlog(4, 100).admit(Load(4, 500), Load(), 0.0)
+    Backlog(4, 100).admit(QueueLoad(4, 500), QueueLoad(), 0.0)
 
 
 def test_tokens_are_bounded_but_a_large_request_may_wait_alone() -> None:
     backlog = Backlog(100, 1000)
-    backlog.admit(Load(1, 5000), Load(), 0.0)
-    assert refused(backlog, Load(1, 10), Load(1, 5000), 0.0).reason == "max_waiting_tokens"
-    backlog.admit(Load(1, 10), Load(1, 900), 0.0)
+    backlog.admit(QueueLoad(1, 5000), QueueLoad(), 0.0)
+    assert refused(backlog, QueueLoad(1, 10), QueueLoad(1, 5000), 0.0).reason == "max_waiting_tokens"
+    backlog.admit(QueueLoad(1, 10), QueueLoad(1, 900), 0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 300)), max_size=200))
 def test_no_key_takes_the_room_of_the_others(arrivals: list[tuple[str, int, int]]) -> None:
     """Whatever comes in and never goes: a key that has nothing waiting finds room for a request of usual size."""
     backlog = Backlog(100, 10_000)
-    backlog.admit(Load(1, 1), Load(), 0.0, key="d")
-    total, of_key = Load(), dict.fromkeys("abc", Load())
+    backlog.admit(QueueLoad(1, 1), QueueLoad(), 0.0, key="d")
+    total, of_key = QueueLoad(), dict.fromkeys("abc", QueueLoad())
     for key, sequences, tokens in arrivals:
-        new = Load(sequences, tokens)
+        new = QueueLoad(sequences, tokens)
         with suppress(AdmissionError):
             backlog.admit(new, total, 0.0, key=key, of_key=of_key[key])
             total, of_key[key] = total.plus(new), of_key[key].plus(new)
-    backlog.admit(Load(4, 300), total, 0.0, key="d")
+    backlog.admit(QueueLoad(4, 300), total, 0.0, key="d")
 
 
 @given(st.integers(1, 400), st.integers(1, 40_000))
 def test_a_request_as_large_as_the_queue_leaves_each_other_key_its_part(sequences: int, tokens: int) -> None:
     backlog = Backlog(160, 16_000)
-    backlog.admit(Load(1, 1), Load(), 0.0, key="d")
-    total = Load()
+    backlog.admit(QueueLoad(1, 1), QueueLoad(), 0.0, key="d")
+    total = QueueLoad()
     with suppress(AdmissionError):
-        backlog.admit(Load(sequences, tokens), total, 0.0, key="abuser")
-        total = Load(sequences, tokens)
+        backlog.admit(QueueLoad(sequences, tokens), total, 0.0, key="abuser")
+        total = QueueLoad(sequences, tokens)
     for key in "bcd":
         for number in range(5):
-            backlog.admit(Load(2, 200), total, 0.0, key=key, of_key=Load(2 * number, 200 * number))
-            total = total.plus(Load(2, 200))
+            backlog.admit(QueueLoad(2, 200), total, 0.0, key=key, of_key=QueueLoad(2 * number, 200 * number))
+            total = total.plus(QueueLoad(2, 200))
 
 
 def test_the_parts_of_very_many_keys_have_a_bound_too() -> None:
-    backlog, total = Backlog(160, 16_000), Load()
+    backlog, total = Backlog(160, 16_000), QueueLoad()
     for number in range(1000):
         with suppress(AdmissionError):
-            backlog.admit(Load(10, 10), total, 0.0, key=str(number))
-            total = total.plus(Load(10, 10))
+            backlog.admit(QueueLoad(10, 10), total, 0.0, key=str(number))
+            total = total.plus(QueueLoad(10, 10))
     assert 320 <= total.sequences <= 330
 
 
 def test_what_comes_again_after_a_restart_leaves_each_other_key_its_part() -> None:
     backlog = Backlog(64, 6400)
-    backlog.count(Load(100, 6400))
-    backlog.admit(Load(4, 400), Load(100, 6400), 0.0, key="another")
+    backlog.count(QueueLoad(100, 6400))
+    backlog.admit(QueueLoad(4, 400), QueueLoad(100, 6400), 0.0, key="another")
     with pytest.raises(AdmissionError, match="100 sequences are waiting"):
-        backlog.admit(Load(5, 100), Load(100, 6400), 0.0, key="a third")
+        backlog.admit(QueueLoad(5, 100), QueueLoad(100, 6400), 0.0, key="a third")
 
 
 def test_a_sole_key_may_fill_the_queue() -> None:
     backlog = Backlog(4, 100)
     for number in range(4):
-        backlog.admit(Load(1, 1), Load(number, number), 0.0, key="default", of_key=Load(number, number))
-    assert refused(backlog, Load(1, 1), Load(4, 4), 0.0).reason == "max_waiting"
+        backlog.admit(QueueLoad(1, 1), QueueLoad(number, number), 0.0, key="default", of_key=QueueLoad(number, number))
+    assert refused(backlog, QueueLoad(1, 1), QueueLoad(4, 4), 0.0).reason == "max_waiting"
 
 
 async def finished_in_order(stack: Stack, requests: list[PlayedRequest]) -> list[str]:
@@ -147,7 +148,7 @@ async def test_a_burst_in_one_round_is_bounded(tmp_path: Path) -> None:
         for request in requests:
             if request.error is None:
                 await request.result()
-        assert stack.router.waiting == Load()
+        assert stack.router.waiting == QueueLoad()
         request = await stack.gateway.submit([1] * 200, max_tokens=1)
         await request.result()
         assert stack.metric("requests_refused_total", reason="max_waiting") == len(errors)
@@ -165,7 +166,7 @@ async def test_a_request_is_taken_as_a_whole_or_refused_as_a_whole(tmp_path: Pat
         with pytest.raises(RefusedRequestError, match="waiting already"):
             await request.result()
         await before.result()
-        assert stack.router.waiting == Load()
+        assert stack.router.waiting == QueueLoad()
         request = await stack.gateway.submit([1], [1] * 5, [2], [3] * 9000)
         with pytest.raises(RefusedRequestError, match="the request may reach 9008 tokens") as error:
             await request.result()
@@ -195,7 +196,7 @@ async def test_a_key_that_floods_leaves_room_for_others(tmp_path: Path) -> None:
             await stack.gateway.abort(request)
         for request in [*(request for request in floods if request.error is None), last]:
             assert len((await request.result())[0]) == 4
-        assert stack.router.waiting == Load()
+        assert stack.router.waiting == QueueLoad()
         assert handle.scheduler.waiting.account("alice").num_prompt_tokens == 0
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, exp
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pagewise_shared.protocol import KeyLimits
 
 from pagewise_scheduler.core.requests.timeline import WaitCause
-from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
+from pagewise_scheduler.core.requests.waiting_queue import KeyLoads, QueueLoad, queue_time_of
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.client_request import ClientRequest
 
@@ -21,6 +21,7 @@ _RESERVED_PARTS = 16
 _DURATION_SMOOTHING = 0.2
 _MOST_KEYS = 10_000
 """Keys to remember; beyond this number, idle keys are forgotten."""
+_NO_LOAD = QueueLoad()
 
 
 class AdmissionError(Exception):
@@ -51,36 +52,11 @@ def _retry_after(seconds: float) -> int:
 # ---- queues ------------------------------------------------------------------------------------------
 
 
-class Load(NamedTuple):
-    """A number of sequences, and the prompt tokens of their requests."""
-
-    sequences: int = 0
-    tokens: int = 0
-
-    @staticmethod
-    def of(live: ClientRequest) -> "Load":
-        """Return the load of one request."""
-        return Load(live.params.num_sequences, len(live.prompt_token_ids))
-
-    def plus(self, other: "Load") -> "Load":
-        """Return the sum."""
-        return Load(self.sequences + other.sequences, self.tokens + other.tokens)
-
-    def minus(self, other: "Load") -> "Load":
-        """Return the difference."""
-        return Load(self.sequences - other.sequences, self.tokens - other.tokens)
-
-    def fits(self, most: "Load") -> bool:
-        """Whether neither number exceeds that of ``most``."""
-        return self.sequences <= most.sequences and self.tokens <= most.tokens
-
-
 class Unplaced:
-    """The queue of requests that no executor can take now. ``load``: of all of them together."""
+    """The queue of requests that no executor can take now. ``loads``: of all of them together, and of each key."""
 
     def __init__(self) -> None:
-        self.load = Load()
-        self._of_key: dict[str, Load] = {}
+        self.loads = KeyLoads()
         self._since: dict[ClientRequest, float] = {}
 
     def __len__(self) -> int:
@@ -92,10 +68,8 @@ class Unplaced:
     def add(self, live: ClientRequest, now: float, cause: WaitCause = "no executor") -> None:
         """Add a request at ``now`` (seconds)."""
         live.timeline.begin(cause, now)
-        key, load = live.params.key, Load.of(live)
         self._since[live] = now
-        self.load = self.load.plus(load)
-        self._of_key[key] = self.of_key(key).plus(load)
+        self.loads.add(live.params.key, _load_of(live))
 
     def discard(self, live: ClientRequest, now: float) -> bool:
         """Remove a request; return whether it was in the queue."""
@@ -104,15 +78,8 @@ class Unplaced:
             return False
         live.unplaced_seconds += now - since
         live.timeline.end(now)
-        self.load = self.load.minus(Load.of(live))
-        left = self._of_key.pop(live.params.key).minus(Load.of(live))
-        if left != Load():
-            self._of_key[live.params.key] = left
+        self.loads.remove(live.params.key, _load_of(live))
         return True
-
-    def of_key(self, key: str) -> Load:
-        """Return the load of the requests of one key."""
-        return self._of_key.get(key, Load())
 
     def expired(self, timeout: float, now: float) -> list[ClientRequest]:
         """Return the requests that no executor could take for ``timeout`` seconds, over all their stays here."""
@@ -124,6 +91,10 @@ class Unplaced:
         for live in members:
             self.discard(live, now)
         return members
+
+
+def _load_of(live: ClientRequest) -> QueueLoad:
+    return QueueLoad(live.params.num_sequences, len(live.prompt_token_ids))
 
 
 class _DepartureRate:
@@ -166,14 +137,16 @@ class Backlog:
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
-        self._most = Load(max_waiting, max_waiting_tokens)
-        self._reserved = Load(max_waiting // _RESERVED_PARTS, max_waiting_tokens // _RESERVED_PARTS)
+        self._most = QueueLoad(max_waiting, max_waiting_tokens)
+        self._reserved = QueueLoad(max_waiting // _RESERVED_PARTS, max_waiting_tokens // _RESERVED_PARTS)
         self._sequences, self._tokens = _DepartureRate(), _DepartureRate()
         self._observed: float | None = None
         self._keys: set[str] = set()
-        self._largest = Load()
+        self._largest = QueueLoad()
 
-    def admit(self, new: Load, waiting: Load, now: float, *, key: str = "", of_key: Load = Load()) -> None:  # noqa: B008
+    def admit(
+        self, new: QueueLoad, waiting: QueueLoad, now: float, *, key: str = "", of_key: QueueLoad = _NO_LOAD
+    ) -> None:
         """Count a new request beside the load that waits, of which ``of_key`` belongs to the same key.
 
         A request with more prompt tokens than the bound is admitted if nothing waits; a request that is larger than its
@@ -196,7 +169,7 @@ class Backlog:
             self.count(new)
             return
         most, over = self._most, waiting.plus(new).minus(self._most)
-        of_key = of_key if several_keys else Load()  # the share of a single key is the whole queue
+        of_key = of_key if several_keys else _NO_LOAD  # the share of a single key is the whole queue
         share = over.plus(of_key)
         for reason, departures, excess, applies, text in (
             ("max_waiting", self._sequences, over.sequences, True,
@@ -213,13 +186,13 @@ class Backlog:
                 raise AdmissionError("overloaded", text, reason, _retry_after(departures.seconds_for(excess)))
         self.count(new)
 
-    def count(self, new: Load) -> None:
+    def count(self, new: QueueLoad) -> None:
         """Count a request that is admitted regardless of the bounds."""
         self._sequences.arrived += new.sequences
         self._tokens.arrived += new.tokens
-        self._largest = Load(max(self._largest.sequences, new.sequences), max(self._largest.tokens, new.tokens))
+        self._largest = QueueLoad(max(self._largest.sequences, new.sequences), max(self._largest.tokens, new.tokens))
 
-    def observe(self, waiting: Load, now: float) -> None:
+    def observe(self, waiting: QueueLoad, now: float) -> None:
         """Measure the departures, every second or so. ``waiting``: the load that waits at ``now`` (seconds)."""
         if self._observed is not None:
             seconds = now - self._observed

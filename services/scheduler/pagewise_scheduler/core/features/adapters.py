@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter, Message
 
-from pagewise_scheduler.core.features.feature import NOTHING_KEPT, Feature, Kept
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import Request, SequenceStatus
-from pagewise_scheduler.core.requests.waiting_queue import queue_time_of
+from pagewise_scheduler.core.requests.waiting_queue import KeyLoads, QueueLoad, queue_time_of
 from pagewise_scheduler.core.tiers.cost_model import OnlineLine
 
 if TYPE_CHECKING:
@@ -74,14 +74,13 @@ class _AdapterLoad:
 
 class AdapterSlots(Feature):
     """The adapters of one executor. ``capacity``: which adapters it can serve. ``waiting``: the requests that wait for
-    their adapters, and their sizes. ``num_loads``, ``num_load_errors``, ``num_evictions``: counters."""
+    their adapters, and their loads. ``num_loads``, ``num_load_errors``, ``num_evictions``: counters."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
         self.capacity = scheduler.features.options.adapters
         self.num_loads = self.num_load_errors = self.num_evictions = 0
-        self.waiting: dict[Request, Kept] = {}
-        self._of_keys: dict[str, Kept] = {}
+        self.waiting: dict[Request, QueueLoad] = {}
         self._disk, self._host = OnlineLine(_FROM_DISK, _SCALES), OnlineLine(_FROM_HOST, _SCALES)
         self._numbers = count(1)
         self._checks: list[_AdapterLoad] = []
@@ -98,7 +97,7 @@ class AdapterSlots(Feature):
         self._on_host: set[bytes] = set()
         self._changed, self._look_at = False, inf
         self.waiting.clear()
-        self._of_keys.clear()
+        self._kept = KeyLoads()
         again, self._checks = self._checks, []
         for check in again:
             if check.checked is not None:
@@ -123,26 +122,17 @@ class AdapterSlots(Feature):
         slot = self._slots.get(adapter.content)
         return slot is not None and slot.loaded
 
-    def kept(self, key: str | None) -> Kept:
-        if not self.waiting:
-            return NOTHING_KEPT
-        if key is not None:
-            return self._of_keys.get(key, NOTHING_KEPT)
-        loads = self._of_keys.values()
-        return Kept(sum(load.sequences for load in loads), sum(load.tokens for load in loads))
+    def kept(self, key: str | None) -> QueueLoad:
+        return self._kept.total if key is None else self._kept.of(key)
 
     def _park(self, request: Request) -> None:
         unfinished = request.params.num_sequences - sum(sequence.finished for sequence in request.sequences)
-        load = self.waiting[request] = Kept(unfinished, len(request.prompt_token_ids))
-        before = self._of_keys.get(request.params.key, NOTHING_KEPT)
-        self._of_keys[request.params.key] = Kept(before.sequences + load.sequences, before.tokens + load.tokens)
+        load = self.waiting[request] = QueueLoad(unfinished, len(request.prompt_token_ids))
+        self._kept.add(request.params.key, load)
 
     def _unpark(self, request: Request) -> None:
-        if (load := self.waiting.pop(request, None)) is None:
-            return
-        before = self._of_keys.pop(request.params.key)
-        if before != load:
-            self._of_keys[request.params.key] = Kept(before.sequences - load.sequences, before.tokens - load.tokens)
+        if (load := self.waiting.pop(request, None)) is not None:
+            self._kept.remove(request.params.key, load)
 
     def seconds(self, adapter: Adapter) -> float:
         """The predicted seconds until an adapter is in a slot, for loading it and the adapters before it."""

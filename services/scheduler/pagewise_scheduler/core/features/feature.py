@@ -10,28 +10,19 @@ To add a feature, write a class in a module of this folder and register it in ``
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import Message, TokenLogprobs
 
 from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence
 from pagewise_scheduler.core.requests.timeline import WaitCause
+from pagewise_scheduler.core.requests.waiting_queue import QueueLoad
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
     from pagewise_scheduler.core.scheduling.step import StepInFlight, StepOutput
-
-
-class Kept(NamedTuple):
-    """A number of sequences that a feature keeps from the waiting queue, and of the tokens of their prompts."""
-
-    sequences: int
-    tokens: int
-
-
-NOTHING_KEPT = Kept(0, 0)
 
 
 class Feature:
@@ -62,9 +53,9 @@ class Feature:
     def entered(self, request: Request) -> None:
         """The sequences of a request have joined the waiting queue."""
 
-    def kept(self, key: str | None) -> Kept:
-        """The size of the requests that the feature keeps: of one API key, or of all (None)."""
-        return NOTHING_KEPT
+    def kept(self, key: str | None) -> QueueLoad:
+        """The load of the requests that the feature keeps: of one API key, or of all (None)."""
+        return QueueLoad()
 
     def taken_back(self, request: Request) -> None:
         """A request that had entered, and of which nothing has begun, is kept by another feature again."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
 
-from pagewise_scheduler.core.features.feature import Feature, Kept
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.requests.waiting_queue import QueueLoad
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.features.adapters import AdapterSlots
@@ -86,10 +87,10 @@ class Features:
         self.in_use.append(feature)
         return feature
 
-    def kept(self, key: str | None = None) -> Kept:
-        """The size of the requests that features keep: of one API key, or of all (None)."""
+    def kept(self, key: str | None = None) -> QueueLoad:
+        """The load of the requests that features keep: of one API key, or of all (None)."""
         kept = [feature.kept(key) for feature in self.in_use]
-        return Kept(sum(one.sequences for one in kept), sum(one.tokens for one in kept))
+        return QueueLoad(sum(one.sequences for one in kept), sum(one.tokens for one in kept))
 
     def messages(self, now: float) -> list[Message]:
         """Messages to the executor beside plans; to be sent before and after planning. ``now``: seconds."""

@@ -4,7 +4,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import Account, VirtualTokens
@@ -29,6 +29,49 @@ def queue_time_of(request: Request) -> float:
     return request.arrival_time + AGEING_SECONDS * request.params.priority
 
 
+class QueueLoad(NamedTuple):
+    """A number of sequences, and the prompt tokens of their requests."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def plus(self, other: "QueueLoad") -> "QueueLoad":
+        """The sum."""
+        return QueueLoad(self.sequences + other.sequences, self.tokens + other.tokens)
+
+    def minus(self, other: "QueueLoad") -> "QueueLoad":
+        """The difference."""
+        return QueueLoad(self.sequences - other.sequences, self.tokens - other.tokens)
+
+    def fits(self, most: "QueueLoad") -> bool:
+        """Whether neither number exceeds that of ``most``."""
+        return self.sequences <= most.sequences and self.tokens <= most.tokens
+
+
+class KeyLoads:
+    """The load of requests that wait outside of the waiting queues: ``total``, and of each API key."""
+
+    def __init__(self) -> None:
+        self.total = QueueLoad()
+        self._of_key: dict[str, QueueLoad] = {}
+
+    def of(self, key: str) -> QueueLoad:
+        """The load of one key."""
+        return self._of_key.get(key, QueueLoad())
+
+    def add(self, key: str, load: QueueLoad) -> None:
+        """A request begins to wait."""
+        self.total = self.total.plus(load)
+        self._of_key[key] = self.of(key).plus(load)
+
+    def remove(self, key: str, load: QueueLoad) -> None:
+        """The counterpart of ``add``."""
+        self.total = self.total.minus(load)
+        left = self._of_key.pop(key).minus(load)
+        if left != QueueLoad():
+            self._of_key[key] = left
+
+
 class WaitingQueue:
     """A sorted line for each priority and key.
 
@@ -49,11 +92,11 @@ class WaitingQueue:
         self._numbers = count()
         self._first_ones: dict[Request, int] = {}
         self._pending: dict[Request, int] = {}
-        self._num_pending = self._num_uncounted = 0
+        self._num_waiting = 0
 
     def __len__(self) -> int:
         """The waiting sequences of clients' requests, including sequences that are still to be created."""
-        return len(self._entries) - self._num_uncounted + self._num_pending
+        return self._num_waiting
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -79,8 +122,8 @@ class WaitingQueue:
         self.num_changes += 1
         insort(self._lines.setdefault(request.params.priority, {}).setdefault(request.account, []), entry)
         if request.computes_for is not None:
-            self._num_uncounted += 1
             return
+        self._num_waiting += 1
         tokens = self._prompt_tokens(sequence, 1)
         self._virtual_tokens.wait(request.account, tokens)
         self.num_prompt_tokens += tokens
@@ -90,7 +133,7 @@ class WaitingQueue:
         more = request.num_pending - self._pending.pop(request, 0)
         if request.num_pending:
             self._pending[request] = request.num_pending
-        self._num_pending += more
+        self._num_waiting += more
         if more > 0:
             self._virtual_tokens.wait(request.account, 0, more)
         elif more:
@@ -137,7 +180,7 @@ class WaitingQueue:
     def forget_pending(self, request: Request) -> None:
         """Stop counting the sequences of a request that are still to be created."""
         if pending := self._pending.pop(request, 0):
-            self._num_pending -= pending
+            self._num_waiting -= pending
             self._virtual_tokens.leave(request.account, 0, pending)
 
     def _remove(self, sequence: RequestSequence) -> None:
@@ -151,8 +194,8 @@ class WaitingQueue:
             if not lines:
                 del self._lines[request.params.priority]
         if request.computes_for is not None:
-            self._num_uncounted -= 1
             return
+        self._num_waiting -= 1
         tokens = self._prompt_tokens(sequence, -1)
         self._virtual_tokens.leave(request.account, tokens)
         self.num_prompt_tokens -= tokens
@@ -168,7 +211,7 @@ class WaitingQueue:
         self._lines.clear()
         self._entries.clear()
         self._pending.clear()
-        self.num_prompt_tokens = self._num_pending = self._num_uncounted = 0
+        self.num_prompt_tokens = self._num_waiting = 0
 
     def __iter__(self) -> Iterator[RequestSequence]:
         """Waiting sequences of all keys by ``queue_time``."""

@@ -5,125 +5,14 @@ the decoder fetches them: the blocks of each chunk as soon as it is computed, so
 decoder has room for a request, it stays and decodes at the source until one has.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from math import inf
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
-from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.policies import AfterPrompt, Roles, may_move
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
-
-_LATELY = 0.02
-_FIRST_GUESS = 128.0
-_WEIGHT_OF_PAUSES = 5.0
-"""The weight of a second by which a prompt delays a decoding sequence at a decoder, in seconds to a first token.
-
-Chosen by replays (``benchmarks/roles/run.py``): with 1 much of the gain in the time between tokens was lost, with 20
-first tokens waited while decoders had time for them.
-"""
-
-
-class Continuation(NamedTuple):
-    """The executor at which a request decodes (None: where its prompt was computed), and the seconds that it costs."""
-
-    decoder: ExecutorView | None
-    seconds: float
-
-
-class Roles:
-    """Statistics of executors with roles. ``output_tokens``: of a sequence, a moving average. ``num_ended``: sequences
-    that have ended."""
-
-    def __init__(self) -> None:
-        self.output_tokens = _FIRST_GUESS
-        self.num_ended = 0
-
-    def ended(self, num_output_tokens: int) -> None:
-        """A sequence has ended after ``num_output_tokens`` tokens."""
-        self.num_ended += 1
-        self.output_tokens += _LATELY * (num_output_tokens - self.output_tokens)
-
-    def after(
-        self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], now: float
-    ) -> "AfterPrompt":
-        """Compare the ``executors`` that could hold and serve a request for decoding it after its prompt."""
-        size = len(request.prompt_token_ids), request.max_tokens
-        able = [executor for executor in executors if executor.scheduler.fits(*size) and executor.serves(request)]
-        return AfterPrompt(query, able, self.output_tokens, now, moves=may_move(request))
-
-
-class AfterPrompt:
-    """The possible continuations after the prompt of ``query``. ``moves``: whether the request may migrate."""
-
-    def __init__(
-        self, query: PrefixQuery, executors: Sequence[ExecutorView], output_tokens: float, now: float, *, moves: bool
-    ) -> None:
-        self._query = query
-        decoders = [executor for executor in executors if executor.role != "prefill"] if moves else []
-        self._decoders = {decoder: decoder.find(query) for decoder in decoders}
-        self._output_tokens = output_tokens
-        self._now = now
-
-    def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
-        """The cheapest continuation of a prompt that is computed at ``executor``. The cost includes the delay of the
-        sequences that decode there meanwhile, which weighs more at decoders."""
-        if executor.role == "prefill":
-            moving = self.best_elsewhere(executor, estimate.recovery)
-            if moving.decoder is not None:
-                return moving._replace(seconds=moving.seconds + estimate.recovery * executor.num_decoding)
-        waiting = max(executor.num_decoding, executor.costs.decoding)  # on average, if few decode at this moment
-        if executor.role == "decode":
-            waiting *= _WEIGHT_OF_PAUSES
-        return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
-
-    def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
-        """The cheapest migration away from ``executor``, where the prompt takes ``computing`` seconds."""
-        best = Continuation(None, inf)
-        for decoder in self._decoders:
-            if decoder is not executor:
-                seconds = self._move_seconds(executor, decoder, computing) + self._decode_seconds(decoder)
-                if seconds < best.seconds:
-                    best = Continuation(decoder, seconds)
-        return best
-
-    def has_room(self, decoder: ExecutorView | None) -> bool:
-        """Whether a decoder has a row and enough blocks now."""
-        if decoder not in self._decoders or decoder is None:
-            return False
-        return not decoder.room_seconds(self._query, self._num_blocks(decoder), self._now)
-
-    def _num_blocks(self, decoder: ExecutorView) -> int:
-        """The number of blocks that the prompt takes beside its cached blocks on the device."""
-        kv = decoder.scheduler.kv
-        return kv.blocks_for(self._query.num_tokens) - self._decoders[decoder].device // kv.block_size
-
-    def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
-        """Seconds from the end of the prompt until its KV and its adapter are at ``decoder``; infinite if it cannot
-        fetch from ``executor``."""
-        peer = executor.scheduler.recoveries.endpoint
-        if not decoder.scheduler.recoveries.can_fetch_from(peer):
-            return inf
-        kv, link, num_blocks = decoder.scheduler.kv, decoder.costs.link(peer), self._num_blocks(decoder)
-        # All blocks but the ones of the last chunk are fetched while later chunks are computed.
-        last = min(num_blocks, kv.blocks_for(executor.scheduler.limits.max_num_batched_tokens))
-        fetching = max(link.seconds(last, link.num_loading), link.seconds(num_blocks, link.num_loading) - computing)
-        room = decoder.room_seconds(self._query, num_blocks, self._now)
-        return fetching + room + decoder.eviction_seconds(num_blocks) + decoder.adapter_seconds(self._query)
-
-    def _decode_seconds(self, executor: ExecutorView) -> float:
-        return self._output_tokens * executor.costs.token_seconds(executor.load + executor.num_expected + 1)
-
-
-def may_move(request: Request) -> bool:
-    """Whether a request may migrate after its prompt, and has tokens left to decode.
-
-    The hypotheses of a beam search stay together, and so do outputs that share blocks, once a second one has begun.
-    Log-probabilities of a prompt need a prompt that is computed, not fetched.
-    """
-    begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
-    params = request.params
-    return request.max_tokens > 1 and params.beam is None and params.sampling.prompt_logprobs is None and not begun
 
 
 class Migration(NamedTuple):
@@ -212,7 +101,7 @@ class Migrations:
     def _with_room(self, request: Request, executors: Collection[ExecutorView], now: float) -> ExecutorView | None:
         """The decoder to which a request migrates, None: no decoder has room for it."""
         placement = self._placed[request]
-        after = self._roles.after(request, PrefixQuery(request), executors, now)
+        after = AfterPrompt(request, PrefixQuery(request), executors, self._roles, now)
         decoder = placement.decoder
         if not after.has_room(decoder):  # the expected decoder comes first, because it has fetched blocks already
             decoder = after.best_elsewhere(self._source, 0.0).decoder

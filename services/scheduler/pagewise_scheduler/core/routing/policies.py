@@ -5,16 +5,16 @@ to the executor with its prefix, because that is the fastest. A prefix gets a se
 takes longer than computing it elsewhere, including the cost of the blocks that are evicted there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest, nsmallest
+from itertools import count
 from math import inf
 from operator import attrgetter
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
-from pagewise_scheduler.core.routing.migrations import Continuation, Roles
 from pagewise_scheduler.core.tiers.recovery import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
@@ -26,8 +26,15 @@ holds any of the prompt, or the policy ignores that; it holds the most of the pr
 take longer; the request has migrated there after its prompt."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
-
 _MOST_PREDICTED = 8
+_LATELY = 0.02
+_FIRST_GUESS = 128.0
+_WEIGHT_OF_PAUSES = 5.0
+"""The weight of a second by which a prompt delays a decoding sequence at a decoder, in seconds to a first token.
+
+Chosen by replays (``benchmarks/roles/run.py``): with 1 much of the gain in the time between tokens was lost, with 20
+first tokens waited while decoders had time for them.
+"""
 _reused = attrgetter("match.reused")
 """The number of tokens that a candidate need not compute."""
 
@@ -67,57 +74,46 @@ class Choice(NamedTuple):
     estimate: CostEstimate | None = None
 
 
+class Continuation(NamedTuple):
+    """The executor at which a request decodes (None: where its prompt was computed), and the seconds that it costs."""
+
+    decoder: ExecutorView | None
+    seconds: float
+
+
 Continues = Callable[[ExecutorView, CostEstimate], Continuation]
 """How a request continues after its prompt, if that executor computes it at those costs."""
 
+RoutingPolicy = Callable[[Sequence[ExecutorView], PrefixQuery, float, Continues | None], Choice]
+"""Chooses among executors, at least two of them, for the prompt of a query, at a time in seconds.
 
-class RoutingPolicy(Protocol):
-    """Chooses among executors, at least two of them, for the prompt of ``query``.
-
-    ``continues``: given if executors have roles; a policy that predicts costs adds the cost after the prompt.
-    """
-
-    def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
-    ) -> Choice:
-        """The chosen executor. ``now``: seconds."""
-        ...
+``Continues`` is given if executors have roles; a policy that predicts costs adds the cost after the prompt.
+"""
 
 
-class RoundRobin:
-    """The executors in turn."""
+def round_robin() -> RoutingPolicy:
+    """A policy that takes the executors in turn."""
+    turns = count()
 
-    def __init__(self) -> None:
-        self._turn = -1
+    def choose(executors: Sequence[ExecutorView], query: PrefixQuery, now: float, after: Continues | None) -> Choice:
+        return Choice(look_up(executors[next(turns) % len(executors)], query), "turn")
 
-    def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
-    ) -> Choice:
-        """The next executor."""
-        self._turn += 1
-        return Choice(look_up(executors[self._turn % len(executors)], query), "turn")
+    return choose
 
 
-class LeastLoaded:
-    """The fewest sequences that have not finished."""
-
-    def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
-    ) -> Choice:
-        """The first executor with the least load."""
-        return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
+def least_loaded(executors: Sequence[ExecutorView], query: PrefixQuery, now: float, after: Continues | None) -> Choice:
+    """The first executor with the fewest sequences that have not finished."""
+    return Choice(look_up(min(executors, key=attrgetter("load")), query), "load")
 
 
-class LongestPrefix:
-    """The most cached tokens; load breaks ties."""
-
-    def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
-    ) -> Choice:
-        """The executor that has the most of the prompt cached, or will when the prompts before it are computed."""
-        candidates = [look_up(executor, query) for executor in executors]
-        best = max(candidates, key=lambda candidate: (candidate.match.reused, -candidate.executor.load))
-        return Choice(best, "cached" if best.match.reused else "load")
+def longest_prefix(
+    executors: Sequence[ExecutorView], query: PrefixQuery, now: float, after: Continues | None
+) -> Choice:
+    """The executor that has the most of the prompt cached, or will when the prompts before it are computed; load breaks
+    ties."""
+    candidates = [look_up(executor, query) for executor in executors]
+    best = max(candidates, key=lambda candidate: (candidate.match.reused, -candidate.executor.load))
+    return Choice(best, "cached" if best.match.reused else "load")
 
 
 def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecovery:
@@ -186,8 +182,8 @@ class LeastTimeToFirstToken:
     def __init__(self, predict: RecoveryPredictor = cheapest_recovery) -> None:
         self._predict = predict
 
-    def choose(
-        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, continues: Continues | None = None
+    def __call__(
+        self, executors: Sequence[ExecutorView], query: PrefixQuery, now: float, after: Continues | None
     ) -> Choice:
         """The executor with the least predicted cost."""
         candidates = [look_up(executor, query) for executor in executors]
@@ -196,8 +192,8 @@ class LeastTimeToFirstToken:
         for candidate in _most_promising(candidates):
             estimate = estimate_costs(candidate, holder, now, self._predict)
             seconds = self.cost(estimate)
-            if continues is not None:
-                seconds += continues(candidate.executor, estimate).seconds
+            if after is not None:
+                seconds += after(candidate.executor, estimate).seconds
             cost = seconds, candidate.executor.load
             if cost < least:
                 best, least = Choice(candidate, "load", estimate), cost
@@ -213,13 +209,103 @@ class LeastTimeToFirstToken:
 
 def make_routing(name: RoutingName) -> RoutingPolicy:
     """Create the policy of that name."""
-    policies: dict[RoutingName, Callable[[], RoutingPolicy]] = {
-        "ttft": LeastTimeToFirstToken,
-        "prefix": LongestPrefix,
-        "least-loaded": LeastLoaded,
-        "round-robin": RoundRobin,
-    }
-    return policies[name]()
+    match name:
+        case "ttft":
+            return LeastTimeToFirstToken()
+        case "prefix":
+            return longest_prefix
+        case "least-loaded":
+            return least_loaded
+        case "round-robin":
+            return round_robin()
+
+
+class Roles:
+    """Statistics of executors with roles. ``output_tokens``: of a sequence, a moving average. ``num_ended``: sequences
+    that have ended."""
+
+    def __init__(self) -> None:
+        self.output_tokens = _FIRST_GUESS
+        self.num_ended = 0
+
+    def ended(self, num_output_tokens: int) -> None:
+        """A sequence has ended after ``num_output_tokens`` tokens."""
+        self.num_ended += 1
+        self.output_tokens += _LATELY * (num_output_tokens - self.output_tokens)
+
+
+class AfterPrompt:
+    """The possible continuations of a request after the prompt of ``query``, at those of ``executors`` that could hold
+    and serve it. ``now``: seconds."""
+
+    def __init__(
+        self, request: Request, query: PrefixQuery, executors: Iterable[ExecutorView], roles: Roles, now: float
+    ) -> None:
+        self._query, self._output_tokens, self._now = query, roles.output_tokens, now
+        size = len(request.prompt_token_ids), request.max_tokens
+        decoders = [one for one in executors if one.role != "prefill"] if may_move(request) else []
+        able = [one for one in decoders if one.scheduler.fits(*size) and one.serves(request)]
+        self._decoders = {decoder: decoder.find(query) for decoder in able}
+
+    def best(self, executor: ExecutorView, estimate: CostEstimate) -> Continuation:
+        """The cheapest continuation of a prompt that is computed at ``executor``. The cost includes the delay of the
+        sequences that decode there meanwhile, which weighs more at decoders."""
+        if executor.role == "prefill":
+            moving = self.best_elsewhere(executor, estimate.recovery)
+            if moving.decoder is not None:
+                return moving._replace(seconds=moving.seconds + estimate.recovery * executor.num_decoding)
+        waiting = max(executor.num_decoding, executor.costs.decoding)  # on average, if few decode at this moment
+        if executor.role == "decode":
+            waiting *= _WEIGHT_OF_PAUSES
+        return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
+
+    def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
+        """The cheapest migration away from ``executor``, where the prompt takes ``computing`` seconds."""
+        best = Continuation(None, inf)
+        for decoder in self._decoders:
+            if decoder is not executor:
+                seconds = self._move_seconds(executor, decoder, computing) + self._decode_seconds(decoder)
+                if seconds < best.seconds:
+                    best = Continuation(decoder, seconds)
+        return best
+
+    def has_room(self, decoder: ExecutorView | None) -> bool:
+        """Whether a decoder has a row and enough blocks now."""
+        if decoder not in self._decoders or decoder is None:
+            return False
+        return not decoder.room_seconds(self._query, self._num_blocks(decoder), self._now)
+
+    def _num_blocks(self, decoder: ExecutorView) -> int:
+        """The number of blocks that the prompt takes beside its cached blocks on the device."""
+        kv = decoder.scheduler.kv
+        return kv.blocks_for(self._query.num_tokens) - self._decoders[decoder].device // kv.block_size
+
+    def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
+        """Seconds from the end of the prompt until its KV and its adapter are at ``decoder``; infinite if it cannot
+        fetch from ``executor``."""
+        peer = executor.scheduler.recoveries.endpoint
+        if not decoder.scheduler.recoveries.can_fetch_from(peer):
+            return inf
+        kv, link, num_blocks = decoder.scheduler.kv, decoder.costs.link(peer), self._num_blocks(decoder)
+        # All blocks but the ones of the last chunk are fetched while later chunks are computed.
+        last = min(num_blocks, kv.blocks_for(executor.scheduler.limits.max_num_batched_tokens))
+        fetching = max(link.seconds(last, link.num_loading), link.seconds(num_blocks, link.num_loading) - computing)
+        room = decoder.room_seconds(self._query, num_blocks, self._now)
+        return fetching + room + decoder.eviction_seconds(num_blocks) + decoder.adapter_seconds(self._query)
+
+    def _decode_seconds(self, executor: ExecutorView) -> float:
+        return self._output_tokens * executor.costs.token_seconds(executor.load + executor.num_expected + 1)
+
+
+def may_move(request: Request) -> bool:
+    """Whether a request may migrate after its prompt, and has tokens left to decode.
+
+    The hypotheses of a beam search stay together, and so do outputs that share blocks, once a second one has begun.
+    Log-probabilities of a prompt need a prompt that is computed, not fetched.
+    """
+    begun = any(one.row >= 0 or one.output_token_ids for one in request.sequences[1:])
+    params = request.params
+    return request.max_tokens > 1 and params.beam is None and params.sampling.prompt_logprobs is None and not begun
 
 
 def place(
@@ -236,12 +322,12 @@ def place(
     query = PrefixQuery(request)
     continues: Continues | None = None
     if roles is not None and any(executor.role != "both" for executor in executors):
-        continues = roles.after(request, query, executors, now).best
+        continues = AfterPrompt(request, query, executors, roles, now).best
         # Predictions keep all but short or cached prompts away from decoders. Other policies do not use decoders.
         allowed = [one for one in executors if one.role != "decode"] or executors
         executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
     if len(executors) > 1:
-        choice = policy.choose(executors, query, now, continues)
+        choice = policy(executors, query, now, continues)
     else:
         choice = Choice(look_up(executors[0], query), "only")
     best = choice.candidate
