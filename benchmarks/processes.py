@@ -301,11 +301,14 @@ def wait_until(
 
 
 class Served:
-    """A running ``pagewise serve`` that has said that it serves; ``output`` collects every line it prints."""
+    """A running ``pagewise serve`` that has said that it serves; ``output`` collects every line it prints.
+
+    ``url`` is where clients send requests: that of the gateways, ``gateway_url``, or of a proxy in front of them.
+    """
 
     def __init__(self, *arguments: str, ready_seconds: float = 240.0) -> None:
         self.output: list[str] = []
-        self.url = ""
+        self.url = self.gateway_url = ""
         self.process = spawn(
             [sys.executable, "-m", "pagewise.main", "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
@@ -326,7 +329,7 @@ class Served:
         for line in self.process.stdout:
             self.output.append(line)
             if line.startswith("Serving "):
-                self.url = line.split(" at ")[1].split(" ")[0]
+                self.url = self.gateway_url = line.split(" at ")[1].split(" ")[0]
                 self._ready.set()
         self._ready.set()
 
@@ -336,7 +339,7 @@ class Served:
 
     def scrape(self) -> list[Sample]:
         """All metrics."""
-        return scrape(self.url)
+        return scrape(self.gateway_url)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples."""

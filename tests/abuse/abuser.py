@@ -16,7 +16,7 @@ MIB = 1024 * 1024
 
 @dataclass
 class Answer:
-    """An answer: its status, its headers in lower case, and its body as JSON."""
+    """An answer: its status, its headers in lower case, and its body as JSON, or as text from a proxy."""
 
     status: int
     headers: dict[str, str]
@@ -26,7 +26,7 @@ class Answer:
     @property
     def message(self) -> str:
         """The text of the error."""
-        return str(self.body["error"]["message"])
+        return self.body if isinstance(self.body, str) else str(self.body["error"]["message"])
 
 
 def post(server: Served, path: str, body: bytes | dict[str, Any], key: str = ABUSER) -> Answer:
@@ -40,9 +40,15 @@ def post(server: Served, path: str, body: bytes | dict[str, Any], key: str = ABU
         answer = connection.getresponse()
         text = answer.read()
         lower = {name.lower(): value for name, value in answer.getheaders()}
-        return Answer(answer.status, lower, json.loads(text), len(text))
+        own = lower.get("server") == "nginx" and lower.get("content-type") == "text/html"
+        return Answer(answer.status, lower, text.decode() if own else json.loads(text), len(text))
     finally:
         connection.close()
+
+
+def proxied(server: Served) -> bool:
+    """Whether nginx stands in front of the gateway, and refuses by itself some of what the gateway would refuse."""
+    return server.url != server.gateway_url
 
 
 def at_once(server: Served, path: str, body: bytes | dict[str, Any], count: int) -> list[Answer]:

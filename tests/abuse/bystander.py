@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.processes import EXECUTOR, Served, serving
 from tests.free_cores import FreeCores
+from tests.proxy import nginx
 
 _TOKENS = 64
 _PATIENCE = 120.0
@@ -34,16 +35,29 @@ _SETTLE_SECONDS = 40.0
 
 ABUSER, BYSTANDER = "sk-abuser", "sk-bystander"
 """API keys of two clients who do not know each other."""
+_ADDRESS = "127.0.0.2"
+"""The bystander's, because proxies limit the requests of an address."""
+
+Serve = Callable[..., contextlib.AbstractContextManager[Served]]
+"""``serving_two_keys`` with or without the proxy."""
 
 
 @contextlib.contextmanager
-def serving_two_keys(folder: Path, *options: str, abuser: str = "") -> Iterator[Served]:
-    """``pagewise serve`` with these options and both keys. ``abuser``: the limits of that key, as in the key file."""
+def serving_two_keys(folder: Path, *options: str, abuser: str = "", proxy: bool = False) -> Iterator[Served]:
+    """``pagewise serve`` with these options and both keys.
+
+    ``abuser``: the limits of that key, as in the key file. ``proxy``: clients reach the gateway through nginx.
+    """
     keys = folder / "api-keys"
     keys.write_text(f"abuser: {ABUSER} {abuser}\nbystander: {BYSTANDER}\n")
     keys.chmod(0o600)
     with serving(f"--api-keys-file={keys}", "--public-metrics", *options) as server:
-        yield server
+        if not proxy:
+            yield server
+            return
+        with nginx(folder, server.gateway_url.removeprefix("http://")) as port:
+            server.url = f"http://127.0.0.1:{port}"
+            yield server
 
 
 @dataclass
@@ -128,6 +142,7 @@ def unharmed(server: Served, *, longest_gap: float = 2.0, growth_mb: float = 50.
     with beside(server, BYSTANDER) as seen:
         yield seen
     share = cores.share()
+    print(f"{seen.longest_gap:.2f} s without a token, {share:.0%} of the cores free")
     assert seen.failures == ()
     assert seen.tokens > 0
     assert seen.longest_gap * share < longest_gap, f"{seen.longest_gap:.2f} s without a token, {share:.0%} of the cores"
@@ -195,7 +210,9 @@ class _Watch:
 def _stream(url: str, key: str, number: int, watch: _Watch) -> None:
     """One completion, streamed."""
     address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_PATIENCE)
+    connection = http.client.HTTPConnection(
+        address.hostname or "", address.port, timeout=_PATIENCE, source_address=(_ADDRESS, 0)
+    )
     body = {"prompt": f"# bystander {number}\n", "max_tokens": _TOKENS, "stream": True, "ignore_eos": True}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     watch.waits()

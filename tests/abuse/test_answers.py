@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.processes import GATEWAY, Served
 from tests.abuse.abuser import at_once, post
-from tests.abuse.bystander import ABUSER, serving_two_keys, unharmed
+from tests.abuse.bystander import ABUSER, Serve, unharmed
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MANY = ["a"] * 32
@@ -21,10 +21,8 @@ IDS = [1 + number % 200 for number in range(8000)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(
-        tmp_path_factory.mktemp("keys"), "--simulate", "--num-blocks=65536", "--max-num-seqs=512"
-    ) as server:
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("keys"), "--simulate", "--num-blocks=65536", "--max-num-seqs=512") as server:
         yield server
 
 

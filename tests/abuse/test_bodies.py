@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import GATEWAY, Served
-from tests.abuse.abuser import MIB, begin, charged, filled, post
+from tests.abuse.abuser import MIB, begin, charged, filled, post, proxied
 from tests.abuse.bystander import resident, serving_two_keys, unharmed
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -48,9 +48,11 @@ def test_large_bodies_are_refused_before_they_are_read(server: Served) -> None:
     with unharmed(server):
         for path, body in LARGE:
             answer = post(server, path, body)
-            assert (answer.status, answer.body["error"]["code"]) == (413, "body_too_large")
-            assert "4194304" in answer.message
-    assert charged(server) == before + len(LARGE)
+            assert answer.status == 413
+            if not proxied(server):
+                assert answer.body["error"]["code"] == "body_too_large"
+                assert "4194304" in answer.message
+    assert charged(server) == before + (0 if proxied(server) else len(LARGE))
 
 
 def test_bodies_with_much_structure_are_refused_soon(server: Served) -> None:
@@ -90,7 +92,7 @@ def first_line(connection: socket.socket) -> bytes:
     connection.settimeout(0.2)
     try:
         return connection.recv(65536)
-    except TimeoutError:
+    except (TimeoutError, ConnectionResetError):
         return b""
 
 
@@ -105,6 +107,9 @@ def test_unfinished_bodies_of_a_key_that_may_have_two_requests(server: Served, c
         for connection in connections:
             connection.close()
     refused = [answer for answer in answers if answer]
+    if proxied(server):  # It sends no body on before it has the whole of it.
+        assert (refused, charged(server)) == ([], before)
+        return
     assert len(refused) == 58
     for answer in refused:
         assert answer.startswith(b"HTTP/1.1 429 ")
@@ -126,6 +131,9 @@ def test_unfinished_bodies_of_a_key_without_limits(unlimited: Served, chunked: b
         for connection in connections:
             connection.close()
     refused = [answer for answer in answers if answer]
+    if proxied(server):
+        assert (refused, held) == ([], 0)
+        return
     assert len(refused) == 56
     for answer in refused:
         assert answer.startswith(b"HTTP/1.1 429 ")

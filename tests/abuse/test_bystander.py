@@ -8,12 +8,12 @@ import psutil
 import pytest
 
 from benchmarks.processes import GATEWAY
-from tests.abuse.bystander import serving_two_keys, unharmed
+from tests.abuse.bystander import Serve, unharmed
 from tests.free_cores import FreeCores
 
 
-def test_a_bystander_sees_a_gateway_that_stands_still_and_nothing_else(tmp_path: Path) -> None:
-    with serving_two_keys(tmp_path, "--simulate") as server:
+def test_a_bystander_sees_a_gateway_that_stands_still_and_nothing_else(serve: Serve, tmp_path: Path) -> None:
+    with serve(tmp_path, "--simulate") as server:
         with unharmed(server):
             time.sleep(1)
         (pid,) = server.pids(GATEWAY)

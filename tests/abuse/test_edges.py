@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.processes import EXECUTOR, Served
-from tests.abuse.bystander import ABUSER, BYSTANDER, Bystander, serving_two_keys, streaming
+from tests.abuse.bystander import ABUSER, BYSTANDER, Bystander, Serve, streaming
 from tests.free_cores import FreeCores
 from tests.fuzz.effort import EFFORT, examples
 
@@ -111,9 +111,9 @@ def objects(draw: st.DrawFn, document: dict[str, Any], schema: dict[str, Any]) -
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("edges")
-    with serving_two_keys(folder, "--simulate", "--executors", "2", "--max-model-len", "4096") as server:
+    with serve(folder, "--simulate", "--executors", "2", "--max-model-len", "4096") as server:
         yield server
 
 
@@ -226,6 +226,7 @@ def check(server: Served, bystander: Bystander, path: str, text: bytes, at_once:
         gaps.append(seen.longest_gap * cores.share())
         assert seen.failures == ()
         assert not [status for status in statuses if status >= 500], statuses
+    print(f"{min(gaps):.2f} s without a token")
     assert min(gaps) < _LONGEST_GAP, f"{gaps} s without a token"
     assert server.pids(EXECUTOR) == executors
     assert not [line for line in server.output if "Traceback" in line]

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.processes import Served
 from tests.abuse.abuser import charged, post
-from tests.abuse.bystander import ABUSER, serving_two_keys, unharmed
+from tests.abuse.bystander import ABUSER, Serve, unharmed
 
 BODY = {"prompt": "fox", "max_tokens": 4}
 
@@ -31,8 +31,10 @@ def asked(server: Served, path: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["explain", "requests"])
-def test_questions_about_requests_count_against_the_limits_of_their_key(tmp_path: Path, kind: str) -> None:
-    with serving_two_keys(tmp_path, "--simulate", abuser="requests-per-minute=20") as server, unharmed(server):
+def test_questions_about_requests_count_against_the_limits_of_their_key(
+    serve: Serve, tmp_path: Path, kind: str
+) -> None:
+    with serve(tmp_path, "--simulate", abuser="requests-per-minute=20") as server, unharmed(server):
         named = post(server, "/v1/completions", BODY)
         assert named.status == 200, named.body
         before = charged(server)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from tests.abuse.abuser import post
-from tests.abuse.bystander import BYSTANDER, serving_two_keys, unharmed
+from tests.abuse.bystander import BYSTANDER, Serve, unharmed
 from tests.free_cores import FreeCores
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -47,9 +47,9 @@ ATTACKS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_expensive_grammars_are_refused_and_delay_no_other_key(tmp_path: Path) -> None:
+def test_expensive_grammars_are_refused_and_delay_no_other_key(serve: Serve, tmp_path: Path) -> None:
     """The bounds of time are for a machine without other work (see ``FreeCores``)."""
-    with serving_two_keys(tmp_path) as server, ThreadPoolExecutor(4) as pool:
+    with serve(tmp_path) as server, ThreadPoolExecutor(4) as pool:
         assert post(server, COMPLETIONS, CHEAP, BYSTANDER).status == 200
         assert post(server, COMPLETIONS, CHEAP).status == 200
 

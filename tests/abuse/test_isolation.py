@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from benchmarks.processes import Served, serving
-from tests.abuse.bystander import ABUSER, BYSTANDER, serving_two_keys, unharmed
+from tests.abuse.abuser import proxied
+from tests.abuse.bystander import ABUSER, BYSTANDER, Serve, unharmed
 
 PROMPT = [1 + number % 200 for number in range(100)]
 KEYS = """
@@ -183,8 +184,8 @@ def test_vmstat_and_pmap_say_which_key_they_need(server: Served) -> None:
             assert ("operator=yes" in done.stderr) == (command[0] == "vmstat")
 
 
-def test_asking_for_reports_all_the_time_hurts_nobody(tmp_path: Path) -> None:
-    with serving_two_keys(tmp_path, "--simulate", "--simulate-step=0.01") as server:
+def test_asking_for_reports_all_the_time_hurts_nobody(serve: Serve, tmp_path: Path) -> None:
+    with serve(tmp_path, "--simulate", "--simulate-step=0.01") as server:
         body = {"prompt": PROMPT * 4, "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 16}
         headers = {"Authorization": f"Bearer {ABUSER}", "X-Request-Id": "long"}
 
@@ -201,4 +202,4 @@ def test_asking_for_reports_all_the_time_hurts_nobody(tmp_path: Path) -> None:
             next(chunks)
             with ThreadPoolExecutor(16) as clients:
                 statuses = set[int]().union(*clients.map(ask, range(16)))
-        assert statuses == {200}
+        assert statuses - ({429} if proxied(server) else set()) == {200}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from benchmarks.processes import Served
-from tests.abuse.bystander import ABUSER, BYSTANDER, serving_two_keys, unharmed
+from tests.abuse.bystander import ABUSER, BYSTANDER, Serve, serving_two_keys, unharmed
 from tests.free_cores import FreeCores
 
 URGENT = -1_000_000
@@ -75,8 +75,8 @@ def beside_crowd(abuser: Key, bystander: Key, priorities: Sequence[int]) -> tupl
         return longest, set(crowd)
 
 
-def test_nobody_gets_before_other_keys_by_a_priority(tmp_path: Path) -> None:
-    with serving_two_keys(tmp_path, *OPTIONS) as server, keys_of(server) as (abuser, bystander):
+def test_nobody_gets_before_other_keys_by_a_priority(serve: Serve, tmp_path: Path) -> None:
+    with serve(tmp_path, *OPTIONS) as server, keys_of(server) as (abuser, bystander):
         with unharmed(server):
             refused = refusals(abuser)
         for answer in refused:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.processes import Served
 from tests.abuse.abuser import post
-from tests.abuse.bystander import ABUSER, serving_two_keys, unharmed
+from tests.abuse.bystander import ABUSER, Serve, unharmed
 
 COMPLETIONS = "/v1/completions"
 SECONDS = 5.0
@@ -56,11 +56,11 @@ def read_for(connection: socket.socket, seconds: float) -> int:
     ],
 )
 def test_a_key_that_runs_nothing_waits_for_no_others_end(
-    tmp_path: Path, prompts: int, max_tokens: int, options: tuple[str, ...]
+    serve: Serve, tmp_path: Path, prompts: int, max_tokens: int, options: tuple[str, ...]
 ) -> None:
     body = {"prompt": ["a"] * prompts, "n": 128, "max_tokens": max_tokens}
     with (
-        serving_two_keys(tmp_path, "--simulate", *options, abuser="concurrent=1") as server,
+        serve(tmp_path, "--simulate", *options, abuser="concurrent=1") as server,
         unharmed(server) as seen,
         streamed(server, body) as connection,
     ):
@@ -68,17 +68,17 @@ def test_a_key_that_runs_nothing_waits_for_no_others_end(
     assert seen.tokens > 64, "more than one completion, so that it has come from waiting to running"
 
 
-def test_wide_beam_searches_hurt_nobody(tmp_path: Path) -> None:
+def test_wide_beam_searches_hurt_nobody(serve: Serve, tmp_path: Path) -> None:
     body = {"prompt": ["a"] * 8, "n": 128, "use_beam_search": True, "max_tokens": 16, "ignore_eos": True}
-    with serving_two_keys(tmp_path, "--simulate", abuser="concurrent=2") as server, unharmed(server):
+    with serve(tmp_path, "--simulate", abuser="concurrent=2") as server, unharmed(server):
         answer = post(server, COMPLETIONS, body)
         assert answer.status == 200, answer.body
         assert len(answer.body["choices"]) == 8 * 128
 
 
-def test_the_most_sequences_begun_and_cancelled_hurt_nobody(tmp_path: Path) -> None:
+def test_the_most_sequences_begun_and_cancelled_hurt_nobody(serve: Serve, tmp_path: Path) -> None:
     body = {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with serving_two_keys(tmp_path, "--simulate") as server, unharmed(server):
+    with serve(tmp_path, "--simulate") as server, unharmed(server):
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             connections = [opened(server, body) for _ in range(8)]

@@ -12,15 +12,15 @@ import pytest
 
 from benchmarks.processes import Served
 from tests.abuse.abuser import at_once, post
-from tests.abuse.bystander import serving_two_keys, unharmed
+from tests.abuse.bystander import Serve, unharmed
 
 COMPLETIONS = "/v1/completions"
 VOCABULARY = 4096
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving_two_keys(tmp_path_factory.mktemp("keys")) as server:
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("keys")) as server:
         assert post(server, COMPLETIONS, body(1)).status == 200
         yield server
 

@@ -4,61 +4,28 @@ import asyncio
 import contextlib
 import io
 import json
-import shutil
 import socket
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.raw_connections import COMPLETION, LONG, connection, http_bytes
 from tests.gateway.server import Server, serving
+from tests.proxy import needs_nginx, nginx
 
-CONFIGURATION = Path(__file__).parents[2] / "deploy" / "proxy" / "nginx.conf"
 JSON = {"Content-Type": "application/json"}
-NGINX = shutil.which("nginx")
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+pytestmark = needs_nginx
 
 
 @asynccontextmanager
 async def behind_proxy(folder: Path, scheduler: FakeScheduler, **changes: str) -> AsyncIterator[tuple[Server, Server]]:
-    """A gateway, and the same as its clients reach it, through nginx. ``changes``: directives with other values."""
+    """Yields a gateway, and the same gateway as clients reach it through nginx."""
     async with serving(scheduler) as gateway:
-        port, text = free_port(), CONFIGURATION.read_text()
-        changed = {"server gateway:8000": f"server 127.0.0.1:{gateway.port}", "listen 8080": f"listen 127.0.0.1:{port}"}
-        for before, after in {**changed, "/tmp/": f"{folder}/", **changes}.items():
-            assert before in text
-            text = text.replace(before, after)
-        (folder / "nginx.conf").write_text(text)
-        assert NGINX is not None
-        process = await asyncio.create_subprocess_exec(
-            NGINX, "-c", str(folder / "nginx.conf"), "-p", str(folder), "-g", "daemon off;", stderr=PIPE
-        )
-        try:
-            async with asyncio.timeout(10):
-                while True:
-                    try:
-                        _, writer = await asyncio.open_connection("127.0.0.1", port)
-                        break
-                    except ConnectionError:
-                        await asyncio.sleep(0.02)
-            writer.close()
-            url = f"http://127.0.0.1:{port}"
-            yield gateway, Server(url, port, scheduler, gateway.link, gateway.metrics, gateway.http, gateway.openai)
-        finally:
-            process.terminate()
-            await process.communicate()
+        with nginx(folder, f"127.0.0.1:{gateway.port}", **changes) as port:
+            yield gateway, replace(gateway, url=f"http://127.0.0.1:{port}", port=port)
 
 
 async def all_of(sock: socket.socket) -> bytes:
