@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -313,11 +314,37 @@ def test_services_stop_cleanly_when_asked_to(stack: Stack) -> None:
     assert [inspect(container, "{{.State.ExitCode}}") for container in containers] == ["0"] * 5
 
 
-def test_a_store_keeps_what_everything_else_has_forgotten() -> None:
-    image = os.environ.get("STORE_IMAGE") or run("docker", "compose", "config", "--images", "store")
+def image_of(service: str, files: str = "compose.yaml") -> str:
+    """The image of a service that is not built, or the one that a variable names in its place; skips without it."""
+    config = json.loads(run("docker", "compose", "config", "--format=json", service, environ={"COMPOSE_FILE": files}))
+    image = str(config["services"][service]["image"])
     found = subprocess.run(["docker", "pull", "--quiet", image], capture_output=True, text=True)
     if found.returncode and subprocess.run(["docker", "image", "inspect", image], capture_output=True).returncode:
-        pytest.skip(f"there is no image {image}: {found.stderr.strip()} (STORE_IMAGE names another one)")
+        pytest.skip(f"there is no image {image}: {found.stderr.strip()} ({service.upper()}_IMAGE names another one)")
+    return image
+
+
+def test_clients_reach_gateways_through_the_proxy_only() -> None:
+    files = "compose.yaml:compose.proxy.yaml"
+    image_of("proxy", files)
+    proxied = Stack(COMPOSE_FILE=files)
+    try:
+        proxied.compose("up", "--build", "--detach", "--wait")
+        proxied.wait_for_executors(1)
+        assert proxied.stream("import os", 20)
+        gateway = proxied.compose("ps", "--quiet", "gateway")
+        assert "HostPort" not in inspect(gateway, "{{json .NetworkSettings.Ports}}")
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            proxied.stream("a" * 5 * 2**20, 1)
+        with raised.value as refused:
+            assert (refused.code, refused.headers["Server"]) == (413, "nginx")
+    finally:
+        print(proxied.compose("logs", "--tail", "40"))
+        proxied.compose("down", "--volumes", "--rmi", "local", "--timeout", "20")
+
+
+def test_a_store_keeps_what_everything_else_has_forgotten() -> None:
+    image = image_of("store")
     stack = Stack(PAGEWISE_STORE="redis://:open-sesame@store:6379/0", STORE_PASSWORD="open-sesame", STORE_IMAGE=image)
     up = ("--profile", "store", "up", "--build", "--detach", "--wait")
     prompt = "\n".join(f"def function_{number}(value): return value + {number}" for number in range(40))
