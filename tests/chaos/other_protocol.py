@@ -2,8 +2,8 @@
 
 import sys
 
-from pagewise_executor import main, service
+from pagewise_executor import main, simulated
 
 if __name__ == "__main__":
-    service.PROTOCOL_MAJOR += 1
+    simulated.PROTOCOL_MAJOR += 1
     sys.exit(main.main(["--simulate", *sys.argv[1:]]))
