@@ -54,9 +54,9 @@ _RATES = (*_DECODES, "decode 256", "prefill 4096", "prefill 32768")
 _SERVED = ("--device", "cuda", "--dtype", "bfloat16", "--shape", "qwen3-0.6b", "--workloads", "long")
 
 PARTS: dict[int, tuple[Step, ...]] = {
-    1: (_tests(95), _engine("llama-3-8b", 130, "--also-fp8", "--works", *_RATES)),
+    1: (_tests(150), Step("recovery", 60, ("benchmarks.recovery.device",), waits=True)),
     2: (
-        _kernels("decode", 60),
+        _engine("llama-3-8b", 130, "--also-fp8", "--works", *_RATES),
         Step(
             "served",
             60,
@@ -64,12 +64,21 @@ PARTS: dict[int, tuple[Step, ...]] = {
             needs=("aiohttp", "psutil", "tokenizers", "llguidance", "jinja2"),
             waits=True,
         ),
-        Step("recovery", 60, ("benchmarks.recovery.device",), waits=True),
-        _engine("qwen3-30b-a3b-6-layers", 45, "--works", *_DECODES),
     ),
-    3: (_kernels("prefill", 75), _engine("qwen3-0.6b", 90, "--also-apart"), _kernels("layer", 55)),
-    4: (_kernels("experts", 45), _kernels("elementwise", 60), _kernels("sampling", 60), _kernels("linear", 60)),
-    5: (_kernels("shared", 75), _kernels("sweep", 90), _kernels("inputs", 60)),
+    3: (
+        _kernels("decode", 60),
+        _kernels("prefill", 75),
+        _engine("qwen3-30b-a3b-6-layers", 45, "--works", *_DECODES),
+        _kernels("experts", 40),
+    ),
+    4: (_engine("qwen3-0.6b", 90, "--also-apart"), _kernels("layer", 55), _kernels("linear", 60)),
+    5: (
+        _kernels("shared", 60),
+        _kernels("sweep", 60),
+        _kernels("inputs", 35),
+        _kernels("elementwise", 35),
+        _kernels("sampling", 35),
+    ),
 }
 """The steps of each part, those first that tell the most in a minute: what works, whole models, then single kernels."""
 

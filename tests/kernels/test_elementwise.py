@@ -167,8 +167,13 @@ def test_a_rounded_norm_is_the_norm_and_then_the_quantisation(
     other = residual.clone()
     values, scales = rounded_rms_norm(x, weight, 1e-6, residual=residual)
     wanted, wanted_scales = quantise_rows(rms_norm(x, weight, 1e-6, residual=other), FP8)
-    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
-    torch.testing.assert_close(scales, wanted_scales[:, 0], rtol=0, atol=0, equal_nan=True)
+    # Compiled, the two kernels add up a row's squares in different orders, so a value between two of float8 may go to
+    # either.
+    compiled = device.type == "cuda"
+    torch.testing.assert_close(scales, wanted_scales[:, 0], rtol=1e-6 if compiled else 0, atol=0, equal_nan=True)
+    bits, wanted_bits = (each.view(torch.uint8).int() for each in (values, wanted))
+    assert int((bits - wanted_bits).abs().max()) <= compiled
+    assert float((bits != wanted_bits).float().mean()) <= (1e-3 if compiled else 0)
     torch.testing.assert_close(residual, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -12,6 +12,8 @@ from tests.kernels import oracles
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Errors of results in each type, relative to the largest of a row; with a gate they are rounded three times."""
+TENSOR_CORES_FP8 = 2e-3
+"""The same for sums of float8 products, of which Hopper's tensor cores keep about 14 bits; 7e-4 was seen on an H200."""
 # Outputs of one tile and of many, whole and cut; inputs of one part and of several, whole and cut.
 SHAPES: list[Any] = [(1, 40, 20), (17, 128, 75), (2, 512, 32), (130, 96, 40)]
 REAL: list[Any] = [
@@ -37,10 +39,11 @@ def expect(gate_up: torch.Tensor, gated: bool) -> torch.Tensor:
     return oracles.silu_mul(gate_up) if gated else gate_up
 
 
-def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, least: float = 0.0) -> None:
+    """``least``: the smallest error that is allowed in any type."""
     assert found.dtype == dtype
     largest = expected.abs().amax(dim=1, keepdim=True)
-    assert float(((found.double() - expected).abs() / largest).max()) <= TOLERANCE[dtype]
+    assert float(((found.double() - expected).abs() / largest).max()) <= max(TOLERANCE[dtype], least)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -75,7 +78,7 @@ def test_products_of_few_rows_in_float8(
     exact = oracles.scaled_linear(values, x_scales, weight, weight_scales[:, None], (1, ins), bias)
     scales = {"x_scales": x_scales[:, 0], "weight_scales": weight_scales}
     found = skinny_linear(values, weight, bias, **scales, gated=gated, dtype=dtype)
-    check(found, expect(exact, gated), dtype)
+    check(found, expect(exact, gated), dtype, TENSOR_CORES_FP8 if device.type == "cuda" else 0.0)
     if rows <= MOST_ROUNDED_ROWS:
         # A value between two of float8 may go to either, as the quotient of the scale is rounded differently.
         rounded = skinny_linear(x, weight, bias, weight_scales=weight_scales, gated=gated)
