@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 COMMIT_VARIABLE = "BENCHMARKED_COMMIT"
-"""The environment variable that names the commit where the repository came without .git."""
+"""The environment variable that names the commit where the repository came without .git, or with another one."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,10 +47,10 @@ def write_record(path: str, numbers: dict[str, Any], *, command: str | None = No
 
 @functools.cache  # for the life of a process: what it runs does not change
 def _commit() -> str:
+    if (named := os.environ.get(COMMIT_VARIABLE)) is not None:
+        return named
     commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD")
-    if not commit:
-        return os.environ.get(COMMIT_VARIABLE, "unknown")
-    return commit + ("+changes" if _is_changed() else "")
+    return commit + ("+changes" if _is_changed() else "") if commit else "unknown"
 
 
 def _command() -> str:

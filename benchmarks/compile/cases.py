@@ -165,6 +165,7 @@ def _add_others() -> None:
         if dtype == FP8 or rows > 1:  # the others have one tile for 1 and for 16 rows
             name = f"skinny_linear {_name(dtype)} rows {rows}{' gated' if gated else ''}"
             CASES[name] = partial(_skinny_linear, dtype, rows, gated)
+    CASES["skinny_linear fp8 of fp32 rows 1 gated"] = partial(_skinny_linear, FP8, 1, True, torch.float32)
     for tokens in (1, 64, 1024, 4096):
         CASES[f"experts bf16 tokens {tokens}"] = partial(_experts, torch.bfloat16, tokens)
     for dtype in (torch.float16, torch.float32):
@@ -230,13 +231,13 @@ def _linear(dtype: torch.dtype) -> None:
     linear(_empty(100, 4096, dtype=dtype), _empty(6144, 4096, dtype=dtype), _empty(6144, dtype=dtype))
 
 
-def _skinny_linear(dtype: torch.dtype, rows: int, gated: bool) -> None:
-    """Authenticator and up, or down, of the shape of Llama 3 8B."""
+def _skinny_linear(dtype: torch.dtype, rows: int, gated: bool, of_x: torch.dtype = torch.bfloat16) -> None:
+    """Gate and up, or down, of the shape of Llama 3 8B."""
     ins, outs = (4096, 28672) if gated else (14336, 4096)
     weight = _empty(outs, ins, dtype=dtype)
     if dtype == FP8:
         scales, x_scales = (_empty(size, dtype=torch.float32) for size in (outs, rows))
-        x = _empty(rows, ins, dtype=torch.bfloat16)
+        x = _empty(rows, ins, dtype=of_x)
         if rows <= MOST_ROUNDED_ROWS:
             skinny_linear(x, weight, weight_scales=scales, gated=gated)
         else:

@@ -189,7 +189,7 @@ def skinny_linear(
         raise ValueError(f"{rows} rows, {outs} outputs: at most {MOST_ROWS} rows, and two for a gate")
     check_device(x, weight, bias, x_scales, weight_scales)
     sms = num_sms(x.device)
-    tile = _tile(rows, size_out, weight.dtype, gated, sms, is_hopper(x.device))
+    tile = _tile(rows, size_out, weight.dtype, x.dtype, gated, sms, is_hopper(x.device))
     tiles = triton.cdiv(size_out, tile.columns) * triton.cdiv(rows, tile.rows)
     part_size = tile.inner * triton.cdiv(size_in, tile.inner * tile.parts)
     num_parts = triton.cdiv(size_in, part_size)
@@ -237,7 +237,9 @@ def _check_types(
     return rounded
 
 
-def _tile(rows: int, size_out: int, dtype: torch.dtype, gated: bool, sms: int, hopper: bool) -> _Tile:
+def _tile(
+    rows: int, size_out: int, dtype: torch.dtype, of_x: torch.dtype, gated: bool, sms: int, hopper: bool
+) -> _Tile:
     """Return the tile of a program, so that all programs are on the device at once, with the same work.
 
     Then each has its share of the memory's bandwidth, and none comes later. 48 KiB or more of the weight are on their
@@ -250,8 +252,9 @@ def _tile(rows: int, size_out: int, dtype: torch.dtype, gated: bool, sms: int, h
     tiles = triton.cdiv(size_out, columns) * triton.cdiv(rows, tile_rows)
     parts = next(parts for parts in (4, 2, 1) if tiles * parts <= sms or parts == 1)
     stages = deep if tiles * parts <= sms else shallow
-    if not hopper:  # which has twice as much shared memory as most
-        stages = max(1, min(stages, 96 * 1024 // ((columns * (2 if gated else 1) + tile_rows) * inner)))
+    stage_bytes = (columns * (2 if gated else 1) + tile_rows * of_x.itemsize // dtype.itemsize) * inner
+    memory = (220 if hopper else 96) * 1024  # Hopper has twice as much shared memory as most
+    stages = max(1, min(stages, memory // stage_bytes))
     return _Tile(tile_rows, columns, inner // dtype.itemsize, parts, num_warps, stages)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from pagewise_executor.attention import prefill_choice, prefill_libraries, specialised_prefill
 from pagewise_executor.attention.backend import AttentionShape, PagedLayer
-from pagewise_executor.attention.prefill_choice import LIBRARIES, choose_prefill_library
+from pagewise_executor.attention.prefill_choice import LIBRARIES, begin_choice, choose_prefill_library
 from pagewise_executor.attention.prefill_libraries import PrefillLibrary, largest_difference
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.kernel_choice import Candidates, choose_kernels
@@ -225,6 +226,43 @@ trial = json.load(sys.stdin)
 """
 
 
+def replace_trials(program: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let ``program`` run instead of trials, for a second at most; return the commands of the trials, which grow."""
+    (path / "trial.py").write_text(TRIAL.format(program))
+    calls: list[list[str]] = []
+    run = subprocess.run
+
+    def replaced(command: list[str], **options: object) -> object:
+        calls.append(command)
+        return run([command[0], str(path / "trial.py")], **(options | {"timeout": 1}))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(specialised_prefill.subprocess, "run", replaced)
+    monkeypatch.setattr(specialised_prefill, "_SECONDS", 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
+    monkeypatch.setattr("triton.knobs.cache.dir", str(path / "cache"))
+    return calls
+
+
+def test_a_trial_that_began_beside_the_reading_of_weights_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = replace_trials("time.sleep(0.3); print(0.001)", tmp_path, monkeypatch)
+    monkeypatch.setattr("pagewise_kernels.attention.specialised.specialised_error", lambda *_: "")
+    shapes = [AttentionShape(8, 2, 128, BF16, 0.09)] * 2
+    config = ExecutorConfig(model="m", device="cuda")
+    begin_choice(config, GPU, shapes)
+    while not calls:
+        time.sleep(0.01)
+    assert specialised_prefill.SpecialisedPrefill(config.block_size, GPU).error(shapes[0]) == ""
+    assert len(calls) == 1
+    begin_choice(
+        ExecutorConfig(model="m", device="cuda", attention="triton"), GPU, [AttentionShape(4, 2, 128, BF16, 1.0)]
+    )
+    begin_choice(ExecutorConfig(model="m", device="cuda", kv_dtype="fp8"), GPU, [AttentionShape(4, 2, 128, BF16, 1.0)])
+    time.sleep(0.1)
+    assert len(calls) == 1, "only what may be chosen is tried"
+
+
 @pytest.mark.parametrize(
     ("program", "error"),
     [
@@ -240,18 +278,7 @@ def test_our_kernel_is_tried_apart_and_the_verdict_is_kept(
     program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that hangs or breaks its process costs no executor anything but this kernel."""
-    (tmp_path / "trial.py").write_text(TRIAL.format(program))
-    calls = []
-    run = subprocess.run
-
-    def replaced(command: list[str], **options: object) -> object:
-        calls.append(command)
-        return run([command[0], str(tmp_path / "trial.py")], **(options | {"timeout": 1}))  # type: ignore[call-overload]
-
-    monkeypatch.setattr(specialised_prefill.subprocess, "run", replaced)
-    monkeypatch.setattr(specialised_prefill, "_SECONDS", 1.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a device")
-    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "cache"))
+    calls = replace_trials(program, tmp_path, monkeypatch)
     shape = AttentionShape(8, 2, 128, BF16, 0.09)
     for _ in range(2):
         found = specialised_prefill._trial_error(shape, 16, GPU)

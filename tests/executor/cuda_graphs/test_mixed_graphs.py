@@ -162,7 +162,7 @@ def test_requests_that_come_and_go_get_the_tokens_that_they_would_get_anyhow(run
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt2", "opt", "phi3", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "phi3", "qwen3", "qwen3_moe", "gpt_neox"])
 def test_other_families_are_cut_between_body_and_head_too(family: str, tmp_path: Path) -> None:
     check_mixture(build(family, tmp_path), Mixed([30, 9], [(5, 2), (0, 6)]))
 

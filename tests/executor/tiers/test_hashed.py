@@ -289,7 +289,8 @@ def test_blocks_keep_their_bytes(executors: list[Executor]) -> None:
 def test_blocks_of_the_host_go_to_the_disk_bit_for_bit(tmp_path: Path, named: bool, device: torch.device) -> None:
     pool = KVPool([(1, 4), (2, 3)], NUM_BLOCKS, 4, torch.float32, device)
     size, cuda = pool.bytes_per_block, device.type == "cuda"
-    memory = NamedMemory(tmp_path, "x", 4, size, cuda) if named else HostMemory(4, size, cuda)
+    folder = Path("/dev/shm") if cuda else tmp_path  # the driver pins no file of a disk
+    memory = NamedMemory(folder, tmp_path.name, 4, size, cuda) if named else HostMemory(4, size, cuda)
     copier = BlockCopier(DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)))
     host, disk = HostTier(pool, memory, bandwidth=20.0 * size), DiskTier(tmp_path / "disk", "x", size, 2**30)
     copier.tiers |= {HOST: host, DISK: disk}

@@ -20,7 +20,7 @@ from pagewise_executor.attention.prefill_libraries import (
     PrefillLibrary,
 )
 from pagewise_executor.attention.registry import BACKENDS
-from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill
+from pagewise_executor.attention.specialised_prefill import SpecialisedPrefill, begin_trials
 from pagewise_executor.devices import median_milliseconds
 from pagewise_executor.uploads import Uploads
 
@@ -55,6 +55,12 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
         error = _options_error(config, device)
     if error:
         raise ModelError(f"--attention {config.attention}: {error}")
+
+
+def begin_choice(config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape]) -> None:
+    """Begin, beside the reading of weights, what ``choose_prefill_library`` will wait for."""
+    if config.attention in ("auto", _OURS) and not _options_error(config, device):
+        begin_trials(shapes, config.block_size, device)
 
 
 def choose_prefill_library(

@@ -15,6 +15,9 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 120.0
 """For a trial: imports, the compilation of a kernel, and two small launches."""
+_TRYING = threading.Lock()
+"""Held during a trial: whoever needs the verdict of one that has begun waits for it."""
 
 
 class SpecialisedPrefill(PrefillLibrary):
@@ -73,6 +78,21 @@ class SpecialisedPrefill(PrefillLibrary):
         return attend
 
 
+def begin_trials(shapes: Sequence[AttentionShape], block_size: int, device: torch.device) -> None:
+    """Begin the trials that layers of these shapes need, on a thread beside the reading of weights.
+
+    They take 10 s on a device where the kernel was never tried. ``SpecialisedPrefill.error`` waits for their verdicts.
+    """
+    library = SpecialisedPrefill(block_size, device)
+
+    def run() -> None:
+        with suppress(Exception):  # whatever it is, the choice meets it again and reports it
+            for shape in dict.fromkeys(shapes):
+                library.error(shape)
+
+    threading.Thread(target=run, name="trials of gluon", daemon=True).start()
+
+
 def _trial_error(shape: AttentionShape, block_size: int, device: torch.device) -> str:
     """Return why the kernel does not work in a process of its own; empty if it gives PyTorch's results there."""
     import triton
@@ -83,13 +103,19 @@ def _trial_error(shape: AttentionShape, block_size: int, device: torch.device) -
     known = [trial, source, torch.__version__, triton.__version__, torch.cuda.get_device_name(device)]
     name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
     kept = Path(triton.knobs.cache.dir) / f"pagewise-prefill-{name}.json"
+    with _TRYING:
+        return _verdict(kept, {**trial, "device": device.index or 0})
+
+
+def _verdict(kept: Path, trial: dict[str, object]) -> str:
+    """Return the verdict in the file ``kept``; if there is none, try the kernel and write it there."""
     try:
         error = str(json.loads(kept.read_text())["error"])
         # It may have been the machine's: a device that was full, for instance.
         return error and f"{error}, when it was tried before; without {kept} it is tried again"
     except (OSError, ValueError, KeyError):
         log.info("attention of prompts: gluon is tried in a process of its own, for the first time on this device")
-    error = try_apart({**trial, "device": device.index or 0})
+    error = try_apart(trial)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps({"error": error}))

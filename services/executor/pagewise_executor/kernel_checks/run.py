@@ -62,8 +62,9 @@ def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: Non
     plain = typical_use(device)
     uses = [plain]
     if interpreted() or capability(device) >= 89:
-        layer = QuantisedLinear(quantise(plain.draw(256, 256).float(), FP8), Inputs(), plain.dtype)
-        make_fast(holder := nn.Sequential(layer), "triton", device, "")
+        weight = plain.draw(256, 256).float()  # in float8 a library may multiply, in int8 the kernel does
+        layers = [QuantisedLinear(quantise(weight, dtype), Inputs(), plain.dtype) for dtype in (FP8, torch.int8)]
+        make_fast(holder := nn.Sequential(*layers), "triton", device, "")
         linears = tuple(each for each in holder if isinstance(each, QuantisedLinear))
         uses.append(replace(plain, kv_dtype=FP8, linears=linears))
     done = set[str]()

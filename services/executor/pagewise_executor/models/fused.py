@@ -74,6 +74,10 @@ class FusedDecoder(nn.Module):
         cos, sin = self.rotary_emb(self.norm.weight, positions[None])  # type: ignore[operator]
         return cos[0], sin[0]
 
+    def get_decoder(self) -> nn.Module:
+        """Return this module: transformers' ``get_decoder`` of a model asks its decoder for it."""
+        return self
+
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: object) -> DecoderOutput:
         """Compute the hidden states of ids and positions [1, tokens]."""
         residual: torch.Tensor = self.embed_tokens(input_ids)[0]  # type: ignore[operator]

@@ -126,6 +126,10 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     # A model without weights cannot be tried before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
     kernels, fallback = choose_kernels(config, able, layers)
+    if kernels == "triton" and device.type == "cuda":
+        from pagewise_executor.attention.prefill_choice import begin_choice
+
+        begin_choice(config, device, layers)
     with _errors_of_loading(config, device):
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
         connect(model, shards, vocab_size)
