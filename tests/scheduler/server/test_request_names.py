@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.server.request_names import RequestNames
+from pagewise_scheduler.server.ended_requests import RequestNames
 
 NAMES = st.sampled_from(["", "a", "b", "c", "d"])
 KEYS = st.sampled_from(["", "alice", "bob"])

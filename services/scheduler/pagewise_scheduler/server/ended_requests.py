@@ -1,13 +1,18 @@
-"""Keeps the reports of ended requests, so that a busy API key does not push out the reports of other keys."""
+"""Finds requests by their names, and keeps the reports of requests that have ended.
+
+A busy API key does not push out the reports of other keys.
+"""
 
 import logging
 import time
 import traceback
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic as clock
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from pagewise_shared.logs import BoundedLog
@@ -15,7 +20,6 @@ from pagewise_shared.reports import RequestReport
 
 from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.server.client_request import ClientRequest
-from pagewise_scheduler.server.request_names import RequestNames
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,75 @@ _LISTED = 64
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RequestReport).decode
+
+
+class Named(Protocol):
+    """Something about one request."""
+
+    @property
+    def request_id(self) -> str:
+        """Our own id."""
+        ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+
+@dataclass(slots=True)
+class _Entry(Generic[NamedT]):
+    arrived: float
+    places: Collection[tuple[str, str]]
+    key: str
+    request: NamedT
+
+
+class RequestNames(Generic[NamedT]):
+    """An index of requests by both names. One that a key may not see takes as long to look up as an unknown one."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Entry[NamedT]] = {}
+        self._given: dict[tuple[str, str], list[tuple[float, str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: NamedT, name: str, key: str, arrived: float) -> None:
+        """Add a request in the place of another one with the same id of ours.
+
+        ``name``: its client's id, "" if it has none. ``key``: name of its API key. ``arrived``: seconds of any clock.
+        """
+        if (before := self._requests.get(request.request_id)) is not None:
+            self.remove(before.request)
+        places: Collection[tuple[str, str]] = {(key, name), ("", name)} if name else ()
+        self._requests[request.request_id] = _Entry(arrived, places, key, request)
+        for place in places:
+            insort(self._given.setdefault(place, []), (arrived, request.request_id))
+
+    def remove(self, request: NamedT) -> None:
+        """Forget a request, unless another one has taken its place."""
+        entry = self._requests.get(request.request_id)
+        if entry is None or entry.request is not request:
+            return
+        del self._requests[request.request_id]
+        for place in entry.places:
+            given = self._given[place]
+            del given[bisect_left(given, (entry.arrived, request.request_id))]
+            if not given:
+                del self._given[place]
+
+    def newest(self, name: str, key: str) -> NamedT | None:
+        """Return the request of this id, ours before its client's, of which the newest counts; None: there is none.
+
+        ``key``: the API key that it belongs to; "": any.
+        """
+        own = self._requests.get(name)
+        given = self._given.get((key, name))
+        if own is not None and key in ("", own.key):
+            return own.request
+        return self._requests[given[-1][1]].request if given else None
 
 
 class EndedRequest(NamedTuple):

@@ -33,9 +33,8 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.adapters import AdapterRegistry
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
-from pagewise_scheduler.server.ended_requests import EndedRequests
+from pagewise_scheduler.server.ended_requests import EndedRequests, RequestNames
 from pagewise_scheduler.server.request_limits import AdmissionError, KeyUsages
-from pagewise_scheduler.server.request_names import RequestNames
 from pagewise_scheduler.server.router import Capacity, Router
 from pagewise_scheduler.server.router_socket import RouterSocket
 from pagewise_scheduler.server.sessions import (
