@@ -35,16 +35,16 @@ LIBRARIES: dict[str, tuple[str, Callable[[int, torch.device], PrefillLibrary]]] 
     "flashinfer": ("flashinfer", FlashInfer),
     "gluon": ("triton.experimental.gluon", SpecialisedPrefill),
 }
-"""By name: the module that has to be installed, and how it is prepared."""
+"""By name: the module that must be installed, and the function that prepares the library."""
 _OURS = "gluon"
 """It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute something."""
 
 
 def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
-    """Refuse the attention of the Triton kernels that ``--attention`` names if these options do not allow it.
+    """Check that the options allow the attention of the Triton kernels that ``--attention`` names.
 
     Raises:
-        ModelError: they do not; the text says why.
+        ModelError: they do not allow it; the text says why.
     """
     error = ""
     if config.attention == "auto" or BACKENDS[config.attention].kernels != "triton":
@@ -58,7 +58,7 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
 
 
 def begin_choice(config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape]) -> None:
-    """Begin, beside the reading of weights, what ``choose_prefill_library`` will wait for."""
+    """Begin the trials that ``choose_prefill_library`` will wait for, while weights are read."""
     if config.attention in ("auto", _OURS) and not _options_error(config, device):
         begin_trials(shapes, config.block_size, device)
 

@@ -1,10 +1,10 @@
 """Finds decodes whose contexts begin with the same blocks, which attention then reads once for all of them.
 
 The block tables of the decodes are a trie, and a prefix is one of its nodes: all decodes below it share the blocks down
-to it. The trie is taken apart into chains. A chain is the path of one decode of a group, its leader, and every other
-decode of the group leaves that path somewhere: a context ends there, or another block follows. Decodes that leave a
-chain at the same index with the same block are the group of another chain, of the next round. A round handles all of
-its chains at once in a few array operations.
+to it. The trie is divided into chains. A chain is the path of one decode of a group, its leader. Every other decode of
+the group leaves this path where its context ends or its next block differs. Decodes that leave a chain at the same
+index with the same block are the group of another chain, in the next round. A round handles all of its chains at once
+in a few array operations.
 """
 
 from typing import NamedTuple
@@ -44,8 +44,8 @@ def shared_prefixes(tables: Int32s, rows: Int64s, lengths: Int64s, block_size: i
 
     ``rows``, ``lengths`` [decodes]: row of the block ``tables`` and tokens in the context. The decodes
     members[begin : begin + count] have equal block tables for so many tokens. Each decode is in at most one prefix, and
-    a prefix leaves each of its members at least one token. Of all such prefixes, these save the most reading, as far as
-    branches are looked at (``_MAX_ROUNDS``).
+    a prefix leaves each of its members at least one token. Of all such choices, this one saves the most reads, as far
+    as branches are followed (``_MAX_ROUNDS``).
     """
     # At least the newest token, which no other decode has, comes behind the prefix.
     full = (lengths - 1) // block_size

@@ -180,7 +180,7 @@ class WatchedFiles:
         self._next_check = monotonic() + CHECK_SECONDS
 
     def changed(self) -> bool:
-        """Return whether a file has changed since the last check; there is one check in ``CHECK_SECONDS`` at most."""
+        """Return whether a file has changed since the last check. Checks are ``CHECK_SECONDS`` or more apart."""
         now = monotonic()
         if now < self._next_check:
             return False

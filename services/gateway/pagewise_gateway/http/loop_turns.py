@@ -9,12 +9,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
-"""The length of a slice of work, after which streams and all other ready tasks run. A slice may take as long as these
-took since the last slice, up to the longest: so work gets half of the time of a busy event loop."""
+"""The length of a slice of work; streams and all other ready tasks run after each slice. A slice may take as long as
+these tasks took since the last slice, up to the longest slice: so work gets half of the time of a busy event loop."""
 _IMMEDIATE_SHARE = 0.75
 """The share of the time that may be spent on work that is done immediately."""
 _BYTES = 262_144
-"""Pieces of an answer are made until they have so many bytes, or took ``_SLICE_SECONDS``; then they are written."""
+"""A turn makes pieces of an answer until they have so many bytes or took ``_SLICE_SECONDS``. Then they are written."""
 
 
 class LoopTurns:

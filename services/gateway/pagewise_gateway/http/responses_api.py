@@ -91,7 +91,7 @@ _ITEMS: dict[str, type[Struct]] = {
 
 
 def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request for a response asks for. Its tools are functions (``drop_other_tools``).
+    """Translate a request for a response into a chat. All its tools are functions (see ``drop_other_tools``).
 
     Raises:
         InvalidRequestError: an item is invalid, or the request asks for stored responses.

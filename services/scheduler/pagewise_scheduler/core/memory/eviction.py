@@ -18,7 +18,7 @@ _HOURS, _DAYS = 900.0, 4 * 3600.0
 
 
 def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = False, priority: int = 0) -> int:
-    """The class of the end of a prefix's use, which predicts when the prefix is used again.
+    """The class of the end of one use of a prefix, which predicts the next use.
 
     A hint of the client or of the protocol counts more than the length of the answer, which distinguishes people who
     read from programs that ask for one word. A tool's result follows the prefix that called the tool, and a sequence
@@ -33,7 +33,7 @@ def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = 
 
 
 REDUNDANT, NEAREST = 0, 1
-"""The ranks of evictable blocks: a tier nearer to the computing has it as well; this is the nearest that has it."""
+"""The ranks of evictable blocks: a higher tier has the content as well; or this is the highest tier that has it."""
 
 
 class EvictionPolicy(Protocol):
@@ -46,11 +46,11 @@ class EvictionPolicy(Protocol):
     learns: bool
 
     def tick(self) -> int:
-        """The time of a release, which never falls: ``last_used`` of the blocks that are released now."""
+        """The time of a release, ``last_used`` of the released blocks. It never decreases."""
         ...
 
     def group(self, block: CachedBlock) -> int:
-        """The group that a block belongs to which may be evicted from now on."""
+        """The group of a block that may be evicted from now on."""
         ...
 
     def order(self, block: CachedBlock) -> float:
@@ -71,7 +71,7 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """LRU: by the tick of the last release, of which ``now`` is the last of all."""
+    """LRU: evicts by the tick of the last release. ``now``: the newest tick."""
 
     learns = False
 
@@ -84,7 +84,7 @@ class LeastRecentlyUsed:
         return self.now
 
     def group(self, block: CachedBlock) -> int:
-        """All are in one."""
+        """All blocks are in one group."""
         return 0
 
     def order(self, block: CachedBlock) -> float:
@@ -104,11 +104,11 @@ class LeastRecentlyUsed:
 
 
 class CostAware:
-    """By hit density: the uses per unit of time that keeping a block brings (see ``UseHistory``), times the seconds
-    that each saves.
+    """Evicts by hit density: a block's expected uses per unit of time (see ``UseHistory``), times the seconds that each
+    use saves.
 
-    All blocks take the same room, so the blocks that save the most seconds per unit of time keep it.
-    ``seconds(block)``: the cheapest way back if its tier loses the block.
+    All blocks have the same size, so the blocks that save the most seconds per unit of time stay.
+    ``seconds(block)``: the time of the cheapest recovery if its tier loses the block.
     """
 
     learns = True
@@ -135,7 +135,7 @@ class CostAware:
         return block.last_used
 
     def value(self, block: CachedBlock) -> float:
-        """Seconds that keeping it saves, for each block that comes in."""
+        """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
         return self._history.density(block.kind, block.last_used) * self._seconds(block)
 
     def probability(self, block: CachedBlock) -> float:

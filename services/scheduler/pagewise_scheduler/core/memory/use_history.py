@@ -55,10 +55,10 @@ class UseHistory:
 
     Executors of one model may share it: the same users ask all of them, and each alone would see only a part of
     the returns. Prefixes are remembered after their blocks were evicted too, so that a return is noticed.
-    Neighbouring blocks share their fate: every sixteenth is remembered and counted, the others go by the one before
-    them. A class is given by the number of times a block was used before, how its last use ended (see
+    Neighbouring blocks have similar lives: every sixteenth is remembered and counted, and represents the blocks after
+    it. A class is given by the number of times a block was used before, how its last use ended (see
     ``eviction.ending``), and whether it was a new end on a known beginning. Nothing is known about the workload in
-    advance, and classes that mean nothing come out equal.
+    advance, and classes that predict nothing get equal values.
 
     ``now``: the blocks that have come into the caches, which is the time in which ages are counted.
     """

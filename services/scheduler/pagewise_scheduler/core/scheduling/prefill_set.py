@@ -35,8 +35,9 @@ _WATERMARK = 0.01
 
 
 class Admission:
-    """Chooses from the waiting queue. Only changes how often the head has been passed over. (Features that prepare a
-    sequence may add requests of their own, for segments for instance, or remove them.)
+    """Chooses the sequence of the waiting queue that starts next. In the queue it changes only the count of how often
+    the head has been passed over. (Features that prepare a sequence may add requests, for segments for instance, or
+    remove them.)
 
     ``held``: the sequences that could not start since ``computing`` was called, each with the cause, and with the
     request that computes its prefix, if that is the cause and the request is known. ``lacked_room``: whether the last

@@ -439,7 +439,7 @@ class Scheduler:
         sequence.row, sequence.last_step = -1, self.last_step
 
     def vacate(self, sequence: RequestSequence, *, ends: bool = True) -> None:
-        """Take a sequence off its row and free its blocks; the full ones stay in the prefix cache.
+        """Take a sequence off its row and free its blocks; full blocks stay in the prefix cache.
 
         ``ends``: False if the sequence waits or runs again later, here or elsewhere.
         """

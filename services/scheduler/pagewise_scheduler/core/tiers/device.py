@@ -1,4 +1,4 @@
-"""The device's blocks: which are free, which are cached, and which are in use by how many.
+"""The device's blocks: free, cached, or in use with a number of references.
 
 Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tree instead of hashes.
 """
@@ -19,11 +19,11 @@ from pagewise_scheduler.core.tiers.tier import Tier
 
 
 class BlockPool(Pool):
-    """The tier in which sequences compute: the content of blocks in use may not be known yet.
+    """The tier in which sequences compute.
 
-    Block tables hold references to its blocks. A cached block is evicted after its descendants, so the ancestors
-    of a block that lies here lie here too. ``num_remote_pins``: references of other executors that read blocks;
-    ``remote_pins``: how many each of these blocks has.
+    Block tables hold references to its blocks. The content of a block in use may not be known yet. A cached block is
+    evicted after its descendants, so all ancestors of a block on the device are on the device too.
+    ``num_remote_pins``: references of other executors that read blocks; ``remote_pins``: their number for each block.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class BlockPool(Pool):
         self.remote_pins.update(blocks)
 
     def unpin_remote(self, blocks: list[int]) -> None:
-        """The counterpart of ``pin_remote``, a sequence's last block first."""
+        """Drop the references of ``pin_remote``, a sequence's last block first."""
         self.num_remote_pins -= len(blocks)
         if blocks:
             remote_pins = self.remote_pins
@@ -99,10 +99,10 @@ class BlockPool(Pool):
         known: CachedBlock | None,
         owner: RequestRef | None = None,
     ) -> CachedBlock:
-        """The content of a block in use is known from now on: ``tokens`` (int32 bytes) after ``parent``.
+        """Enter the content of a block in use into the tree: ``tokens`` (int32 bytes) after ``parent``.
 
-        ``known``: the tree's node of that content, if it has one, which then is not on the device. ``owner``: the
-        request that has computed it.
+        ``known``: the tree's node of this content, which is not on the device; None: the tree has no such node.
+        ``owner``: the request that has computed the block.
         """
         node = self.tree.add(parent, tokens) if known is None else known
         node.cached_by = owner
@@ -111,7 +111,7 @@ class BlockPool(Pool):
         parent.num_on_device += 1
         self._nodes[block] = node
         if known is not None:
-            for tier in self.lower:  # its copies there are redundant from now on
+            for tier in self.lower:  # copies in these tiers are redundant from now on
                 tier.offer(known)
         return node
 

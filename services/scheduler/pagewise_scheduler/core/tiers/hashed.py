@@ -176,9 +176,9 @@ class HashedTier(Tier):
     # ---- copies from this tier -----------------------------------------------------------------------
 
     def locations(self, root: BlockHash, tokens: bytes, block_size: int, start: int, stop: int) -> list[Location]:
-        """Where the blocks ``start`` to ``stop`` of a prompt lie. Nothing is held.
+        """The locations of the blocks ``start`` to ``stop`` of a prompt, without holding the blocks.
 
-        ``root``: where the block hashes of the prompt begin. ``tokens``: of the prompt (int32 bytes).
+        ``root``: the root of the prompt's block hashes. ``tokens``: of the prompt (int32 bytes).
         """
         hashes = hash_chain(root, tokens, 4 * block_size)
         names = (BlockName(hashes[at], hashes[at - 1] if at else root) for at in range(start, stop))

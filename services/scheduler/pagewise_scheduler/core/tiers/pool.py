@@ -3,7 +3,7 @@
 Each block is free, cached or in use. To *reserve* a block is to take one; if none is free, another one is *evicted*
 first. The content of an evicted block stays where another tier has it as well, or it goes to a tier below that takes it
 (it is *demoted*), or it is lost. The methods that evict return the copies that the next plan has to make before a step
-writes into the blocks. To *pin* a block is to keep it where it is until it is *released* as often.
+writes into the blocks. To *pin* a block is to add a reference, which keeps it in place until the block is *released*.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ FREE, CACHED, IN_USE = 0, 1, 2
 
 
 class OutOfBlocksError(Exception):
-    """More blocks were asked for than there are. Callers ask ``num_available`` first, so this escapes only as a bug."""
+    """More blocks were requested than are available. Callers check ``num_available`` first, so only bugs raise it."""
 
 
 class Pool:
@@ -74,7 +74,7 @@ class Pool:
 
     @property
     def num_used(self) -> int:
-        """Blocks that hold something, whether it is in use or not."""
+        """Blocks that are cached or in use."""
         return self.num_blocks - len(self._free)
 
     @property

@@ -27,12 +27,12 @@ from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
 
 _VICTIMS = 16
-"""How many sequences are weighed when one is to be preempted."""
+"""The number of sequences to compare when one of them must be preempted."""
 _PIECE_BLOCKS = 256
 _FETCHED_BLOCKS = 128
 _SMALL_PIECE = 8
 _QUEUED_SECONDS = 0.1
-"""For so long a link may be asked for blocks ahead while the front computes."""
+"""While the front computes, as many blocks may be requested as a link copies in this time."""
 
 
 class Known(NamedTuple):
@@ -257,14 +257,13 @@ class Recoveries:
     def request_loads(self, step: int, requested: Loads) -> None:
         """Add to ``requested`` the blocks that ``step`` brings to the device from the back of each recovery."""
         lives = {key.peer: load.epoch for key, load in requested.items()}
-        # A link serves one after the other, in order of admission: shared among all, all of them would end last.
+        # A link serves one recovery after the other, in order of admission: if all shared it, all would end late.
         for recovery in self._active.values():
             while True:
                 part = recovery.last_part
                 count = self._back(recovery, alone=not requested)
                 peer, epoch = part.source.peer, part.source.epoch
-                # One request is for one life of a peer: blocks that were held before it was reset are not there any
-                # more.
+                # One request is for one epoch of a peer: a reset peer has lost the blocks that were held before.
                 if count <= 0 or lives.setdefault(peer, epoch) != epoch:
                     break
                 self._request(step, recovery, count, requested)
@@ -307,9 +306,9 @@ class Recoveries:
         piece = _FETCHED_BLOCKS if is_far else _PIECE_BLOCKS
         if recovery.method == "load" or not recovery.back:
             return min(recovery.back, piece)
-        # The back goes three quarters of the way to where the two are predicted to meet, for the front may go half of
-        # it twice before the link is asked again. The rest goes to the faster one of the two: all of
-        # it to the link if no step is worth while any more.
+        # The back requests three quarters of its way to the predicted meeting point, because the front may compute half
+        # of its way twice before the next request. The last blocks go to the faster of the two: all of them to the link
+        # if another step does not pay.
         start = recovery.sequence.num_scheduled_tokens
         left = recovery.back - (self._kv.blocks_for(start) - recovery.first)
         front = self._split(recovery, left * self._kv.block_size) // self._kv.block_size

@@ -1,12 +1,12 @@
 """The two interfaces of tiers: a ``Source`` brings blocks to the device, and a ``Tier`` also takes blocks over.
 
 A block's location is a tier and a reference there: an id, or the block's name where the tier has no ids. Sequences
-compute on the device, which has a class of its own (``BlockPool``) and neither of the two interfaces. The other
-tiers are one below the other; a block that one tier evicts may go to a further one.
+compute on the device, which has a separate class (``BlockPool``) and neither of the two interfaces. The other tiers
+form a chain; a block that one tier evicts may go to a lower tier.
 
 - ``HostTier``, for host memory, is *exact*: the prefix tree knows which blocks it has, and pinned blocks stay.
-- ``HashedTier``, for the disk cache and the store: an executor is asked for its blocks, and the tier may forget any
-  block. Several executors may share it.
+- ``HashedTier``, for the disk cache and the store: the scheduler looks its blocks up by way of an executor, and the
+  tier may forget any block. Several executors may share it.
 - ``PeerTiers``, for the tiers of another executor, are exact, and only read: they are a ``Source`` and no ``Tier``.
 
 A new kind of tier is a class with the methods of ``Tier``; ``KVCacheManager`` makes one for each tier that an executor
@@ -103,7 +103,7 @@ class Tier(Source):
         return self.costs.load
 
     def wants(self, node: CachedBlock) -> bool:
-        """Whether the prefix that ends with ``node`` is to come here, block by block."""
+        """Whether the tier should take the prefix that ends with ``node``, block by block."""
         if self.num_arriving >= self.max_arriving:
             return False
         return self.demotion is None or self.demotion.is_worth_copying(node, self)
@@ -125,7 +125,7 @@ class Tier(Source):
 
 
 class DemotionPolicy(Protocol):
-    """Decides which prefixes a tier takes over from the ones above."""
+    """Decides which prefixes a tier takes over from the tiers above."""
 
     def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
         """Whether the prefix that ends with ``node`` is worth copying to ``tier``, block by block from its end on."""
