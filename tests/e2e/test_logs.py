@@ -65,7 +65,7 @@ def test_steps_that_an_executor_died_in_are_told_with_their_requests(cluster: Cl
     first = cluster.start_executor("executor-0")
     cluster.wait_ready(1)
     with ThreadPoolExecutor() as clients:
-        answer = clients.submit(generate, cluster, 20, max_tokens=200)
+        answer = clients.submit(generate, cluster, 20, max_tokens=400)
         wait_until(lambda: cluster.metric("num_requests_running") == 1, 30, "it runs", first)
         first.signal(signal.SIGKILL)
         cluster.start_executor("executor-1")
