@@ -39,7 +39,7 @@ _SLACK_MB = 3.0
 """What a process may grow by beside that: pages that are touched for the first time late."""
 _RECORDS_MB = 11.0
 """The records of a scheduler that are full: 65,536 lost blocks were measured at 7 MB, and 2,048 ended sequences at 1.5
-MB for short ones; those of this workload report more."""
+MB for short sequences; sequences of this workload report more."""
 _RECORDS_FULL = 1800.0
 """The seconds after which its records are surely full."""
 _COUNTED = ("descriptors", "sockets", "threads", "tasks")

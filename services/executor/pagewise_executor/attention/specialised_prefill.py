@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _SECONDS = 120.0
 """For a trial: imports, the compilation of a kernel, and two small launches."""
 _TRYING = threading.Lock()
-"""Held during a trial: whoever needs the verdict of one that has begun waits for it."""
+"""Held during a trial, so that a start that needs its verdict waits for it."""
 
 
 class SpecialisedPrefill(PrefillLibrary):
