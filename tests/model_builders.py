@@ -33,6 +33,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         _DECODER | {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "phi3": ("Phi3Config", _DECODER),
     "opt": (
         "OPTConfig",
@@ -75,6 +94,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families that single tests need."""
 
+EAGER = ("gemma2", "gpt_oss")
+"""Families that transformers computes exactly only by its eager attention."""
+
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -91,8 +113,10 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
     config = getattr(transformers, name)(**settings | more)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias", "router.bias")):
+                parameter.normal_()
+            elif parameter.ndim >= 2:
                 parameter.mul_(5.0)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model.save_pretrained(path)

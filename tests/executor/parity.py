@@ -18,7 +18,7 @@ from tests.core_requests import change
 from tests.executor.driver import request, run_requests
 from tests.executor.references import beam_reference, reference
 from tests.executor.runners import build_runner
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 Early = bool | Literal["never"]
 
@@ -41,7 +41,7 @@ def check_family(
     """``shape``: settings of the model that differ from the family's. ``options``: further ones of the executor."""
     build_model(family, path, seed=7, **(shape or {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
+        path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
     if quantization == "int8":
         pack_linears(model, "cpu", "int8")

@@ -16,7 +16,7 @@ from tests.core_requests import make_request
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference, segments_reference
 from tests.executor.runners import build_runner
-from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, FAMILIES, VOCAB_SIZE, build_model
 
 WITHOUT_ROPE = {"opt", "gpt2"}
 
@@ -73,7 +73,7 @@ def rag_requests(rng: random.Random, count: int, longest: int = 14) -> list[Requ
 
 
 def load(path: Path) -> transformers.PreTrainedModel:
-    attention = "eager" if "gemma2" in path.name else "sdpa"
+    attention = "eager" if path.name in EAGER else "sdpa"
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attention
     ).eval()

@@ -20,7 +20,7 @@ from pagewise_shared.errors import ModelError
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.executor.runners import outputs
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
 
@@ -31,7 +31,7 @@ def check(
     """``pool_blocks``: what the scheduler hands out, few enough that sequences lose theirs."""
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
+        path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in lengths]
@@ -101,7 +101,7 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch
 @pytest.mark.parametrize(
     "family",
     [
-        *("llama", "qwen3_moe"),
+        *("llama", "qwen3_moe", "gpt_oss"),
         *(
             pytest.param(one, marks=pytest.mark.long)
             for one in ("mistral", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2_moe")

@@ -16,23 +16,25 @@ from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma2", "gpt_oss"))]
+)
 def test_greedy_tokens_of_shared_prefixes_equal_transformers(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps of decodes alone, which CUDA graphs compute, and in steps with chunks; prefixes come, go and branch.
 
-    Half of the layers of Gemma 2 have a sliding window, so they do not share.
+    Half of the layers of Gemma 2 and of gpt-oss have a sliding window, so they do not share.
     """
     # As little as a GPU may share, one tile of float32; it is not worth it there.
     monkeypatch.setattr("pagewise_kernels.attention.decode.LEAST_SHARED", 16)
     build_model(family, tmp_path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager" if family == "gemma2" else "sdpa"
+        tmp_path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
     rng = random.Random(5)
     common = [rng.randrange(3, VOCAB_SIZE) for _ in range(136)]

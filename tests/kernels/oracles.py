@@ -13,9 +13,11 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence: q [queries, heads, head_dim] at positions from ``start`` on; keys, values [num_blocks, block_size,
-    kv_heads, head_dim]; table [blocks]. Returns float64 [queries, heads, head_dim]."""
+    kv_heads, head_dim]; table [blocks]; sinks [heads]: logits without values. Returns float64 [queries, heads,
+    head_dim]."""
     queries, heads, dim = q.shape
     length = start + queries
     k = keys[table.long()].flatten(0, 1)[:length].double()
@@ -30,7 +32,10 @@ def attention(
     seen = token <= own
     if window is not None:
         seen &= token > own - window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 

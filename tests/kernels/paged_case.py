@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     heads_first: bool = False
+    has_sinks: bool = False
 
     def pool(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -63,10 +64,15 @@ class Case:
         shape = (count, self.heads, self.head_dim)
         return torch.randn(shape, generator=generator).to(self.keys.device, self.dtype)
 
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """From heads whose sink has hardly a weight to heads of which it has nearly all."""
+        return torch.linspace(-3, 9, self.heads).to(self.keys.device, self.dtype) if self.has_sinks else None
+
     def expected(self, q: torch.Tensor, sequence: int, start: int) -> torch.Tensor:
         return oracles.attention(
             q, self.keys, self.values, self.tables[sequence], start,
-            scale=self.scale, softcap=self.softcap, window=self.window,
+            scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks,
         )  # fmt: skip
 
     def decode_plan(self, deterministic: bool = False) -> DecodePlan:
@@ -79,14 +85,16 @@ class Case:
     def decode(self, q: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
         plan = self.decode_plan(deterministic)
         plan.plan(torch.tensor(self.lengths, dtype=torch.int32, device=q.device))
-        return decode_attention(q, self.layer, self.tables, plan, softcap=self.softcap, scale=self.scale)
+        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks}
+        return decode_attention(q, self.layer, self.tables, plan, **given)
 
     def prefill(self, q: torch.Tensor, chunks: list[Chunk], deterministic: bool = False) -> torch.Tensor:
         plan = PrefillPlan(
             chunks, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             kv_dtype=self.stored[0].dtype, device=q.device, window=self.window, deterministic=deterministic,
         )  # fmt: skip
-        return prefill_attention(q, self.layer, self.tables, plan, softcap=self.softcap, scale=self.scale)
+        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks}
+        return prefill_attention(q, self.layer, self.tables, plan, **given)
 
     def chunks(self, sizes: list[int]) -> list[Chunk]:
         """The last ``sizes[i]`` tokens of each context, one after the other in the batch."""
@@ -113,5 +121,8 @@ SMALL = {
     "bfloat16": Case(dtype=torch.bfloat16, heads=8),
     "heads before tokens": Case(heads_first=True),
     "fp8": Case(fp8=True, heads=8),
+    "sinks": Case(has_sinks=True, heads=8),
+    "sinks, window and softcap": Case(has_sinks=True, window=20, softcap=5.0),
+    "sinks, fp8": Case(has_sinks=True, fp8=True, heads=8, dtype=torch.bfloat16),
     "fp8, float16": Case(fp8=True, dtype=torch.float16, head_dim=24),
 }

@@ -56,7 +56,9 @@ def test_prefill_equals_the_oracle(name: str, device: torch.device) -> None:
     check_prefill(case, device, [min(length, 21 - row) for row, length in enumerate(case.lengths)])
 
 
-@pytest.mark.parametrize("name", ["plain", "group of 3", "window", "fp8", "softcap"])
+@pytest.mark.parametrize(
+    "name", ["plain", "group of 3", "window", "fp8", "softcap", "sinks", "sinks, window and softcap"]
+)
 def test_the_deterministic_mode_equals_the_oracle_too(name: str, device: torch.device) -> None:
     case = dataclasses.replace(SMALL[name], lengths=(100, 3, 65))
     check_decode(case, device, deterministic=True)
@@ -88,19 +90,20 @@ def test_float8_of_any_size_fits_into_what_is_multiplied(size: str, deterministi
             assert error.max() < 1e-2
 
 
-def test_rows_that_pad_a_batch_get_zeros(device: torch.device) -> None:
-    case = Case(lengths=(9, 0, 30, 0))
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_that_pad_a_batch_get_zeros(has_sinks: bool, device: torch.device) -> None:
+    case = Case(lengths=(9, 0, 30, 0), has_sinks=has_sinks)
     case.pool(device)
     q = case.queries(4)
     plan = case.decode_plan()
     plan.plan(torch.tensor(case.lengths, dtype=torch.int32, device=device))
     out = torch.full_like(q, 7.0)
-    decode_attention(q, case.layer, case.tables, plan, out=out)
+    decode_attention(q, case.layer, case.tables, plan, out=out, sinks=case.sinks)
     assert not out[[1, 3]].any()
     torch.testing.assert_close(out[2:3].double(), case.expected(q[2:3], 2, 29), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "window"])
+@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
 def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device) -> None:
     """As in a CUDA graph of steps of 24 tokens, of which four may be decodes: two are, and five tokens pad."""
     case = SMALL[name]
@@ -123,7 +126,7 @@ def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device
         positions[chunk.first : chunk.first + chunk.size] = own.to(device)
     of_decodes = case.decode_plan()
     of_decodes.plan(lengths)
-    given = {"softcap": case.softcap, "scale": case.scale}
+    given = {"softcap": case.softcap, "scale": case.scale, "sinks": case.sinks}
     decode_attention(q[:4], case.layer, case.tables, of_decodes, out=out[:4], **given)
     assert (out[decodes:] == 7).all(), "what is no decode is left alone"
     prefill_attention(q, case.layer, case.tables, plan, out=out, **given)
@@ -166,10 +169,13 @@ def test_a_step_with_contexts_that_are_too_long_does_not_spoil_the_next_one() ->
         torch.testing.assert_close(result[row : row + 1].double(), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("fp8", "sinks"),
+    [(False, False), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True)))],
+)
+def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, sinks: bool, device: torch.device) -> None:
     """Bit for bit: alone or among others, in one chunk or several, as a prefill or as a decode."""
-    case = Case(heads=4, kv_heads=2, lengths=(90, 33, 64, 7), window=None, fp8=fp8)
+    case = Case(heads=4, kv_heads=2, lengths=(90, 33, 64, 7), window=None, fp8=fp8, has_sinks=sinks)
     case.pool(device)
     rng = random.Random(3)
     for row, length in enumerate(case.lengths):
@@ -197,6 +203,7 @@ def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, dev
         ({"q": torch.zeros(2, 4, 16, dtype=torch.float16)}, TypeError, "like q"),
         ({"q": torch.zeros(9, 4, 16)}, ValueError, "the plan is for 4 queries"),
         ({"out": torch.zeros(3, 4, 16)}, ValueError, "out is torch.float32"),
+        ({"sinks": torch.zeros(2)}, ValueError, "one for each of 4 heads"),
         ({"scale": 0.0}, ValueError, "scale of attention is positive, not 0.0"),
         ({"scales": Scales(torch.zeros(1), torch.zeros(1))}, TypeError, "float8 KV comes with scales"),
         ({"tables": torch.zeros(2, 9, dtype=torch.int32, device="meta")}, ValueError, "different devices: cpu, meta"),
@@ -221,6 +228,8 @@ REAL = {
     "gemma 2": Case(8, 4, 256, 16, (5000, 300), dtype=torch.bfloat16, window=4096, softcap=50.0),
     "phi, head size 80": Case(32, 32, 80, 16, (2500, 9), dtype=torch.bfloat16),
     "phi 3, head size 96": Case(32, 32, 96, 16, (2500, 9), dtype=torch.bfloat16, window=2047),
+    "gpt-oss": Case(64, 8, 64, 16, (3000, 9, 700), dtype=torch.bfloat16, window=128, has_sinks=True),
+    "gpt-oss, full": Case(64, 8, 64, 16, (3000, 9, 700), dtype=torch.bfloat16, has_sinks=True),
     "mqa": Case(71, 1, 64, 32, (2500, 9), dtype=torch.bfloat16),
 }
 

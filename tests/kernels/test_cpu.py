@@ -45,6 +45,7 @@ class Case:
     heads_first: bool = False
     rotated: bool = False
     normed: bool = False
+    has_sinks: bool = False
 
     def check(self, seed: int = 0) -> torch.Tensor:
         """Run it and compare it with the oracle; returns the result."""
@@ -84,9 +85,11 @@ class Case:
             block_size=self.block_size, prefixes=np.array(prefixes, np.int64).reshape(-1, 3), members=sharing,
         )  # fmt: skip
         scale = self.head_dim**-0.5
+        sinks = torch.linspace(-3, 9, self.heads).to(self.dtype) if self.has_sinks else None
         found = step.attend(
-            q, k, v, KVLayer(keys, values), scale=scale, window=self.window, softcap=self.softcap, rotation=rotation
-        )
+            q, k, v, KVLayer(keys, values), scale=scale, window=self.window, softcap=self.softcap, rotation=rotation,
+            sinks=sinks,
+        )  # fmt: skip
         tolerance = {"rtol": TOLERANCE[self.dtype], "atol": 3 * TOLERANCE[self.dtype]}  # rounded three times
         torch.testing.assert_close(keys, expected_keys, **tolerance)
         torch.testing.assert_close(q.double(), new_q.double(), **tolerance)  # in place
@@ -95,7 +98,7 @@ class Case:
             start = int(positions[own.start])
             expected = oracles.attention(
                 q[own], keys, values, torch.from_numpy(table), start,
-                scale=scale, softcap=self.softcap, window=self.window,
+                scale=scale, softcap=self.softcap, window=self.window, sinks=sinks,
             )  # fmt: skip
             torch.testing.assert_close(found[own].double(), expected, **tolerance)
         return found
@@ -158,6 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
         heads_first=draw(st.booleans()),
         rotated=draw(st.booleans()),
         normed=draw(st.booleans()),
+        has_sinks=draw(st.booleans()),
     )
 
 
@@ -188,6 +192,15 @@ def test_windows_and_softcaps(build: Variant, window: int | None, softcap: float
 @pytest.mark.parametrize("shared", [1, 31, 40])
 def test_a_prefix_that_decodes_share(build: Variant, shared: int) -> None:
     Case(lengths=(641,) * 7 + (650, 900, 3), sharing=9, shared=shared, block_size=16, heads=8, kv_heads=2).check()
+
+
+@pytest.mark.parametrize("heads", [8, 24])
+def test_a_sink_counts_once(build: Variant, heads: int) -> None:
+    """In whole contexts, in parts that are merged, behind a shared prefix, and in chunks."""
+    Case(
+        lengths=(641, 650, 1300, 3), chunks=((0, 45), (90, 200)), sharing=3, shared=20, block_size=16, heads=heads,
+        kv_heads=2, softcap=5.0, has_sinks=True,
+    ).check()  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [None, 100])

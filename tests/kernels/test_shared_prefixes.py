@@ -31,7 +31,7 @@ def check(case: Case, plan: DecodePlan, q: torch.Tensor) -> None:
     rows = torch.arange(len(case.lengths), dtype=torch.int32, device=q.device).flip(0)
     plan.plan(torch.tensor(case.lengths, dtype=torch.int32, device=q.device), rows)
     result = decode_attention(  # tables stand in another order than queries
-        q, case.layer, case.tables.flip(0), plan, softcap=case.softcap, scale=case.scale
+        q, case.layer, case.tables.flip(0), plan, softcap=case.softcap, scale=case.scale, sinks=case.sinks
     )
     for row, length in enumerate(case.lengths):
         expected = case.expected(q[row : row + 1], row, length - 1) if length else torch.zeros_like(result[:1]).double()
@@ -42,7 +42,8 @@ def check(case: Case, plan: DecodePlan, q: torch.Tensor) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "name", ["plain", "group of 3", "softcap", "heads before tokens", pytest.param("fp8", marks=pytest.mark.long)]
+    "name",
+    ["plain", "group of 3", "softcap", "sinks", "heads before tokens", pytest.param("fp8", marks=pytest.mark.long)],
 )
 def test_shared_prefixes_equal_the_oracle(name: str) -> None:
     """As short as they may be in the interpreter; on a GPU only longer ones are shared."""

@@ -32,7 +32,7 @@ def _shape(heads: int, kv_heads: int, block_size: int, head_dim: int) -> Shape:
     return Shape(kv_heads, heads // kv_heads, block_size, head_dim, max(16, power_of_two(head_dim)))
 
 
-def check_attention(q: torch.Tensor, layer: KVLayer, tables: torch.Tensor) -> Shape:
+def check_attention(q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, sinks: torch.Tensor | None = None) -> Shape:
     """Return the shape of an attention problem.
 
     Raises:
@@ -51,7 +51,9 @@ def check_attention(q: torch.Tensor, layer: KVLayer, tables: torch.Tensor) -> Sh
             "q is float32, float16 or bfloat16, and keys and values are like q or float8_e4m3fn, not "
             f"{q.dtype} and {layer.dtype}"
         )
-    check_device(q, layer.keys, tables)
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype not in _TYPES or not sinks.is_contiguous()):
+        raise ValueError(f"sinks are contiguous floats, one for each of {q.shape[1]} heads, not {list(sinks.shape)}")
+    check_device(q, layer.keys, tables, sinks)
     return _shape(q.shape[1], layer.kv_heads, layer.block_size, layer.head_dim)
 
 

@@ -152,17 +152,18 @@ class DecodePlan:
 
 def decode_attention(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: DecodePlan, *, out: torch.Tensor | None = None,
-    scale: float | None = None, softcap: float | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
     tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros.
-    ``scale``: head_dim ** -0.5 by default. Returns ``out`` [queries, heads, head_dim].
+    ``scale``: head_dim ** -0.5 by default. ``sinks`` [heads]: a logit of each query head that takes part in its softmax
+    without a value. Returns ``out`` [queries, heads, head_dim].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    shape = check_attention(q, layer, tables)
+    shape = check_attention(q, layer, tables, sinks)
     out = check_out(q, out)
     queries = q.shape[0]
     if queries > plan.max_queries or plan.parts.values.shape[1:] != q.shape[1:]:
@@ -173,5 +174,6 @@ def decode_attention(
         q, layer, tables, out, shape, plan.config,
         units=plan.units, programs=plan.programs, parts=plan.parts, order=plan.order,
         scale=scale, softcap=softcap, has_window=plan.window is not None, strict=plan.deterministic,
+        sinks=sinks,
     )  # fmt: skip
     return out

@@ -139,20 +139,21 @@ def fields_of(units, unit):
 @triton.jit
 def decode_attention_kernel(
     q, keys, values, k_scales, v_scales, out, parts, part_highs, part_totals, tables, units, first_parts, num_parts,
-    arrivals, order,
+    arrivals, order, sinks,
     stride_qn, stride_qh, stride_b, stride_t, stride_h, stride_sb, stride_st, stride_sh, stride_on, stride_oh,
     stride_tables,
     scale, softcap,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, HAS_ORDER: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+    HAS_SCALES: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    HAS_SINKS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program i takes unit i // KV_HEADS, and the units that follow it, for KV head i % KV_HEADS.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` the
     queries of a unit with several of them are entries of ``order``. ``PARTS``: how many parts of a query's result are
     merged at once, by the program that has stored the last part. A program without work gets a unit of 0 queries.
+    ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head.
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
@@ -194,12 +195,14 @@ def decode_attention_kernel(
                     count = tl.load(num_parts + query)
                     first_part = tl.load(first_parts + query)
                 merge_if_last(
-                    parts, part_highs, part_totals, first_part, count, arrivals, out, query, head, stride_on, stride_oh,
-                    KV_HEADS, GROUP, ROWS, HEAD_DIM, DIM, PARTS,
+                    parts, part_highs, part_totals, first_part, count, arrivals, out, query, head, sinks, softcap,
+                    stride_on, stride_oh, KV_HEADS, GROUP, ROWS, HEAD_DIM, DIM, PARTS, HAS_SOFTCAP, HAS_SINKS,
                 )  # fmt: skip
         else:
             o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
-            tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
+            heads = head * GROUP + rows % GROUP
+            result = finish(acc, high, total, sinks, heads, valid, softcap, HAS_SOFTCAP, HAS_SINKS)
+            tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)
         unit = next_unit
         if unit >= 0:
             first_query, num_queries, row, start, stop, part, count, first_part, next_unit = fields_of(units, unit)

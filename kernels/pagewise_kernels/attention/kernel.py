@@ -31,19 +31,20 @@ def unmasked_tiles(row_positions, valid, start, stop, window, TILE: tl.constexpr
 
 @triton.jit
 def attention_kernel(
-    q, keys, values, k_scales, v_scales, out, tables, positions, units, num_units,
+    q, keys, values, k_scales, v_scales, out, tables, positions, units, num_units, sinks,
     stride_qn, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb, stride_st,
     stride_sh, stride_on, stride_oh, stride_tables,
     scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Units times KV heads, which the programs of a fixed grid take in turns.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. ``SPLIT``: sums begin
     anew and are merged after every so many context tokens, in the order in which parts of decodes are merged one by one
-    (0: never).
+    (0: never). ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head.
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
@@ -86,7 +87,7 @@ def attention_kernel(
                     BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
                 )  # fmt: skip
                 all_acc, all_high, all_total = merge(all_acc, all_high, all_total, acc, high, total)
-            acc, total = all_acc, all_total
+            acc, high, total = all_acc, all_high, all_total
         else:
             acc, high, total = attend_stretch(
                 acc, high, total, tile_q, row_positions, k_here, v_here, ks_here, vs_here, table,
@@ -96,4 +97,6 @@ def attention_kernel(
             )  # fmt: skip
         in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
         o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
-        tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
+        heads = head * GROUP + rows % GROUP
+        result = finish(acc, high, total, sinks, heads, valid, softcap, HAS_SOFTCAP, HAS_SINKS)
+        tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)

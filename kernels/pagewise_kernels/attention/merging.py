@@ -8,17 +8,17 @@ from pagewise_kernels.attention.tiles import finish
 
 @triton.jit
 def merge_if_last(
-    parts, part_highs, part_totals, first, count, arrivals, out, query, head,
+    parts, part_highs, part_totals, first, count, arrivals, out, query, head, sinks, softcap,
     stride_on, stride_oh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Count a part of ``query`` and KV head ``head`` that this program has stored; merge all parts if it is the last.
 
     The query has ``count`` parts from index ``first`` on.
     ``arrivals`` int32 [queries, KV_HEADS]: parts that have been stored, 0 before and after a launch. ``AT_ONCE``: parts
     that are read together. With 1 they are merged one after the other, in the order of the context, by any program.
-    ``ROWS``: GROUP rounded up to a power of two.
+    ``ROWS``: GROUP rounded up to a power of two. ``sinks``: see ``finish``.
 
     Why nothing stale is read: the caller has a barrier between its stores and this call, so all threads' stores come
     before the atomic, which one thread executes as a release and an acquire for the whole device. The last program's
@@ -63,5 +63,7 @@ def merge_if_last(
             at += AT_ONCE * EACH * HEAD_DIM
             highs_at += AT_ONCE * EACH
             totals_at += AT_ONCE * EACH
-        o_at = query.to(tl.int64) * stride_on + (head * GROUP + rows) * stride_oh
-        tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
+        heads = head * GROUP + rows
+        result = finish(acc, high, total, sinks, heads, rows < GROUP, softcap, HAS_SOFTCAP, HAS_SINKS)
+        o_at = query.to(tl.int64) * stride_on + heads * stride_oh
+        tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)

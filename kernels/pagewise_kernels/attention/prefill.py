@@ -139,17 +139,19 @@ def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None)
 def prefill_attention(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: PrefillPlan | StaticPrefillPlan, *,
     out: torch.Tensor | None = None, scale: float | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of the chunks of ``plan``, whose own K and V are in the pool already.
 
     q [tokens, heads, head_dim];
-    tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. Returns ``out`` [tokens, heads, head_dim], of
-    which only the chunks' rows are written.
+    tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. ``sinks`` [heads]: a logit of each query
+    head that takes part in its softmax without a value. Returns ``out`` [tokens, heads, head_dim], of which only the
+    chunks' rows are written.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    shape = check_attention(q, layer, tables)
+    shape = check_attention(q, layer, tables, sinks)
     out = check_out(q, out)
     if len(plan.positions) > q.shape[0]:
         raise ValueError(f"the plan has queries up to row {len(plan.positions)}, q has {q.shape[0]}")
@@ -157,6 +159,6 @@ def prefill_attention(
         q, layer, tables, out, shape, plan.config,
         positions=plan.positions, units=plan.units, num_units=plan.unit_count, programs=plan.programs,
         scale=scale, softcap=softcap, window=plan.window,
-        split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic,
+        split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic, sinks=sinks,
     )  # fmt: skip
     return out

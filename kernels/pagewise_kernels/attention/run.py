@@ -45,7 +45,7 @@ def _parts_at_once(size: int, num_warps: int) -> int:
 def run_prefill(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
     positions: torch.Tensor, units: torch.Tensor, num_units: torch.Tensor, programs: int, scale: float | None,
-    softcap: float | None, window: int | None, split: int, strict: bool,
+    softcap: float | None, window: int | None, split: int, strict: bool, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run ``units`` int32 [n, UNIT_FIELDS], of which ``num_units`` int32 [1] count, on ``programs`` programs.
 
@@ -60,10 +60,11 @@ def run_prefill(
         attention_kernel,
         (programs,),
         q, layer.keys, layer.values, *layer.scale_pointers, out, tables, positions, units, num_units,
+        q if sinks is None else sinks,
         *q.stride()[:2], *layer.strides, *layer.strides, *layer.scale_strides, *out.stride()[:2],
         tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0), int(window or 0),
-        SPLIT=split, HAS_WINDOW=window is not None,
+        SPLIT=split, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
         **_options(q, layer, shape, config, softcap, strict),
     )  # fmt: skip
 
@@ -71,7 +72,7 @@ def run_prefill(
 def run_decode(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
     units: torch.Tensor, programs: int, parts: Parts, order: torch.Tensor | None, scale: float | None,
-    softcap: float | None, has_window: bool, strict: bool,
+    softcap: float | None, has_window: bool, strict: bool, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
 
@@ -93,9 +94,11 @@ def run_decode(
         (programs,),
         q, layer.keys, layer.values, *layer.scale_pointers, out, parts.values, parts.highs, parts.totals, tables, units,
         parts.first, parts.number, parts.arrivals, units if order is None else order,
+        q if sinks is None else sinks,
         *q.stride()[:2], *layer.strides, *layer.scale_strides, *out.stride()[:2], tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0),
         ROWS=rows, HAS_WINDOW=has_window, PAIRS=pairs, HAS_ORDER=order is not None,
+        HAS_SINKS=sinks is not None,
         PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps),
         **_options(q, layer, shape, config, softcap, strict),
         maxnreg=_registers(config),

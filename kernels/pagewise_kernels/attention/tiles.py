@@ -213,6 +213,16 @@ def merge(acc, high, total, part, part_high, part_total):
 
 
 @triton.jit
-def finish(acc, total):
-    """The result of sums over a whole context; zeros where it is empty."""
+def finish(acc, high, total, sinks, heads, there, softcap, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The result of sums over a whole context; zeros where it is empty.
+
+    ``HAS_SINKS``: the query head ``heads`` [M] of each row that is ``there`` [M] has a sink, a logit that weighs like
+    the score of a token without a value. It is counted here, because only here all parts of a context are together.
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
+        if HAS_SOFTCAP:
+            sink -= softcap  # as ``weigh`` leaves the 1 out
+        # The bound keeps it finite: relative to a sink of 2**126, the context has no weight in any type of results.
+        total += tl.exp2(tl.minimum(sink * 1.4426950408889634 - high, 126.0))
     return acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]

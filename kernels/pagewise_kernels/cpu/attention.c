@@ -198,6 +198,7 @@ INLINE void merge_parts(const struct step *step, long query, int bf16) {
     }
     for (long p = first; p < first + count; p++)
       total += step->totals[p * a->heads + head] * exp2_one(step->highs[p * a->heads + head] - high);
+    total = with_sink(a, head, high, total);
     for (long d = 0; d < dim; d += VEC) {
       floats sum = {};
       long n = smaller(VEC, dim - d);
@@ -217,7 +218,6 @@ INLINE void store_rows(struct step *step, const struct scratch *s, long query, l
   for (long r = 0; r < rows; r++) {
     const float *sums = s->sums + (row + r) * width;
     long to = (query * a->heads + head + r) * a->dim;
-    floats factor = all(1.0f / s->totals[row + r]);
     if (part >= 0) {
       long stored = (step->first_part[query] + part) * a->heads + head + r;
       step->highs[stored] = s->highs[row + r];
@@ -225,6 +225,7 @@ INLINE void store_rows(struct step *step, const struct scratch *s, long query, l
       memcpy(step->sums + stored * a->dim, sums, a->dim * sizeof(float));
       continue;
     }
+    floats factor = all(1.0f / with_sink(a, head + r, s->highs[row + r], s->totals[row + r]));
     for (long d = 0; d < a->dim; d += VEC) {
       long n = smaller(VEC, a->dim - d);
       store_some(a->out, to + d, load_some(sums, d, n, 0) * factor, n, bf16);

@@ -40,6 +40,7 @@ struct attention {
   const void *cos, *sin, *head_norm;
   float norm_eps;
   int32_t unused;
+  const float *sinks;  // [heads]: logits that weigh like scores of tokens without values, or NULL
   int64_t threads;
   parallel_fn parallel;
 };
@@ -87,6 +88,14 @@ INLINE void find_tokens(const struct attention *a, const int32_t *table, long he
 // c * tanh(s / c) = c - 2 c / (exp(2 s / c) + 1), for which the product is scaled to the exponent of 2.
 INLINE float score_scale(const struct attention *a) {
   return a->softcap > 0 ? a->scale * 2 * LOG2E / a->softcap : a->scale * LOG2E;
+}
+
+// The sum of the weights of a row of head ``head``, with the weight of its sink, relative to ``high``. It is counted when
+// all parts of a context are together. The bound is that of exp2; relative to such a sink the context has no weight.
+INLINE float with_sink(const struct attention *a, long head, float high, float total) {
+  if (!a->sinks) return total;
+  float above = a->sinks[head] * LOG2E - high;
+  return total + exp2_one(above < 126.0f ? above : 126.0f);
 }
 
 INLINE floats capped(floats x, float softcap) {

@@ -71,17 +71,20 @@ class CpuStep:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, *, scale: float,
         window: int | None = None, softcap: float | None = None, rotation: Rotation | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
         All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
-        ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. Returns [tokens, heads,
-        head_dim].
+        ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
+        each query head that takes part in its softmax without a value. Returns [tokens, heads, head_dim].
 
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
         """
         self._check(q, k, v, layer, rotation)
+        if sinks is not None:
+            sinks = _checked_sinks(sinks, q.shape[1])
         out = empty(q.shape, q.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -100,6 +103,7 @@ class CpuStep:
             a.head_norm = rotation.head_norm.data_ptr() if rotation.head_norm is not None else None
         else:
             a.cos = a.sin = a.head_norm = None
+        a.sinks = sinks.data_ptr() if sinks is not None else None
         if self._library.pagewise_attend(self._at):
             raise MemoryError("no memory for the parts of an attention step")
         return out
@@ -127,6 +131,12 @@ class CpuStep:
             raise ValueError("the elements of a head lie next to each other in q, k and v")
         if rotation is not None:
             _check_rotation(rotation, tokens, heads + layer.kv_heads, dim, q.dtype)
+
+
+def _checked_sinks(sinks: torch.Tensor, heads: int) -> torch.Tensor:
+    if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device.type != "cpu":
+        raise ValueError(f"sinks are floats on the CPU, one for each of {heads} heads, not {list(sinks.shape)}")
+    return sinks.float().contiguous()
 
 
 def _check_step(

@@ -66,6 +66,7 @@ class AttentionArguments(ctypes.Structure):
             (_POINTER, "cos sin head_norm"),
             (ctypes.c_float, "norm_eps"),
             (ctypes.c_int32, "unused"),
+            (_POINTER, "sinks"),
             (_LONG, "threads"),
             (_POINTER, "parallel"),
         )

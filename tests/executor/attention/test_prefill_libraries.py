@@ -402,7 +402,7 @@ def test_a_library_without_windows_leaves_the_layers_that_have_one_to_triton(
         choose_prefill_library(ExecutorConfig(attention="fa3"), GPU, [PLAIN, WINDOWED], BF16)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "qwen2", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "mistral", "qwen2", "gpt2", "llama"])
 def test_the_kinds_of_layers_are_those_that_compute(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,10 +416,11 @@ def test_the_kinds_of_layers_are_those_that_compute(
 
     def watched(
         layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        seen.append(AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window, softcap))
-        return attend(layer, q, k, v, scale, window, softcap)
+        has_sinks = sinks is not None
+        seen.append(AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window, softcap, has_sinks))
+        return attend(layer, q, k, v, scale, window, softcap, sinks)
 
     monkeypatch.setattr(PagedLayer, "attend", watched)
     run_requests(runner, [request([3, 4, 5], 1, "r")], num_blocks=20)

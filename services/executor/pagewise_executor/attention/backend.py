@@ -16,7 +16,7 @@ class AttentionShape:
     """How the attention layers of one kind attend: ``scale`` and ``softcap`` of the scores, ``window`` in tokens.
 
     They keep K and V of ``kv_heads`` heads of ``head_dim`` numbers for each token, while the window covers it.
-    ``dtype``: of the model.
+    ``dtype``: of the model. ``sinks``: each query head has an attention sink.
     """
 
     heads: int
@@ -26,6 +26,7 @@ class AttentionShape:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
 
 class StepAttention(Protocol):
@@ -33,11 +34,12 @@ class StepAttention(Protocol):
 
     def attend(
         self, layer: "PagedLayer", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool and attend with q [tokens, heads, head_dim].
 
-        The flat batch holds the decodes first, then the prefill chunks. Returns [tokens, heads, head_dim].
+        The flat batch holds the decodes first, then the prefill chunks. ``sinks`` [heads]: a logit of each query head,
+        which takes part in its softmax and has no value. Returns [tokens, heads, head_dim].
         """
 
 
@@ -116,8 +118,9 @@ class PagedLayer(KVLayer):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with the step that is being computed, which ``StepAttention`` explains."""
         step = self.forward_context.step
         assert step is not None, "the step is set before the forward pass"
-        return step.attend(self, q, k, v, scale, window, softcap)
+        return step.attend(self, q, k, v, scale, window, softcap, sinks)

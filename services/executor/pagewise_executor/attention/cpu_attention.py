@@ -17,12 +17,15 @@ class CpuStepAttention:
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None, rotation: Rotation | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. With ``rotation``, queries and keys have norm and rotation before, and
         ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        return self._step.attend(q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation)
+        return self._step.attend(
+            q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation, sinks=sinks
+        )
 
 
 class CpuBackend(AttentionBackend):

@@ -95,9 +95,10 @@ def group_decodes(blocks_needed: Int64s) -> list[Int64s]:
 
 
 def decode_in_place(
-    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
-    """Attend to K and V where they lie in the pool. ``q`` and the result: [n, heads, head_dim].
+    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend to K and V where they lie in the pool. ``q`` and the result: [n, heads, head_dim]; ``sinks`` [heads].
 
     The scores are a product that is sampled at the slots of the context (a sparse matrix whose pattern is the block
     tables), and the weighted sum of the values is an embedding bag. On the CPU neither of them copies K or V, and these
@@ -127,14 +128,15 @@ def decode_in_place(
         scores = softcap * torch.tanh(scores / softcap)
     if seen.padding is not None:
         scores = scores.masked_fill(seen.padding[:, None], float("-inf"))
-    weights = scores.softmax(dim=-1).view(-1, span)
+    weights = weights_of(scores, None if sinks is None else sinks[:, None]).reshape(-1, span)
     bags = pattern.col_indices().view(-1, span)
     return F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights).view(rows, heads, -1)
 
 
 def decode_gathered(
-    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None
-) -> torch.Tensor:
+    q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attend like ``decode_in_place``, but to gathered copies of K and V: this works for all types and devices."""
     rows, heads, dim = q.shape
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
@@ -150,16 +152,29 @@ def decode_gathered(
         mask = group.masks[window or 0] = mask[:, None, None, :]
     # The query heads that share a KV head become the rows of one small matrix product.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
-    return attend(packed, k, v, mask, scale, softcap).reshape(rows, heads, -1)
+    of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1)
+    return attend(packed, k, v, mask, scale, softcap, of_heads).reshape(rows, heads, -1)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
-    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true."""
-    if not softcap:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true.
+
+    ``sinks`` [.., 1 or queries, 1]: a logit for each query.
+    """
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = (q @ k.transpose(-1, -2)) * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32)
-    return weights.to(v.dtype) @ v
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return weights_of(scores.masked_fill(~mask, float("-inf")), sinks).to(v.dtype) @ v
+
+
+def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the softmax of scores [.., context] in float32, of which sinks [.., 1] take their share."""
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.float32)
+    joined = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    return joined.softmax(dim=-1, dtype=torch.float32)[..., :-1]

@@ -35,7 +35,7 @@ class MappedStep:
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
@@ -47,9 +47,9 @@ class MappedStep:
             keys, values = one.context.keys[layer.number][first:stop], one.context.values[layer.number][first:stop]
             own = slice(one.offset, one.offset + one.size)
             if one.size == 1:
-                output[own] = _attend_one(q[own], keys, values, scale, softcap)
+                output[own] = _attend_one(q[own], keys, values, scale, softcap, sinks)
             else:
-                output[own] = attend_chunk(q[own], keys, values, one.start - first, scale, window, softcap)
+                output[own] = attend_chunk(q[own], keys, values, one.start - first, scale, window, softcap, sinks)
         return output
 
 
@@ -103,12 +103,15 @@ class MappedBackend(AttentionBackend):
         return MappedStep(self._upload(batch.slot_mapping(rows, positions)), queries)
 
 
-def _attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Attend with one query [1, heads, head_dim] to all of k and v [context, kv_heads, head_dim]."""
     # The query heads that share a KV head become the rows of one small matrix product.
     packed = q.reshape(1, k.shape[1], -1, q.shape[-1])
+    of_heads = None if sinks is None else sinks.view(k.shape[1], -1, 1)
     k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    if softcap:
+    if softcap or of_heads is not None:
         seen = torch.ones(k.shape[2], dtype=torch.bool, device=q.device)
-        return attend(packed, k, v, seen, scale, softcap).reshape(1, q.shape[1], -1)
+        return attend(packed, k, v, seen, scale, softcap, of_heads).reshape(1, q.shape[1], -1)
     return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(1, q.shape[1], -1)

@@ -16,17 +16,18 @@ NAME = "pagewise"
 def paged_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, softcap: float | None = None, **_: object,
+    sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None, **_: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute the attention of one layer over the paged context; transformers calls this.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], or with the first and the third
-    dimension exchanged. Returns [1, tokens, heads, head_dim of value], or [tokens, 1, heads, head_dim of value].
+    dimension exchanged. ``s_aux`` [heads]: attention sinks. Returns [1, tokens, heads, head_dim of value], or [tokens,
+    1, heads, head_dim of value].
     """
     layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    attended = layer.attend(q, k, v, scale, sliding_window, softcap)
+    attended = layer.attend(q, k, v, scale, sliding_window, softcap, s_aux)
     return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 

@@ -195,9 +195,10 @@ def chunk_milliseconds(
         on_device = torch.from_numpy(tables).to(device)
 
         layer = KVLayer(keys, values)
+        sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
 
         def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return prefill_attention(q, layer, on_device, plan, scale=shape.scale, softcap=shape.softcap)
+            return prefill_attention(q, layer, on_device, plan, scale=shape.scale, softcap=shape.softcap, sinks=sinks)
 
     attend(q, keys, values)  # compiles
     torch.cuda.synchronize(device)

@@ -125,7 +125,7 @@ class FlashAttention3(PrefillLibrary):
     def error(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
-        return _dtype_error(shape.dtype) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
+        return _unsupported(shape) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""
@@ -158,7 +158,7 @@ class FlashInfer(PrefillLibrary):
     def error(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
-        return _dtype_error(shape.dtype) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
+        return _unsupported(shape) or ("" if dim in (64, 128, 256) else f"heads of {dim}, not 64, 128, 256")
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind.
@@ -231,10 +231,10 @@ def begins(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(sizes, dtype=np.int32)])
 
 
-def _dtype_error(dtype: torch.dtype) -> str:
-    return (
-        "" if dtype in _HALVES else f"it computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
-    )
+def _unsupported(shape: AttentionShape) -> str:
+    if shape.dtype not in _HALVES:
+        return f"it computes in bfloat16 and float16, not in {str(shape.dtype).removeprefix('torch.')}"
+    return "it is called without attention sinks" if shape.sinks else ""
 
 
 def _import(module: str) -> Any:

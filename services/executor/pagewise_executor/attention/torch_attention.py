@@ -32,7 +32,7 @@ class TorchStep:
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
         layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
@@ -40,15 +40,15 @@ class TorchStep:
         in_place = q.device.type == "cpu" and q.dtype == layer.keys.dtype == torch.float32
         decode = decode_in_place if in_place else decode_gathered
         if len(self.groups) == 1 and not self.chunks:
-            return decode(q, layer, self.groups[0], scale, window, softcap)
+            return decode(q, layer, self.groups[0], scale, window, softcap, sinks)
         output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         for group in self.groups:
-            attended = decode(q.index_select(0, group.index), layer, group, scale, window, softcap)
+            attended = decode(q.index_select(0, group.index), layer, group, scale, window, softcap, sinks)
             output.index_copy_(0, group.index, attended)
         for chunk in self.chunks:
             own = slice(chunk.offset, chunk.offset + chunk.size)
             keys, values = (k[own], v[own]) if not chunk.start else _gathered(layer, chunk, q.dtype)
-            output[own] = attend_chunk(q[own], keys, values, chunk.start, scale, window, softcap)
+            output[own] = attend_chunk(q[own], keys, values, chunk.start, scale, window, softcap, sinks)
         return output
 
 
@@ -110,11 +110,12 @@ def attend_chunk(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with a prefill chunk, q [size, heads, head_dim], to its context from position 0 on, causally.
 
-    ``k``, ``v`` [start + size, kv_heads, head_dim]: of the positions before the chunk, and its own. Returns [size,
-    heads, head_dim].
+    ``k``, ``v`` [start + size, kv_heads, head_dim]: of the positions before the chunk, and its own. ``sinks``
+    [heads]: see ``StepAttention``. Returns [size, heads, head_dim].
     """
     size, heads, dim = q.shape
     stop, kv_heads = start + size, k.shape[1]
@@ -124,7 +125,7 @@ def attend_chunk(
     k, v = (t.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
     if q.device.type != "cpu":
         k, v = k.contiguous(), v.contiguous()
-    if start == 0 and not softcap and (not window or window >= stop):
+    if start == 0 and not softcap and sinks is None and (not window or window >= stop):
         attended = F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale)
     else:
         positions = torch.arange(stop, device=q.device)
@@ -132,5 +133,6 @@ def attend_chunk(
         mask = positions <= own
         if window:
             mask &= positions > own - window
-        attended = attend(queries, k, v, mask, scale, softcap)
+        of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+        attended = attend(queries, k, v, mask, scale, softcap, of_heads)
     return attended.permute(2, 0, 1, 3).reshape(size, heads, -1)

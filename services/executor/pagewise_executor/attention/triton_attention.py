@@ -67,15 +67,16 @@ class TritonStep:
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write K and V into the pool, and attend: see ``StepAttention``."""
         write_kv(k, v, layer, self.slots)
-        return self.attend_written(layer, q, scale, window, softcap)
+        return self.attend_written(layer, q, scale, window, softcap, sinks)
 
     def attend_written(
-        self, layer: PagedLayer, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, layer: PagedLayer, q: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Attend with q [tokens, heads, head_dim] when K and V of the step are in the pool already.
 
         Raises:
@@ -87,12 +88,14 @@ class TritonStep:
         decodes = len(self.lengths)
         if decodes:
             plan = _once(self.decode_plans, kind, self._plan_decodes)
-            decode_attention(q[:decodes], layer, self.tables, plan, out=out[:decodes], scale=scale, softcap=softcap)
+            own, into = q[:decodes], out[:decodes]
+            decode_attention(own, layer, self.tables, plan, out=into, scale=scale, softcap=softcap, sinks=sinks)
         if self.is_static and kind not in self.prefill_plans:
             raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
         library = None
         if self.chunks and kind not in self.prefill_plans:
-            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap)
+            has_sinks = sinks is not None
+            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap, has_sinks)
             library = self.backend.library_for(kind, shape)
         if library is not None:
             if (attend := self.library_plans.get(shape)) is None:
@@ -101,7 +104,7 @@ class TritonStep:
             out[decodes:] = attend(q[decodes:], layer.keys, layer.values)
         elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
-            prefill_attention(q, layer, self.tables, chunks, out=out, scale=scale, softcap=softcap)
+            prefill_attention(q, layer, self.tables, chunks, out=out, scale=scale, softcap=softcap, sinks=sinks)
         return out
 
     def _plan_decodes(self, kind: LayerKind) -> DecodePlan:

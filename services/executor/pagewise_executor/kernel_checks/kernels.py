@@ -63,7 +63,13 @@ class _Paged(NamedTuple):
     def expected(self, q: torch.Tensor, row: int, start: int, shape: AttentionShape) -> torch.Tensor:
         """Return PyTorch's attention of q [queries, heads, head_dim] from position ``start`` on."""
         k, v = (t[self.tables[row].long()].flatten(0, 1)[: start + len(q)] for t in self.written)
-        return attend_chunk(q.float(), k, v, start, shape.scale, shape.window, shape.softcap)
+        sinks = _sinks(q, shape)
+        return attend_chunk(q.float(), k, v, start, shape.scale, shape.window, shape.softcap, sinks)
+
+
+def _sinks(q: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
+    """Return sinks [heads] of about the size of scores, if layers of this kind have any."""
+    return torch.linspace(-1, 2, shape.heads, device=q.device) if shape.sinks else None
 
 
 def _empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> PagedLayer:
@@ -105,7 +111,7 @@ class _Recorder:
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         self.written = k, v
         return q
@@ -141,7 +147,9 @@ def _decode_attention(use: KernelUse) -> Iterator[Compared]:
             max_context=max(_CONTEXTS),
         )  # fmt: skip
         plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
-        found = decode_attention(q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap)
+        found = decode_attention(
+            q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
+        )
         for row, length in enumerate(_CONTEXTS):  # apart: the longer the context, the smaller the values
             own = slice(row, row + 1)
             yield Compared(found[own], paged.expected(q[own], row, length - 1, shape), _TOLERANCE[use.dtype])
@@ -156,7 +164,9 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
             chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=use.kv_dtype,
             device=use.device, window=shape.window, deterministic=use.deterministic,
         )  # fmt: skip
-        found = prefill_attention(q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap)
+        found = prefill_attention(
+            q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
+        )
         for chunk in chunks:
             own = slice(chunk.first, chunk.first + chunk.size)
             expected = paged.expected(q[own], chunk.table, chunk.start, shape)

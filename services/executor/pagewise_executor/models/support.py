@@ -111,8 +111,6 @@ def attention_modules(
     }
     if sorted(found) != list(range(text.num_hidden_layers)):
         raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers: not supported")
-    if any(getattr(module, "sinks", None) is not None for module in found.values()):
-        raise ModelError(f"{name} uses attention sinks, which paged attention does not support")
     return [found[layer] for layer in sorted(found)]
 
 
@@ -128,6 +126,7 @@ def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: 
         scale=float(getattr(module, "scaling", None) or head_dim**-0.5),
         window=_window(module, text) or None,  # Qwen2-MoE writes 0 for none
         softcap=getattr(module, "attn_logit_softcapping", None),
+        sinks=getattr(module, "sinks", None) is not None,
     )
 
 
