@@ -1,7 +1,8 @@
 """Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
 Two forms are read: compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek and Qwen
-(scales per block) and AutoFP8 (scales per tensor) write. docs/quantization.md lists both.
+(scales per block) and AutoFP8 (scales per tensor) write. transformers reads the experts of gpt-oss, which are in MXFP4.
+docs/quantization.md lists all of them.
 """
 
 import logging
@@ -42,6 +43,7 @@ class _Settings(msgspec.Struct):
     quantization_config: Any = None
     compression_config: Any = None
     text_config: Any = None
+    model_type: Any = None
 
 
 class _Arguments(msgspec.Struct):
@@ -128,7 +130,7 @@ class QuantisedCheckpoint:
 
 
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
-    """Return how the checkpoint in the folder ``path`` is quantised, None if it is not.
+    """Return how the checkpoint in the folder ``path`` is quantised, None if it is not, or transformers converts it.
 
     ``name``: of the model. ``kv_dtype``: the option, for the warning about a scheme for the KV cache.
 
@@ -152,6 +154,9 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
                 return _compressed_tensors(name, msgspec.convert(found, _CompressedTensors), kv_dtype)
             case "fp8":
                 return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
+            case "mxfp4" if settings.model_type == "gpt_oss":
+                log.info("%s has experts in MXFP4, which are converted to the model's type when they are loaded", name)
+                return None
             case _:
                 raise _UnsupportedError
     except (_UnsupportedError, msgspec.ValidationError) as error:

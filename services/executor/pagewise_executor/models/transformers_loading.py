@@ -96,6 +96,7 @@ def load_with_transformers(
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=True,  # they are reported with the others
                 output_loading_info=True,
+                **_conversion(part),
             )
             model, differences = loaded[0], differences_of(loaded[1])
         else:
@@ -105,6 +106,14 @@ def load_with_transformers(
     rope = fix_rope(model, max_model_len)
     check_values(config.model, dict(model.named_parameters()), headers)
     return model, shards, rope
+
+
+def _conversion(config: Any) -> dict[str, Any]:
+    """Return the option with which transformers converts experts in MXFP4 to the model's type, if there are any."""
+    from transformers import Mxfp4Config
+
+    settings = getattr(config, "quantization_config", None) or {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if settings.get("quant_method") == "mxfp4" else {}
 
 
 class _LazyPart:

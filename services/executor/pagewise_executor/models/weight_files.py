@@ -175,6 +175,8 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
+MXFP4_WEIGHTS, MXFP4_SCALES = "_proj_blocks", "_proj_scales"
+"""Ends of the names of the tensors of experts in MXFP4, bytes of two weights each, and the exponents of 32 weights."""
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in")
 
 
@@ -205,9 +207,17 @@ def check_weights(
 
 
 def weight_bytes(headers: Headers, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
-    """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised."""
+    """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised.
+
+    Weights in MXFP4, two in a byte, are converted to ``dtype``, and their scales go into them.
+    """
     total = 0
     for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
+        if name.endswith(MXFP4_WEIGHTS) and tensor.dtype == "U8":
+            total += 2 * math.prod(tensor.shape) * dtype.itemsize
+            continue
+        if name.endswith(MXFP4_SCALES) and tensor.dtype == "U8":
+            continue
         linear = len(tensor.shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
         total += math.prod(tensor.shape) * (1 if linear and quantization != "none" else dtype.itemsize)
     return total

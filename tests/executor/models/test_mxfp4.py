@@ -1,0 +1,104 @@
+"""Checkpoints of gpt-oss with experts in MXFP4: the values of the format, the memory that they take, and refusals."""
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.models.weight_files import checked_headers, weight_bytes
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from safetensors.torch import load_file, save_file
+
+from tests.executor.driver import request, run_requests
+from tests.executor.references import reference
+from tests.executor.runners import build_runner
+from tests.model_builders import VOCAB_SIZE, build_model
+from tests.quantised_checkpoints import edit_config
+
+BLOCK = 32
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+Weights = dict[str, torch.Tensor]
+
+
+def e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Values of four bits: a sign, two bits of exponent with a bias of 1, a bit of mantissa; no infinities."""
+    sign, exponent, mantissa = codes >> 3, (codes >> 1) & 3, codes & 1
+    size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+    return torch.where(sign == 1, -size, size)
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks uint8 [experts, outs, ins / 32, 16] and scales uint8 [experts, outs, ins / 32] of a weight [experts, ins,
+    outs], and the values that they have, like the weight."""
+    blocked = weight.transpose(1, 2).unflatten(-1, (-1, BLOCK))
+    exponents = torch.frexp(blocked.abs().amax(-1))[1] - 3  # the largest value of a code is 6, below 2**3
+    values = e2m1(torch.arange(16))
+    codes = (torch.ldexp(blocked, -exponents[..., None])[..., None] - values).abs().argmin(-1)
+    stored = torch.ldexp(values[codes], exponents[..., None]).flatten(-2).transpose(1, 2).contiguous()
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8), stored
+
+
+def build(path: Path) -> transformers.PreTrainedModel:
+    """Save a tiny model as openai/gpt-oss-20b is saved; return the model of the values that it has."""
+    model = build_model("gpt_oss", path, seed=7, **SIZES)
+    weights = load_file(path / "model.safetensors")
+    values: Weights = {}
+    for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weights[f"{name}_blocks"], weights[f"{name}_scales"], values[name] = quantised(weights.pop(name))
+    assert model.load_state_dict(values, strict=False).unexpected_keys == []
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(
+        path,
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+        },
+    )
+    return model
+
+
+def test_its_tokens_are_those_of_the_values_in_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(tmp_path)
+    model.set_attn_implementation("eager")
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (3, 30, 17)]
+    expected = reference(model, prompts, [12] * 3, "cpu")
+    with caplog.at_level(logging.INFO):
+        runner = build_runner(tmp_path, kernels="torch")
+    assert "experts in MXFP4, which are converted" in caplog.text
+    requests = [request(prompt, 12, f"r{i}") for i, prompt in enumerate(prompts)]
+    run_requests(runner, requests, max_num_batched_tokens=19)
+    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_that_is_counted_is_what_it_takes(dtype: str, tmp_path: Path) -> None:
+    model = build(tmp_path)
+    loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", dtype=dtype))  # type: ignore[arg-type]
+    headers = checked_headers([tmp_path / "model.safetensors"])
+    counted = weight_bytes(headers, loaded.dtype)
+    assert counted == sum(weight.numel() for weight in model.parameters()) * loaded.dtype.itemsize
+    experts = dict(loaded.model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
+    assert experts.dtype == loaded.dtype
+    assert torch.equal(experts.float(), model.model.layers[1].mlp.experts.down_proj)
+
+
+def test_files_that_lack_a_part_are_refused(tmp_path: Path) -> None:
+    build(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    for part in ("1.mlp.experts.down_proj_scales", "0.mlp.experts.gate_up_proj_blocks"):
+        left = {name: weight for name, weight in whole.items() if not name.endswith(part)}
+        save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=f"lack 1 weight that the model has: model.layers.{part}"):
+            load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_other_models_in_mxfp4_are_refused(tmp_path: Path) -> None:
+    build_model("qwen3_moe", tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ModelError, match=r"quant_method 'mxfp4'.*cannot be served"):
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
