@@ -58,24 +58,26 @@ def _attention(
     deterministic: bool = False,
     config: TileConfig | None = None,
     block_size: int = 16,
+    sinks: bool = False,
 ) -> None:
     layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
     q = _empty(2048, heads, head_dim, dtype=dtype)
+    given = {"softcap": softcap, "sinks": _empty(heads, dtype=dtype) if sinks else None}
     if kind == "decode":
         plan = DecodePlan(
             max_queries=8, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
             window=window, deterministic=deterministic, max_context=32768, config=config,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
-        decode_attention(q[:8], layer, tables, plan, softcap=softcap)
+        decode_attention(q[:8], layer, tables, plan, **given)
         return
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
         window=window, deterministic=deterministic,
     )  # fmt: skip
-    prefill_attention(q, layer, tables, chunks, softcap=softcap)
+    prefill_attention(q, layer, tables, chunks, **given)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -101,6 +103,9 @@ def _add_attention() -> None:
                 _attention, dtype, dtype, 8, 4, 256, kind, window=4096, softcap=50.0
             )
             CASES[f"{kind} d128 {_name(dtype)} deterministic"] = partial(base, deterministic=True)
+        gpt_oss = partial(_attention, torch.bfloat16, torch.bfloat16, 64, 8, 64, kind, sinks=True)
+        CASES[f"{kind} d64 bf16 sinks"] = gpt_oss
+        CASES[f"{kind} d64 bf16 sinks window"] = partial(gpt_oss, window=128)
 
 
 def _add_large_tiles() -> None:

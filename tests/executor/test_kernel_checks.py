@@ -58,7 +58,7 @@ def test_every_kernel_is_checked_and_works(device: torch.device, monkeypatch: py
     assert launched == known
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gpt_oss", "gpt2"])
 def test_an_executor_checks_what_its_model_uses(family: str, tmp_path: Path, device: torch.device) -> None:
     build_model(family, tmp_path)
     config = ExecutorConfig(model=str(tmp_path), device=device.type, dtype="float32", kernels="triton")
@@ -71,7 +71,7 @@ def test_an_executor_checks_what_its_model_uses(family: str, tmp_path: Path, dev
         family in MIXTURES,
         family in ("llama", "qwen3"),
     )
-    assert len(use.attention) == (2 if family == "gemma2" else 1), "layers with a window, and without"
+    assert len(use.attention) == (2 if family in ("gemma2", "gpt_oss") else 1), "layers with a window, and without"
     check_kernels(config, loaded, loaded.dtype)  # type: ignore[arg-type]
 
 

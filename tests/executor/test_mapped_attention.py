@@ -29,6 +29,7 @@ SHAPES = {
     "mistral": {"head_dim": 16},  # with a sliding window
     "gemma2": {},  # and a softcap
     "gemma3": {},
+    "gpt_oss": {},  # with attention sinks
     "qwen3_moe": {},
     "gpt2": {"n_embd": 64},  # a KV head for each query head
 }

@@ -80,7 +80,7 @@ def test_the_document_has_these_numbers(tmp_path: Path) -> None:
     assert rows in DOCUMENT.read_text(), f"the table in docs/sizing.md should be:\n{rows}"
 
 
-@pytest.mark.parametrize("family", [None, "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", [None, "gemma2", "gpt2", "gpt_oss"])
 def test_weights_and_kv_are_what_the_loader_takes(family: str | None, tmp_path: Path) -> None:
     if family is not None:
         build_model(family, tmp_path)

@@ -9,6 +9,7 @@ import torch
 import transformers
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.weight_files import checked_headers, weight_bytes
+from pagewise_executor.sizing import sizing
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,8 @@ def test_the_memory_that_is_counted_is_what_it_takes(dtype: str, tmp_path: Path)
     loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", dtype=dtype))  # type: ignore[arg-type]
     headers = checked_headers([tmp_path / "model.safetensors"])
     counted = weight_bytes(headers, loaded.dtype)
+    config = ExecutorConfig(model=str(tmp_path), dtype=dtype)  # type: ignore[arg-type]
+    assert sizing(config, tmp_path, 2**33).weights == counted
     assert counted == sum(weight.numel() for weight in model.parameters()) * loaded.dtype.itemsize
     experts = dict(loaded.model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
     assert experts.dtype == loaded.dtype
