@@ -63,21 +63,21 @@ def _attention(
     layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
     q = _empty(2048, heads, head_dim, dtype=dtype)
-    given = {"softcap": softcap, "sinks": _empty(heads, dtype=dtype) if sinks else None}
+    of_heads = _empty(heads, dtype=dtype) if sinks else None
     if kind == "decode":
         plan = DecodePlan(
             max_queries=8, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
             window=window, deterministic=deterministic, max_context=32768, config=config,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
-        decode_attention(q[:8], layer, tables, plan, **given)
+        decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads)
         return
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
         window=window, deterministic=deterministic,
     )  # fmt: skip
-    prefill_attention(q, layer, tables, chunks, **given)
+    prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads)
 
 
 def _name(dtype: torch.dtype) -> str:
