@@ -96,9 +96,12 @@ def load_with_transformers(
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=True,  # they are reported with the others
                 output_loading_info=True,
-                **_conversion(part),
+                **(conversion := _conversion(part)),
             )
             model, differences = loaded[0], differences_of(loaded[1])
+            if conversion:  # transformers 5.13 converts to bfloat16, whatever the type of the model is
+                for weight in model.parameters():
+                    weight.data = weight.data.to(dtype) if weight.dtype == torch.bfloat16 else weight.data
         else:
             model, shards, differences = _load_part(config, whole, part, headers, dtype, ranks)
     check_differences(config.model, headers, differences)
