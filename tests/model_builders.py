@@ -52,6 +52,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Layers of two kinds with heads of two sizes, of which the last three read K and V of earlier layers.
+    "gemma4": (
+        "Gemma4TextConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 9,
+            "num_hidden_layers": 8,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"),
+                *("sliding_attention", "sliding_attention", "full_attention"),
+            ],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    # Attention chunks, layers without RoPE whose queries are scaled by position, and every other layer with experts.
+    "llama4": (
+        "Llama4TextConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "floor_scale": 7,
+        },
+    ),
     "phi3": ("Phi3Config", _DECODER),
     "opt": (
         "OPTConfig",
@@ -80,6 +115,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Fewer KV heads in layers of full attention, whose values are their keys before the rotation; and experts.
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 9,
+            "num_hidden_layers": 6,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "mixtral": ("MixtralConfig", _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

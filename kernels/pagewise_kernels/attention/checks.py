@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from pagewise_kernels.attention.config import LARGEST_TILE
 from pagewise_kernels.kv_layer import FP8, KVLayer
 from pagewise_kernels.launch import check_device
 from pagewise_kernels.shapes import power_of_two
 
+MAX_HEAD_DIM = 512
 _TYPES = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -27,8 +29,8 @@ class Shape:
 def _shape(heads: int, kv_heads: int, block_size: int, head_dim: int) -> Shape:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"a head size of {head_dim} is not supported, 1 to 256 are")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"a head size of {head_dim} is not supported, 1 to {MAX_HEAD_DIM} are")
     return Shape(kv_heads, heads // kv_heads, block_size, head_dim, max(16, power_of_two(head_dim)))
 
 
@@ -55,6 +57,12 @@ def check_attention(q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, sinks
         raise ValueError(f"sinks are contiguous floats, one for each of {q.shape[1]} heads, not {list(sinks.shape)}")
     check_device(q, layer.keys, tables, sinks)
     return _shape(q.shape[1], layer.kv_heads, layer.block_size, layer.head_dim)
+
+
+def check_chunk(attention_chunk: int | None) -> None:
+    """Raise ValueError if attention chunks of so many tokens do not begin with a tile."""
+    if attention_chunk is not None and (attention_chunk < 1 or attention_chunk % LARGEST_TILE):
+        raise ValueError(f"attention chunks are multiples of {LARGEST_TILE} tokens, not of {attention_chunk}")
 
 
 def check_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

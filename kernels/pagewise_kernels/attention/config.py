@@ -26,6 +26,10 @@ DETERMINISTIC_SPLIT = 1024 if not interpreted() else 32
 """Context tokens that are summed up before they are merged, in deterministic mode."""
 
 
+LARGEST_TILE = 128 if not interpreted() else 16
+"""Attention chunks are multiples of it, so that each begins with a tile."""
+
+
 def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool) -> TileConfig:
     """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element."""
     rows = max(16, power_of_two(group))

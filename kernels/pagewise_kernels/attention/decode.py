@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.attention.checks import check_attention, check_out
+from pagewise_kernels.attention.checks import check_attention, check_chunk, check_out
 from pagewise_kernels.attention.config import (
     DETERMINISTIC_SPLIT,
     TileConfig,
@@ -34,20 +34,22 @@ class DecodePlan:
         window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         max_context: longest context in tokens; needed with ``deterministic``, where parts do not depend on the batch.
         config: tiles and programs, by default those of ``decode_config``.
+        attention_chunk: a query sees the tokens of its own chunk of so many tokens; None: it sees everything.
 
     ``can_share``: whether queries may read a shared prefix together (``share``): a tile has room for several of them,
-    there is no window, and parts may depend on the batch.
+    there are no windows or attention chunks, and parts may depend on the batch.
 
     Raises:
-        ValueError: ``deterministic`` without ``max_context``.
+        ValueError: ``deterministic`` without ``max_context``; attention chunks do not begin with a tile.
     """
 
     def __init__(
         self, *, max_queries: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
         device: torch.device, window: int | None = None, deterministic: bool = False, max_context: int | None = None,
-        config: TileConfig | None = None,
+        config: TileConfig | None = None, attention_chunk: int | None = None,
     ) -> None:  # fmt: skip
-        self.window = window
+        check_chunk(attention_chunk)
+        self.window, self._attention_chunk = window, attention_chunk
         self.deterministic = deterministic
         self.config: TileConfig = config or decode_config(
             heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
@@ -57,7 +59,7 @@ class DecodePlan:
         self.programs = num_runs * kv_heads
         self.split_tiles = DETERMINISTIC_SPLIT // self.config.tile if deterministic else 0
         self._at_once = self.config.rows // (heads // kv_heads)
-        self.can_share = self._at_once > 1 and window is None and not deterministic
+        self.can_share = self._at_once > 1 and window is None and attention_chunk is None and not deterministic
         if deterministic:
             if max_context is None:
                 raise ValueError("deterministic decode attention has to know max_context")
@@ -141,6 +143,7 @@ class DecodePlan:
             self.units.shape[0] - self._num_runs, self.parts.arrivals.shape[1],
             TILE=self.config.tile, SPLIT_TILES=self.split_tiles, SHARING=self.can_share,
             N=power_of_two(count + count // 2 if self.can_share else count), RUNS=power_of_two(self._num_runs),
+            ATTENTION_CHUNK=self._attention_chunk or 0,
             num_warps=4,
         )  # fmt: skip
 

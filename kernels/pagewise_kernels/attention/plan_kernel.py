@@ -11,7 +11,7 @@ def plan_decode_kernel(
     lengths, rows, units, first_parts, num_parts, num_items, item_of, order, item_firsts, item_sizes, item_tokens,
     slot_counts, arrivals, num_queries, num_runs, window, max_units, kv_heads,
     TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, SHARING: tl.constexpr, N: tl.constexpr, RUNS: tl.constexpr,
-    PDL: tl.constexpr = False,
+    ATTENTION_CHUNK: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program: units for ``decode_attention_kernel``, whose programs take ``num_runs`` runs of them per KV head.
 
@@ -19,7 +19,8 @@ def plan_decode_kernel(
     tables. The tiles of all contexts, one after the other, are cut into ``num_runs`` runs of equal length; where a run
     crosses from one context to the next, it is two units. Or, if SPLIT_TILES is not 0, each context is cut after every
     SPLIT_TILES of its own, so that its parts never depend on the batch, and runs take units in turns. ``window``:
-    tokens that count, a large number for all of them.
+    tokens that count, a large number for all of them. With ATTENTION_CHUNK, whole tiles, the tokens of the last chunk
+    of so many count.
 
     The first unit of run i is unit i, so that a program finds its work with one access to memory; the others lie behind
     the first units of all runs (or in order, with SPLIT_TILES), and each has the index of the next. A run without work
@@ -44,6 +45,8 @@ def plan_decode_kernel(
     there = length >= 0
     row = tl.load(rows + slots, mask=is_query, other=0)
     first_token = tl.maximum(length - window, 0)
+    if ATTENTION_CHUNK > 0:
+        first_token = tl.maximum(length - 1, 0) // ATTENTION_CHUNK * ATTENTION_CHUNK
     first_tile = first_token // TILE
     first_query = slots
     size_of = tl.full([N], 1, tl.int32)

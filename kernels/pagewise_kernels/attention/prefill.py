@@ -1,13 +1,13 @@
 """Prefill attention: chunks of queries at any positions over their paged contexts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.attention.checks import check_attention, check_out
+from pagewise_kernels.attention.checks import check_attention, check_chunk, check_out
 from pagewise_kernels.attention.config import DETERMINISTIC_SPLIT, TileConfig, prefill_config
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.attention.run import run_prefill
@@ -38,7 +38,8 @@ class PrefillPlan:
             pool. window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is
             not pinned, so CUDA copies a plan of more than 64 KiB (about 14,000 tokens) only after all work that was
-            issued before.
+            issued before. attention_chunk: a query sees the tokens of its own chunk of so many tokens, which begins
+            with a tile; None: it sees everything.
 
     ``packed``: the plan in one array, for callers that upload it with other arrays, and then call ``bind``.
     """
@@ -46,8 +47,9 @@ class PrefillPlan:
     def __init__(
         self, chunks: Sequence[Chunk], *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
         device: torch.device, window: int | None = None, deterministic: bool = False, config: TileConfig | None = None,
-        upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None,
+        upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None, attention_chunk: int | None = None,
     ) -> None:  # fmt: skip
+        check_chunk(attention_chunk)
         group = heads // kv_heads
         longest = max((chunk.size for chunk in chunks), default=0)
         self.window = window
@@ -55,7 +57,7 @@ class PrefillPlan:
         self.config: TileConfig = config or prefill_config(
             longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
-        units = _units(chunks, self.config.rows // group, self.config.tile, window)
+        units = _units(chunks, self.config.rows // group, self.config.tile, window, attention_chunk)
         self.programs = len(units) * kv_heads
         self._num_queries = max((chunk.first + chunk.size for chunk in chunks), default=0)
         positions = np.zeros(self._num_queries, np.int32)
@@ -96,9 +98,11 @@ class StaticPrefillPlan:
     def __init__(
         self, size: int, *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype, unit_count: torch.Tensor,
         units: torch.Tensor, positions: torch.Tensor, window: int | None = None, deterministic: bool = False,
+        attention_chunk: int | None = None,
     ) -> None:  # fmt: skip
+        check_chunk(attention_chunk)
         group, device = heads // kv_heads, units.device
-        self.window, self.deterministic = window, deterministic
+        self.window, self.deterministic, self._attention_chunk = window, deterministic, attention_chunk
         self.config: TileConfig = prefill_config(
             size, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
         )
@@ -113,7 +117,7 @@ class StaticPrefillPlan:
 
         ``padding``: the first query behind all chunks, and how many there are. Their results are zeros.
         """
-        units = _units(chunks, self._queries, self.config.tile, self.window)
+        units = _units(chunks, self._queries, self.config.tile, self.window, self._attention_chunk)
         first, count = padding
         begin = np.arange(0, count, self._queries)
         empty = np.zeros((len(begin), UNIT_FIELDS), np.int32)
@@ -121,8 +125,16 @@ class StaticPrefillPlan:
         return np.concatenate([units, empty])
 
 
-def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None) -> npt.NDArray[np.int32]:
-    """Units of ``queries`` neighbouring queries [n, UNIT_FIELDS], in descending order of context."""
+def _units(
+    chunks: Sequence[Chunk], queries: int, tile: int, window: int | None, attention_chunk: int | None
+) -> npt.NDArray[np.int32]:
+    """Units of ``queries`` neighbouring queries [n, UNIT_FIELDS], in descending order of context.
+
+    All queries of a unit are in one attention chunk, and see it from its beginning on. So the kernel needs no mask for
+    it.
+    """
+    if attention_chunk is not None:
+        chunks = [piece for chunk in chunks for piece in _pieces(chunk, attention_chunk)]
     first, start, size, table = np.array(chunks, np.int64).reshape(-1, len(Chunk._fields)).T
     number = -(-size // queries)
     of = np.repeat(np.arange(len(number)), number)
@@ -131,9 +143,20 @@ def _units(chunks: Sequence[Chunk], queries: int, tile: int, window: int | None)
     low = np.zeros_like(begin)
     if window is not None:
         low = np.maximum(start[of] + begin - window + 1, 0) // tile * tile
+    if attention_chunk is not None:
+        low = start[of] // attention_chunk * attention_chunk
     stop = start[of] + begin + count
     units = np.stack([first[of] + begin, count, table[of], low, stop], axis=1)
     return np.ascontiguousarray(units[np.argsort(low - stop, kind="stable")].astype(np.int32))
+
+
+def _pieces(chunk: Chunk, attention_chunk: int) -> Iterator[Chunk]:
+    """Cut a chunk of queries where attention chunks begin."""
+    position, stop = chunk.start, chunk.start + chunk.size
+    while position < stop:
+        end = min(stop, (position // attention_chunk + 1) * attention_chunk)
+        yield Chunk(chunk.first + position - chunk.start, position, end - position, chunk.table)
+        position = end
 
 
 def prefill_attention(

@@ -126,7 +126,7 @@ static void plan_prefills(struct step *step) {
     for (long tile = (chunk->size - 1) / most; tile >= 0; tile--)
       for (long head = 0; head < a->kv_heads; head++) {
         long first = tile * most, count = smaller(most, chunk->size - first), position = chunk->start + first;
-        long low = a->window ? greater(0, position + 1 - a->window) : 0;
+        long low = first_seen(a, position);
         add_item(step, (struct item){PREFILL, c, first, count, head, head + 1, low, position + count, -1});
       }
   }
@@ -168,7 +168,7 @@ static void plan_decodes(struct step *step) {
 static long plan_parts(struct step *step) {
   const struct attention *a = step->a;
   for (long query = 0; query < a->decodes; query++)
-    step->begin[query] = a->window ? greater(0, a->lengths[query] - a->window) : 0;
+    step->begin[query] = first_seen(a, a->lengths[query] - 1);
   for (long p = 0; p < a->prefixes; p++)
     for (long i = 0; i < a->prefix[p].count; i++) {
       long query = a->members[a->prefix[p].begin + i];

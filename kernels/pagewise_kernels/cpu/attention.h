@@ -33,7 +33,7 @@ struct attention {
   const int64_t *members;
   int64_t heads, kv_heads, dim;
   int64_t bf16;
-  int64_t window;  // 0: none
+  int64_t window, attention_chunk;  // 0: none; at most one of them
   float scale, softcap;  // softcap 0: none
   // rotation by cos and sin [tokens, dim] before anything else, or NULL; before it a norm of each head by
   // head_norm [heads + kv_heads, dim], or NULL
@@ -46,7 +46,7 @@ struct attention {
 };
 
 enum {
-  MAX_DIM = 256,
+  MAX_DIM = 512,
   ROWS = 192,   // query rows that share packed keys and values
   BAND = 48,    // of them, so many are computed at once: a multiple of MR and of VEC
   TILE = 128,   // tokens of the context that are packed at once
@@ -67,6 +67,12 @@ struct scratch {
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long greater(long a, long b) { return a > b ? a : b; }
+
+// The first token that the query at a position sees.
+INLINE long first_seen(const struct attention *a, long position) {
+  if (a->attention_chunk) return position / a->attention_chunk * a->attention_chunk;
+  return a->window ? greater(0, position + 1 - a->window) : 0;
+}
 
 // Find the keys and values of one head at positions start .. stop of a sequence.
 INLINE void find_tokens(const struct attention *a, const int32_t *table, long head, long start, long stop,

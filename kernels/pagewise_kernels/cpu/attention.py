@@ -11,7 +11,7 @@ from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library
 from pagewise_kernels.cpu.operations import TYPES
 from pagewise_kernels.kv_layer import KVLayer
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUP = 60
 """Query heads that may share a KV head."""
 
@@ -71,13 +71,15 @@ class CpuStep:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, *, scale: float,
         window: int | None = None, softcap: float | None = None, rotation: Rotation | None = None,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None, attention_chunk: int | None = None, write: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
         All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
         ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
-        each query head that takes part in its softmax without a value. Returns [tokens, heads, head_dim].
+        each query head that takes part in its softmax without a value. ``attention_chunk``: a query sees the tokens of
+        its own chunk of so many tokens. Without ``write``, K and V are in the pool already. Returns
+        [tokens, heads, head_dim].
 
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
@@ -97,7 +99,9 @@ class CpuStep:
         a.kv_heads = layer.kv_heads
         a.bf16 = q.dtype == torch.bfloat16
         a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
-        a.num_prefixes = 0 if window else self._num_prefixes  # windows of equal lengths begin at different tokens
+        a.attention_chunk, a.tokens = attention_chunk or 0, self.tokens if write else 0
+        # Windows of equal lengths begin at different tokens, and attention chunks behind a prefix.
+        a.num_prefixes = 0 if window or attention_chunk else self._num_prefixes
         if rotation is not None:
             a.cos, a.sin, a.norm_eps = rotation.cos.data_ptr(), rotation.sin.data_ptr(), rotation.eps
             a.head_norm = rotation.head_norm.data_ptr() if rotation.head_norm is not None else None

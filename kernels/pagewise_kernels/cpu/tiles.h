@@ -61,7 +61,7 @@ INLINE void attend_band(const struct attention *a, struct scratch *s, const stru
   long group = a->heads / a->kv_heads, dim = a->dim, width = PANELS(dim), causal = queries->position >= 0;
   if (causal) {
     // What none of the rows sees is left out.
-    long begin = a->window ? queries->position + first / group + 1 - a->window : 0;
+    long begin = first_seen(a, queries->position + first / group);
     long end = queries->position + (first + rows - 1) / group + 1;
     count = begin < tile + count ? smaller(count, end - tile) : 0;
     if (count <= 0) return;
@@ -74,7 +74,7 @@ INLINE void attend_band(const struct attention *a, struct scratch *s, const stru
         store(s->scores + r * TILE, t, capped(load(s->scores + r * TILE, t, 0), a->softcap), 0);
   for (long r = 0; r < rows; r++) {
     long end = causal ? queries->position + (first + r) / group + 1 : tile + count;
-    long begin = causal && a->window ? end - a->window : 0;
+    long begin = causal ? first_seen(a, end - 1) : 0;
     if (begin > tile || end < tile + columns) hide(s->scores + r * TILE, begin - tile, end - tile, columns);
   }
   for (long r = 0; r < rows; r += VEC) {

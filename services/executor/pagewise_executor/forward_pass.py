@@ -40,14 +40,21 @@ class ForwardPass:
         self._adapters, self._last_tokens = adapters, last_tokens
         self.graphs: MixedGraphs | None = None
         self.model, self._layers, self.attention = loaded.model, loaded.attention, attention
+        self._attention_chunks = [layer.attention_chunk for layer in loaded.layers]
+        # Of each layer, the layer of the pool that it reads.
+        self._places = [loaded.kv_layers.index(source) for source in loaded.sources] or range(len(loaded.layers))
         self.forward_context = ForwardContext()
         self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
 
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""
         self._pool = pool
-        for number, (module, layer) in enumerate(zip(self._layers, pool.layers, strict=True)):
-            paged = PagedLayer(layer.keys, layer.values, layer.scales, self.forward_context, number)
+        written: set[int] = set()
+        for module, place, chunk in zip(self._layers, self._places, self._attention_chunks, strict=True):
+            layer = pool.layers[place]
+            paged = PagedLayer(layer.keys, layer.values, layer.scales, self.forward_context, place, chunk)
+            paged.writes_kv, paged.scale_queries = place not in written, getattr(module, "scale_queries", None)
+            written.add(place)
             module.paged_layer = paged  # type: ignore[assignment]
 
     def detach(self) -> None:

@@ -256,7 +256,7 @@ class ModelRunner:
         self._forward_pass.detach()
         # Decode graphs keep their logits as well; sampling takes copies of these, and masks.
         peak += 5 * config.max_num_seqs * loaded.vocab_size * 4
-        peak += staging_bytes(config) + config.cuda_graphs * graphs_bytes(self._graphs, len(loaded.shapes))
+        peak += staging_bytes(config) + config.cuda_graphs * graphs_bytes(self._graphs, len(loaded.layers))
         log.info("steps take %.2f GiB beside weights and KV", peak / 2**30)
         return int(peak)
 

@@ -24,7 +24,7 @@ from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.shards import shard_config
-from pagewise_executor.models.support import attention_modules, attention_shape, check_supported
+from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
@@ -77,15 +77,17 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size) // config.tensor_parallel
     vocab = int(text.vocab_size)
     shard_config(config.model, text, config.tensor_parallel)
-    layers = [attention_shape(module, text, dtype) for module in attention_modules(config.model, model, text)]
-    shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+    attention = attention_modules(config.model, model, text)
+    layers = [attention_shape(module, text, dtype) for module in attention]
+    shapes = [(layers[source].kv_heads, layers[source].head_dim) for source in sorted(set(kv_sources(attention, text)))]
     block = bytes_per_block(shapes, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype)
-    width = 4 * text.hidden_size + (text.num_attention_heads + 2 * shapes[0][0]) * shapes[0][1] + 3 * inner
+    qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
+    width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
     steps = limits.max_num_batched_tokens * width * dtype.itemsize + 5 * limits.max_num_seqs * vocab * 4
     sizes = sizes_up_to(min(limits.max_num_seqs, decode_graphs.LADDER[-1]), decode_graphs.LADDER)
     sizes += sizes_up_to(min(limits.max_num_batched_tokens, mixed_graphs.LARGEST), mixed_graphs.LADDER)
-    graphs = len(sizes) * len(shapes) * BYTES_PER_LAYER if config.cuda_graphs else 0
+    graphs = len(sizes) * len(layers) * BYTES_PER_LAYER if config.cuda_graphs else 0
     allowed = int(gpu_memory * config.gpu_memory_utilization)
     pool = allowed - weights - CONTEXT_BYTES - steps - graphs
     tokens = max(0, pool) // block * config.block_size

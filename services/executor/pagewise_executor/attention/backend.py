@@ -1,6 +1,6 @@
 """The interface between the model's layers and an attention backend."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -16,7 +16,8 @@ class AttentionShape:
     """How the attention layers of one kind attend: ``scale`` and ``softcap`` of the scores, ``window`` in tokens.
 
     They keep K and V of ``kv_heads`` heads of ``head_dim`` numbers for each token, while the window covers it.
-    ``dtype``: of the model. ``sinks``: each query head has an attention sink.
+    ``dtype``: of the model. ``sinks``: each query head has an attention sink. ``attention_chunk``: contexts are cut
+    into chunks of so many tokens, and a query sees the tokens of its own chunk only; None: it sees all of them.
     """
 
     heads: int
@@ -27,6 +28,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    attention_chunk: int | None = None
 
 
 class StepAttention(Protocol):
@@ -36,7 +38,8 @@ class StepAttention(Protocol):
         self, layer: "PagedLayer", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Write k and v [tokens, kv_heads, head_dim] into the pool and attend with q [tokens, heads, head_dim].
+        """Write k and v [tokens, kv_heads, head_dim] into the pool, unless an earlier layer has, and attend with q
+        [tokens, heads, head_dim].
 
         The flat batch holds the decodes first, then the prefill chunks. ``sinks`` [heads]: a logit of each query head,
         which takes part in its softmax and has no value. Returns [tokens, heads, head_dim].
@@ -102,13 +105,18 @@ class ForwardContext:
 
 @dataclass(slots=True, eq=False)
 class PagedLayer(KVLayer):
-    """One layer of the KV pool, attached to the layer's attention module; ``number`` counts them.
+    """One layer of the KV pool, attached to the attention module of a layer of the model; ``number`` counts them.
 
-    ``forward_context.step`` is set before each forward pass.
+    ``forward_context.step`` is set before each forward pass. ``attention_chunk``: see ``AttentionShape``.
+    ``writes_kv``: False if an earlier layer of the model, whose K and V this one reads, has written them.
+    ``scale_queries``: changes the queries [tokens, heads, head_dim] of the step before they attend; None: nothing does.
     """
 
     forward_context: ForwardContext = field(default_factory=ForwardContext)
     number: int = 0
+    attention_chunk: int | None = None
+    writes_kv: bool = True
+    scale_queries: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def attend(
         self,
@@ -123,4 +131,6 @@ class PagedLayer(KVLayer):
         """Attend with the step that is being computed, which ``StepAttention`` explains."""
         step = self.forward_context.step
         assert step is not None, "the step is set before the forward pass"
+        if self.scale_queries is not None:
+            q = self.scale_queries(q)
         return step.attend(self, q, k, v, scale, window, softcap, sinks)

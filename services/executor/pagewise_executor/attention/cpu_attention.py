@@ -24,8 +24,9 @@ class CpuStepAttention:
         ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         return self._step.attend(
-            q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation, sinks=sinks
-        )
+            q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation, sinks=sinks,
+            attention_chunk=layer.attention_chunk, write=layer.writes_kv,
+        )  # fmt: skip
 
 
 class CpuBackend(AttentionBackend):

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,13 @@ class Window:
     padding: torch.Tensor | None
 
 
+class Limits(NamedTuple):
+    """The tokens that a layer sees: of a sliding window, of an attention chunk, or all (None)."""
+
+    window: int | None
+    attention_chunk: int | None
+
+
 @dataclass(slots=True)
 class DecodeGroup:
     """Decodes of similar context length, at ``index`` [n] of the flat batch, which are computed together.
@@ -47,23 +55,28 @@ class DecodeGroup:
     blocks: torch.Tensor
     lengths: torch.Tensor
     longest: int
-    windows: dict[int, Window] = field(default_factory=dict)
-    patterns: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    windows: dict[Limits, Window] = field(default_factory=dict)
+    patterns: dict[tuple[Limits, int, int], torch.Tensor] = field(default_factory=dict)
+    masks: dict[Limits, torch.Tensor] = field(default_factory=dict)
 
-    def window(self, size: int | None, block_size: int) -> Window:
-        """Return the slots seen by a layer whose sliding window is ``size`` tokens (None: the whole context)."""
-        key = size or 0
-        found = self.windows.get(key)
+    def first_seen(self, limits: Limits) -> torch.Tensor:
+        """Return the first position [n, 1] that each decode sees in a layer with these limits."""
+        last = self.lengths[:, None] - 1
+        if chunk := limits.attention_chunk:
+            return last // chunk * chunk
+        return (last + 1 - (limits.window or self.longest)).clamp_(min=0)
+
+    def window(self, limits: Limits, block_size: int) -> Window:
+        """Return the slots that are seen by a layer with these limits."""
+        found = self.windows.get(limits)
         if found is None:
-            span = min(self.longest, size) if size else self.longest
-            last = self.lengths[:, None] - 1
-            first = (self.lengths[:, None] - span).clamp_(min=0)
+            span = min(self.longest, limits.window or self.longest, limits.attention_chunk or self.longest)
+            last, first = self.lengths[:, None] - 1, self.first_seen(limits)
             unclipped = first + torch.arange(span, device=self.blocks.device)
             positions = torch.minimum(unclipped, last)
             slots = self.blocks.gather(1, positions // block_size) * block_size + positions % block_size
             padding = unclipped > last
-            found = self.windows[key] = Window(slots, padding if bool(padding.any()) else None)
+            found = self.windows[limits] = Window(slots, padding if bool(padding.any()) else None)
         return found
 
 
@@ -106,9 +119,10 @@ def decode_in_place(
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
-    seen = group.window(window, block_size)
+    limits = Limits(window, layer.attention_chunk)
+    seen = group.window(limits, block_size)
     span = seen.slots.shape[1]
-    pattern = group.patterns.get((window or 0, heads, kv_heads))
+    pattern = group.patterns.get((limits, heads, kv_heads))
     if pattern is None:
         head_of = torch.arange(heads, device=q.device) // (heads // kv_heads)
         columns = seen.slots[:, None, :] * kv_heads + head_of[None, :, None]
@@ -119,7 +133,7 @@ def decode_in_place(
             size=(rows * heads, layer.keys.shape[0] * block_size * kv_heads),
             check_invariants=False,
         )
-        group.patterns[window or 0, heads, kv_heads] = pattern
+        group.patterns[limits, heads, kv_heads] = pattern
     keys, values = layer.keys.view(-1, dim), layer.values.view(-1, layer.values.shape[-1])
     # The result goes into the pattern itself: a new one would copy the indices in every layer.
     torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale, out=pattern)
@@ -143,13 +157,12 @@ def decode_gathered(
     blocks = group.blocks
     k = layer.keys.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
     v = layer.values.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, layer.values.shape[-1]).transpose(1, 2)
-    mask = group.masks.get(window or 0)
+    limits = Limits(window, layer.attention_chunk)
+    mask = group.masks.get(limits)
     if mask is None:
         positions = torch.arange(blocks.shape[1] * block_size, device=q.device)
-        mask = positions < group.lengths[:, None]
-        if window:
-            mask &= positions >= group.lengths[:, None] - window
-        mask = group.masks[window or 0] = mask[:, None, None, :]
+        mask = (positions < group.lengths[:, None]) & (positions >= group.first_seen(limits))
+        mask = group.masks[limits] = mask[:, None, None, :]
     # The query heads that share a KV head become the rows of one small matrix product.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
     of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1)

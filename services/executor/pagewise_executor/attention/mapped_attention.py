@@ -38,18 +38,23 @@ class MappedStep:
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
-        layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
-        layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
+        if layer.writes_kv:
+            layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
+            layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
         output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         for one in self.queries:
             stop = one.start + one.size
             first = max(0, one.start + 1 - window) if window else 0
+            if chunk := layer.attention_chunk:
+                first = one.start // chunk * chunk
             keys, values = one.context.keys[layer.number][first:stop], one.context.values[layer.number][first:stop]
             own = slice(one.offset, one.offset + one.size)
             if one.size == 1:
                 output[own] = _attend_one(q[own], keys, values, scale, softcap, sinks)
             else:
-                output[own] = attend_chunk(q[own], keys, values, one.start - first, scale, window, softcap, sinks)
+                output[own] = attend_chunk(
+                    q[own], keys, values, one.start - first, scale, window, softcap, sinks, chunk
+                )
         return output
 
 

@@ -100,7 +100,7 @@ class PrefillLibrary(ABC):
     def try_out(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         try:
-            error = self.error(shape)
+            error = self.error(shape) if shape.attention_chunk is None else "it has no attention chunks"
             if not error:
                 difference = largest_difference(self, with_small_limits(shape))
                 if not difference <= TOLERANCE:  # also if it is not a number
@@ -125,7 +125,9 @@ class FlashAttention3(PrefillLibrary):
     def error(self, shape: AttentionShape) -> str:
         """Return why layers of this kind cannot be computed; empty if they can."""
         dim = shape.head_dim
-        return _unsupported(shape) or ("" if dim % 8 == 0 else f"heads of {dim}, no multiple of 8")
+        if dim % 8 or dim > 256:
+            return f"heads of {dim}, no multiple of 8 up to 256"
+        return _unsupported(shape)
 
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""

@@ -35,8 +35,9 @@ class TorchStep:
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
-        layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
-        layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
+        if layer.writes_kv:
+            layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
+            layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
         in_place = q.device.type == "cpu" and q.dtype == layer.keys.dtype == torch.float32
         decode = decode_in_place if in_place else decode_gathered
         if len(self.groups) == 1 and not self.chunks:
@@ -48,7 +49,9 @@ class TorchStep:
         for chunk in self.chunks:
             own = slice(chunk.offset, chunk.offset + chunk.size)
             keys, values = (k[own], v[own]) if not chunk.start else _gathered(layer, chunk, q.dtype)
-            output[own] = attend_chunk(q[own], keys, values, chunk.start, scale, window, softcap, sinks)
+            output[own] = attend_chunk(
+                q[own], keys, values, chunk.start, scale, window, softcap, sinks, layer.attention_chunk
+            )
         return output
 
 
@@ -111,12 +114,16 @@ def attend_chunk(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> torch.Tensor:
     """Attend with a prefill chunk, q [size, heads, head_dim], to its context from position 0 on, causally.
 
     ``k``, ``v`` [start + size, kv_heads, head_dim]: of the positions before the chunk, and its own. ``sinks``
-    [heads]: see ``StepAttention``. Returns [size, heads, head_dim].
+    [heads]: see ``StepAttention``. ``attention_chunk``: see ``AttentionShape``. Returns [size, heads, head_dim].
     """
+    if attention_chunk:  # no query sees a token before this one, which is position 0 from here on
+        first = start // attention_chunk * attention_chunk
+        k, v, start = k[first:], v[first:], start - first
     size, heads, dim = q.shape
     stop, kv_heads = start + size, k.shape[1]
     # The KV heads become the batch, so that on the CPU the query heads that share one need no copies of it. Whether
@@ -125,7 +132,7 @@ def attend_chunk(
     k, v = (t.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
     if q.device.type != "cpu":
         k, v = k.contiguous(), v.contiguous()
-    if start == 0 and not softcap and sinks is None and (not window or window >= stop):
+    if start == 0 and not softcap and sinks is None and min(window or stop, attention_chunk or stop) >= stop:
         attended = F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale)
     else:
         positions = torch.arange(stop, device=q.device)
@@ -133,6 +140,8 @@ def attend_chunk(
         mask = positions <= own
         if window:
             mask &= positions > own - window
+        if attention_chunk:
+            mask &= positions >= own // attention_chunk * attention_chunk
         of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
         attended = attend(queries, k, v, mask, scale, softcap, of_heads)
     return attended.permute(2, 0, 1, 3).reshape(size, heads, -1)

@@ -41,6 +41,7 @@ class LayerKind(NamedTuple):
     head_dim: int
     kv_dtype: torch.dtype
     window: int | None
+    attention_chunk: int | None = None
 
 
 @dataclass(slots=True)
@@ -70,7 +71,8 @@ class TritonStep:
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write K and V into the pool, and attend: see ``StepAttention``."""
-        write_kv(k, v, layer, self.slots)
+        if layer.writes_kv:
+            write_kv(k, v, layer, self.slots)
         return self.attend_written(layer, q, scale, window, softcap, sinks)
 
     def attend_written(
@@ -82,7 +84,7 @@ class TritonStep:
         Raises:
             RuntimeError: a static step has no plan for this kind of layer.
         """
-        kind = LayerKind(q.shape[1], layer.kv_heads, layer.head_dim, layer.dtype, window)
+        kind = LayerKind(q.shape[1], layer.kv_heads, layer.head_dim, layer.dtype, window, layer.attention_chunk)
         self.backend.kinds.setdefault(kind, False)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
@@ -94,8 +96,10 @@ class TritonStep:
             raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
         library = None
         if self.chunks and kind not in self.prefill_plans:
-            has_sinks = sinks is not None
-            shape = AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap, has_sinks)
+            shape = AttentionShape(
+                kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap, sinks is not None,
+                kind.attention_chunk,
+            )  # fmt: skip
             library = self.backend.library_for(kind, shape)
         if library is not None:
             if (attend := self.library_plans.get(shape)) is None:

@@ -63,8 +63,9 @@ class _Paged(NamedTuple):
     def expected(self, q: torch.Tensor, row: int, start: int, shape: AttentionShape) -> torch.Tensor:
         """Return PyTorch's attention of q [queries, heads, head_dim] from position ``start`` on."""
         k, v = (t[self.tables[row].long()].flatten(0, 1)[: start + len(q)] for t in self.written)
-        sinks = _sinks(q, shape)
-        return attend_chunk(q.float(), k, v, start, shape.scale, shape.window, shape.softcap, sinks)
+        return attend_chunk(
+            q.float(), k, v, start, shape.scale, shape.window, shape.softcap, _sinks(q, shape), shape.attention_chunk
+        )
 
 
 def _sinks(q: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:

@@ -153,8 +153,16 @@ def _error_of_triton(device: torch.device) -> str:
 
 
 def _error_for_triton(layers: Sequence[AttentionShape]) -> str:
+    from pagewise_kernels.attention.checks import MAX_HEAD_DIM
+    from pagewise_kernels.attention.config import LARGEST_TILE
+
     head_dim = max(layer.head_dim for layer in layers)
-    return f"heads of {head_dim} are too large, up to 256 are supported" if head_dim > 256 else ""
+    if head_dim > MAX_HEAD_DIM:
+        return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
+    chunks = [layer.attention_chunk for layer in layers if layer.attention_chunk]
+    if any(chunk % LARGEST_TILE for chunk in chunks):
+        return f"attention chunks of {min(chunks)} tokens are no multiple of {LARGEST_TILE}"
+    return ""
 
 
 def _error_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:

@@ -36,7 +36,7 @@ from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
-from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported
+from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
 from pagewise_executor.models.weight_files import check_weights, checked_headers, first_line, weight_files
 
@@ -52,9 +52,11 @@ _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class LoadedModel:
     """A model that is ready to run, and its properties.
 
-    ``attention``: the attention modules in layer order. ``layers``: their shapes. ``kernels``: of attention and the
+    ``attention``: the attention modules in layer order. ``layers``: their shapes. ``sources``: the layer whose K and V
+    each layer reads, as ``kv_sources`` returns it; empty: each reads its own. ``kernels``: of attention and the
     small operations of fused layers. ``fallback``: the kernels, or a linear layer, are slower ones than preferred.
-    ``rotations``: of each layer's keys; empty if ``no_segments`` says why KV cannot be moved to other positions.
+    ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` says why KV cannot be moved to other
+    positions.
     ``ranks``: hold a part of the model each; the model and ``layers`` are this rank's, the other properties the whole
     model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
     """
@@ -75,11 +77,17 @@ class LoadedModel:
     ranks: Ranks = field(default_factory=Ranks)
     shards: Shards | None = None
     rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
+    sources: list[int] = field(default_factory=list)
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have K and V of their own, in order: those of the pool."""
+        return sorted(set(self.sources)) or list(range(len(self.layers)))
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """The KV heads of each layer and their dimension."""
-        return [(layer.kv_heads, layer.head_dim) for layer in self.layers]
+        """The KV heads of each layer of the pool and their dimension."""
+        return [(self.layers[number].kv_heads, self.layers[number].head_dim) for number in self.kv_layers]
 
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return a hash of the properties that two executors must share to exchange blocks."""
@@ -122,7 +130,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
                 config, path, headers, whole, model_config, dtype, ranks, device, max_model_len
             )
     attention = attention_modules(config.model, model, text)
-    layers = [attention_shape(module, text, dtype) for module in attention]
+    layers, sources = [attention_shape(module, text, dtype) for module in attention], kv_sources(attention, text)
     # A model without weights cannot be tried before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
     kernels, fallback = choose_kernels(config, able, layers)
@@ -142,8 +150,9 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         model=model,
         fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
-        attention=attention, layers=layers, kernels=kernels, fallback=fallback, rotations=rotations,
-        no_segments=no_segments, ranks=ranks, shards=shards, rope=rope,
+        attention=attention, layers=layers, kernels=kernels, fallback=fallback,
+        rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
+        no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources,
     )  # fmt: skip
 
 

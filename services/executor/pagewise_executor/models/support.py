@@ -1,7 +1,7 @@
 """The models that are served, the refusals of others, and the attention layers of a model."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ SERVED = (
 """The families with a test, as a part of a sentence."""
 
 
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The kinds of attention layers that keep paged KV, by their names in transformers' configurations."""
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 """Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
@@ -34,7 +36,7 @@ def _other_head(config: Any, text: Any) -> str:
 
 
 def _other_layers(config: Any, text: Any) -> str:
-    return ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}))
+    return ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS))
 
 
 def _alibi(config: Any, text: Any) -> bool:
@@ -116,26 +118,50 @@ def attention_modules(
 
 def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: torch.dtype) -> AttentionShape:
     """Return the shape of an attention module. ``text``: the configuration of the language model."""
-    heads = int(text.num_attention_heads)
-    head_dim = getattr(module, "head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
+    # In a heterogeneous configuration some settings of a layer differ from those of the other layers.
+    own: Any = text.per_layer_config[module.layer_idx] if getattr(text, "is_heterogeneous", False) else text
+    heads = int(own.num_attention_heads)
+    head_dim = getattr(module, "head_dim", None) or getattr(own, "head_dim", None) or own.hidden_size // heads
     return AttentionShape(
         heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        kv_heads=int(getattr(own, "num_key_value_heads", None) or heads),
         head_dim=int(head_dim),
         dtype=dtype,
         scale=float(getattr(module, "scaling", None) or head_dim**-0.5),
         window=_window(module, text) or None,  # Qwen2-MoE writes 0 for none
         softcap=getattr(module, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
+        attention_chunk=int(text.attention_chunk_size) if _kind(module, text) == "chunked_attention" else None,
     )
+
+
+def kv_sources(attention: Sequence[Any], text: "LlamaConfig | PretrainedConfig") -> list[int]:
+    """Return, for each layer, the layer whose K and V it reads: itself, or an earlier layer that shares its own.
+
+    A layer that shares its K and V does so with the layers of its kind behind it. ``attention``: the modules by layer.
+    """
+    sources: list[int] = []
+    latest: dict[str | None, int] = {}
+    for number, module in enumerate(attention):
+        kind = _kind(module, text)
+        if not getattr(module, "is_kv_shared_layer", False):
+            latest[kind] = number
+        sources.append(latest[kind])
+    return sources
+
+
+def _kind(module: Any, text: Any) -> str | None:
+    """Return the kind of an attention layer by its name in the configuration; None: it has none."""
+    kinds = getattr(text, "layer_types", None)
+    return str(kinds[module.layer_idx]) if kinds else None
 
 
 def _window(module: Any, text: Any) -> int | None:
     """Return the window of a module, from its attribute, or from the configuration by the type of the layer."""
-    kinds = getattr(text, "layer_types", None)
+    kind = _kind(module, text)
     slides = getattr(module, "is_sliding", True)
     if hasattr(module, "sliding_window"):
         return module.sliding_window if slides else None
-    if kinds and kinds[module.layer_idx] != "sliding_attention":
+    if kind is not None and kind != "sliding_attention":
         return None
     return getattr(text, "sliding_window", None) if slides else None

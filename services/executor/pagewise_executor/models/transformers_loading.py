@@ -15,6 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.attention_temperature import fix_temperature
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
 from pagewise_executor.models.support import check_known
@@ -107,6 +108,7 @@ def load_with_transformers(
     check_differences(config.model, headers, differences)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
+    fix_temperature(config.model, model)
     check_values(config.model, dict(model.named_parameters()), headers)
     return model, shards, rope
 
