@@ -59,6 +59,7 @@ def _attention(
     config: TileConfig | None = None,
     block_size: int = 16,
     sinks: bool = False,
+    attention_chunk: int | None = None,
 ) -> None:
     layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
@@ -68,6 +69,7 @@ def _attention(
         plan = DecodePlan(
             max_queries=8, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
             window=window, deterministic=deterministic, max_context=32768, config=config,
+            attention_chunk=attention_chunk,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
         decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads)
@@ -75,7 +77,7 @@ def _attention(
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
-        window=window, deterministic=deterministic,
+        window=window, deterministic=deterministic, attention_chunk=attention_chunk,
     )  # fmt: skip
     prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads)
 
@@ -86,13 +88,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _add_attention() -> None:
-    shapes = {64: (32, 8), 80: (32, 32), 96: (32, 8), 128: (32, 8), 256: (8, 1)}
+    shapes = {64: (32, 8), 80: (32, 32), 96: (32, 8), 128: (32, 8), 256: (8, 1), 512: (8, 1)}
     types = [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.float32),
              (torch.bfloat16, FP8), (torch.float16, FP8)]  # fmt: skip
     for kind in ("decode", "prefill", "short"):
         for dim, (heads, kv_heads) in shapes.items():
             for dtype, kv_dtype in types:
-                if dim in (64, 80, 96) and dtype != torch.bfloat16:
+                if dim in (64, 80, 96, 512) and dtype != torch.bfloat16 and (dim, dtype) != (512, torch.float32):
                     continue
                 name = f"{kind} d{dim} {_name(dtype)} kv {_name(kv_dtype)}"
                 CASES[name] = partial(_attention, dtype, kv_dtype, heads, kv_heads, dim, kind)
@@ -111,6 +113,10 @@ def _add_attention() -> None:
 def _add_large_tiles() -> None:
     """Shapes whose tiles are so large that the usual configurations spill."""
     bf16 = torch.bfloat16
+    for kind in ("decode", "prefill"):
+        # The layers of full attention of Gemma 4 26B-A4B: 16 query heads over two KV heads.
+        CASES[f"{kind} gemma-4"] = partial(_attention, bf16, bf16, 16, 2, 512, kind)
+        CASES[f"{kind} llama-4"] = partial(_attention, bf16, bf16, 40, 8, 128, kind, attention_chunk=8192)
     for kind in ("decode", "prefill"):  # and short chunks as one of them
         gemma = partial(_attention, bf16, bf16, 8, 4, 256, kind, softcap=50.0, deterministic=True)
         CASES[f"{kind} gemma-2 deterministic"] = gemma

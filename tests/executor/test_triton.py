@@ -101,7 +101,7 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch
 @pytest.mark.parametrize(
     "family",
     [
-        *("llama", "qwen3_moe", "gpt_oss"),
+        *("llama", "gemma4", "llama4", "qwen3_moe", "gpt_oss"),
         *(
             pytest.param(one, marks=pytest.mark.long)
             for one in ("mistral", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2_moe")
@@ -274,6 +274,8 @@ def test_tokens_are_the_same_where_kernels_begin_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "opt"]
+)
 def test_greedy_tokens_equal_transformers_on_a_gpu(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, "cuda", [(1, 30), (3, 40), (17, 25), (40, 9), (33, 1), (64, 20)], pool_blocks=30)

@@ -14,6 +14,7 @@ def attention(
     softcap: float | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> torch.Tensor:
     """One sequence: q [queries, heads, head_dim] at positions from ``start`` on; keys, values [num_blocks, block_size,
     kv_heads, head_dim]; table [blocks]; sinks [heads]: logits without values. Returns float64 [queries, heads,
@@ -32,6 +33,8 @@ def attention(
     seen = token <= own
     if window is not None:
         seen &= token > own - window
+    if attention_chunk is not None:
+        seen &= token // attention_chunk == own // attention_chunk
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, queries, 1)], dim=-1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
+from pagewise_kernels.attention.config import LARGEST_TILE
 from pagewise_kernels.kv_layer import KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 
@@ -30,6 +31,7 @@ class Case:
     fp8: bool = False
     heads_first: bool = False
     has_sinks: bool = False
+    attention_chunk: int | None = None
 
     def pool(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -73,13 +75,14 @@ class Case:
         return oracles.attention(
             q, self.keys, self.values, self.tables[sequence], start,
             scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks,
+            attention_chunk=self.attention_chunk,
         )  # fmt: skip
 
     def decode_plan(self, deterministic: bool = False) -> DecodePlan:
         return DecodePlan(
             max_queries=len(self.lengths) + 2, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             kv_dtype=self.stored[0].dtype, device=self.keys.device, window=self.window, deterministic=deterministic,
-            max_context=max(self.lengths),
+            max_context=max(self.lengths), attention_chunk=self.attention_chunk,
         )  # fmt: skip
 
     def decode(self, q: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
@@ -92,6 +95,7 @@ class Case:
         plan = PrefillPlan(
             chunks, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
             kv_dtype=self.stored[0].dtype, device=q.device, window=self.window, deterministic=deterministic,
+            attention_chunk=self.attention_chunk,
         )  # fmt: skip
         given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks}
         return prefill_attention(q, self.layer, self.tables, plan, **given)
@@ -115,6 +119,11 @@ SMALL = {
     "block size 32": Case(block_size=32, lengths=(33, 70, 1)),
     "window": Case(window=20, lengths=(100, 3, 65, 20, 21)),
     "window of one": Case(window=1),
+    "attention chunks": Case(
+        lengths=(3 * LARGEST_TILE + 5, LARGEST_TILE, LARGEST_TILE + 1, 2 * LARGEST_TILE - 1, 5),
+        attention_chunk=LARGEST_TILE,
+    ),
+    "head size 512": Case(heads=2, kv_heads=1, head_dim=512, lengths=(21, 9)),
     "softcap": Case(softcap=5.0, scale=0.7),
     "window and softcap": Case(window=7, softcap=20.0),
     "float16": Case(dtype=torch.float16),

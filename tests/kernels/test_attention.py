@@ -57,7 +57,8 @@ def test_prefill_equals_the_oracle(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "group of 3", "window", "fp8", "softcap", "sinks", "sinks, window and softcap"]
+    "name",
+    ["plain", "group of 3", "window", "attention chunks", "fp8", "softcap", "sinks", "sinks, window and softcap"],
 )
 def test_the_deterministic_mode_equals_the_oracle_too(name: str, device: torch.device) -> None:
     case = dataclasses.replace(SMALL[name], lengths=(100, 3, 65))
@@ -103,7 +104,7 @@ def test_rows_that_pad_a_batch_get_zeros(has_sinks: bool, device: torch.device) 
     torch.testing.assert_close(out[2:3].double(), case.expected(q[2:3], 2, 29), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("name", ["plain", "window", "attention chunks", "sinks"])
 def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device) -> None:
     """As in a CUDA graph of steps of 24 tokens, of which four may be decodes: two are, and five tokens pad."""
     case = SMALL[name]
@@ -115,7 +116,7 @@ def test_decodes_and_chunks_share_static_buffers(name: str, device: torch.device
     count, units, positions = inputs.split([1, size * UNIT_FIELDS, size])
     plan = StaticPrefillPlan(
         size, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, kv_dtype=case.stored[0].dtype,
-        unit_count=count, units=units, positions=positions, window=case.window,
+        unit_count=count, units=units, positions=positions, window=case.window, attention_chunk=case.attention_chunk,
     )  # fmt: skip
     found = torch.from_numpy(plan.units_of(chunks, (19, 5)))
     count.fill_(len(found))

@@ -28,8 +28,8 @@ WEIGHTS_OF_COLUMN = {"skinny_linear_kernel": 1, "expert_gate_up_kernel": 2, "exp
 NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel", "specialised_prefill_kernel"}
 """Kernels that begin when all before them have ended: steps do not launch them between others, or for milliseconds."""
 VARIANTS = (
-    *("fp16", "d128 fp32", "d64", "d80", "d96", "d256", "lora r64", "lora r256"),
-    *("tile", "gemma", "phi-3", "falcon", "window", "short"),
+    *("fp16", "d128 fp32", "d64", "d80", "d96", "d256", "d512", "lora r64", "lora r256"),
+    *("tile", "gemma", "llama-4", "phi-3", "falcon", "window", "short"),
 )
 """In the names of cases that ``make test-long`` compiles: every kernel has cases that are called otherwise."""
 

@@ -46,6 +46,7 @@ class Case:
     rotated: bool = False
     normed: bool = False
     has_sinks: bool = False
+    attention_chunk: int | None = None
 
     def check(self, seed: int = 0) -> torch.Tensor:
         """Run it and compare it with the oracle; returns the result."""
@@ -88,7 +89,7 @@ class Case:
         sinks = torch.linspace(-3, 9, self.heads).to(self.dtype) if self.has_sinks else None
         found = step.attend(
             q, k, v, KVLayer(keys, values), scale=scale, window=self.window, softcap=self.softcap, rotation=rotation,
-            sinks=sinks,
+            sinks=sinks, attention_chunk=self.attention_chunk,
         )  # fmt: skip
         tolerance = {"rtol": TOLERANCE[self.dtype], "atol": 3 * TOLERANCE[self.dtype]}  # rounded three times
         torch.testing.assert_close(keys, expected_keys, **tolerance)
@@ -99,6 +100,7 @@ class Case:
             expected = oracles.attention(
                 q[own], keys, values, torch.from_numpy(table), start,
                 scale=scale, softcap=self.softcap, window=self.window, sinks=sinks,
+                attention_chunk=self.attention_chunk,
             )  # fmt: skip
             torch.testing.assert_close(found[own].double(), expected, **tolerance)
         return found
@@ -146,6 +148,7 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(1, 300) | st.integers(500, 1100), min_size=least, max_size=6))
     sharing = draw(st.integers(0, len(lengths)))
     most = min(lengths[:sharing] or [1]) - 1
+    window = draw(st.none() | st.integers(1, 400))
     return Case(
         lengths=tuple(lengths),
         chunks=tuple(chunks),
@@ -153,9 +156,10 @@ def cases(draw: st.DrawFn) -> Case:
         shared=draw(st.integers(0, most // block_size)),
         heads=kv_heads * draw(st.sampled_from([1, 2, 3, 8, 12])),
         kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 80)) if draw(st.booleans()) else draw(st.sampled_from([16, 64, 128, 256])),
+        head_dim=2 * draw(st.integers(1, 80)) if draw(st.booleans()) else draw(st.sampled_from([16, 128, 256, 512])),
         block_size=block_size,
-        window=draw(st.none() | st.integers(1, 400)),
+        window=window,
+        attention_chunk=draw(st.none() | st.integers(1, 400)) if window is None else None,
         softcap=draw(st.sampled_from([None, 5.0])),
         dtype=draw(st.sampled_from(TYPES)),
         heads_first=draw(st.booleans()),
@@ -187,6 +191,28 @@ def test_every_build_computes_it(build: Variant, dtype: torch.dtype, head_dim: i
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_windows_and_softcaps(build: Variant, window: int | None, softcap: float | None) -> None:
     Case(lengths=(1, 5, 130, 700), chunks=((0, 45), (90, 70)), window=window, softcap=softcap, block_size=16).check()
+
+
+@pytest.mark.parametrize("attention_chunk", [1, 7, 64, 600])
+def test_attention_chunks(build: Variant, attention_chunk: int) -> None:
+    lengths, chunks = (1, 5, 64, 130, 700), ((0, 45), (90, 70))
+    Case(lengths=lengths, chunks=chunks, attention_chunk=attention_chunk, block_size=16).check()
+
+
+def test_layers_that_share_k_and_v_write_none(build: Variant) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 4, 4, 2, 16)
+    q, (k, v) = torch.randn(1, 4, 16), torch.randn(2, 1, 2, 16)
+    before = keys.clone(), values.clone()
+    slots, ones = np.array([5], np.int64), np.ones(1, np.int64)
+    step = CpuStep(slots, np.ones((1, 1), np.int32), 0 * ones, 2 * ones, np.zeros((0, 4), np.int64), block_size=4)
+    found = step.attend(q, k, v, KVLayer(keys, values), scale=0.25, write=False)
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])
+    expected = oracles.attention(q, keys, values, torch.ones(1), 1, scale=0.25)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=2e-5)
+    step.attend(q, k, v, KVLayer(keys, values), scale=0.25)
+    assert torch.equal(keys[1, 1], k[0])
 
 
 @pytest.mark.parametrize("shared", [1, 31, 40])

@@ -65,13 +65,16 @@ def prefill_config(
     if deterministic or kv_bytes == 4:  # without tensor cores registers are the limit
         return deterministic_config(group, dim, kv_bytes, device)
     if longest * group <= 64:
-        rows = power_of_two(min(longest * group, 64))
-        return TileConfig(max(smallest, rows), 64 if dim <= 128 else 32, 4, 2)
+        rows = power_of_two(min(longest * group, 64 if dim <= 256 else 32))
+        return TileConfig(max(smallest, rows), min(64, 8192 // dim), 4, 2)
     if dim <= 128:
         # Hopper has room for tiles of 128 tokens, which take a fifth fewer instructions per token than tiles of 64.
         # Float8 has to be converted, for which there are no registers left.
         return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
-    return TileConfig(max(smallest, 128 if is_hopper(device) else 64), 32, 8, 2)
+    if dim <= 256:
+        return TileConfig(max(smallest, 128 if is_hopper(device) else 64), 32, 8, 2)
+    # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V.
+    return TileConfig(max(smallest, 64), 32, 8, 2) if is_hopper(device) else TileConfig(max(smallest, 32), 16, 8, 2)
 
 
 def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.device) -> TileConfig:
@@ -80,7 +83,7 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
         return TileConfig(max(16, power_of_two(group)), 32 if dim <= 128 else 16, 4, 2)
     if dim > 128:
         # Rows of 64, which Hopper's tensor cores want, spill: prefill keeps the sums of two stretches at a time.
-        return TileConfig(max(32, power_of_two(group)), 64, 8, 2, programs=1)
+        return TileConfig(max(32, power_of_two(group)), 64 if dim <= 256 else 16, 8, 2, programs=1)
     if is_hopper(device):
         # Four warps leave room for a second program, which loads while this one computes. Float8 would spill.
         warps = 4 if kv_bytes == 2 and group <= 64 else 8

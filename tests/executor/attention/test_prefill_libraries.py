@@ -402,7 +402,9 @@ def test_a_library_without_windows_leaves_the_layers_that_have_one_to_triton(
         choose_prefill_library(ExecutorConfig(attention="fa3"), GPU, [PLAIN, WINDOWED], BF16)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "mistral", "qwen2", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "gemma4", "llama4", "gpt_oss", "mistral", "qwen2", "gpt2", "llama"]
+)
 def test_the_kinds_of_layers_are_those_that_compute(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,8 +420,8 @@ def test_the_kinds_of_layers_are_those_that_compute(
         layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        has_sinks = sinks is not None
-        seen.append(AttentionShape(q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window, softcap, has_sinks))
+        shape = q.shape[1], k.shape[1], q.shape[2], q.dtype, scale, window, softcap
+        seen.append(AttentionShape(*shape, sinks is not None, layer.attention_chunk))
         return attend(layer, q, k, v, scale, window, softcap, sinks)
 
     monkeypatch.setattr(PagedLayer, "attend", watched)
@@ -427,6 +429,11 @@ def test_the_kinds_of_layers_are_those_that_compute(
     modules = runner._forward_pass._layers
     config = AutoConfig.from_pretrained(tmp_path)
     assert [attention_shape(module, config, torch.float32) for module in modules] == seen
+
+
+def test_libraries_leave_attention_chunks_to_triton(library: PrefillLibrary, caplog: pytest.LogCaptureFixture) -> None:
+    assert not library.computes(AttentionShape(4, 2, 64, BF16, 0.125, attention_chunk=32))
+    assert "it has no attention chunks" in caplog.text
 
 
 def test_a_library_that_is_asked_for_by_name_is_not_dropped_with_the_triton_kernels() -> None:

@@ -15,7 +15,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
-DIVIDED = ("llama", "qwen3", "gemma3", "qwen3_moe")
+DIVIDED = ("llama", "qwen3", "gemma3", "gemma4", "llama4", "qwen3_moe")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 150, "top_p": 0.95}
 LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 

@@ -8,7 +8,7 @@ would use DTensor, with which a step took 33 ms instead of 6.7 ms.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,10 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.collectives import Ranks
 
-_DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_DIVIDED = (
+    *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size"),
+    "shared_expert_intermediate_size",
+)
 """Settings that are divided among the ranks; KV heads and the vocabulary need not be divisible."""
-_COLUMNS, _PACKED, _ROWS = "colwise", "packed_colwise", "rowwise"
-_DIMENSIONS = {_COLUMNS: -2, _PACKED: -2, _ROWS: -1}
+_DIFFERING = {"head_dim", "num_key_value_heads"}
+"""Settings in which the layers of a model that is divided may differ."""
+_COLUMNS, _PACKED, _ROWS, _PACKED_ROWS = "colwise", "packed_colwise", "rowwise", "packed_rowwise"
+_DIMENSIONS = {_COLUMNS: -2, _PACKED: -2, _ROWS: -1, _PACKED_ROWS: -1}
 """The dimension of a weight that is cut, by its style. The only dimension of a bias counts as the columns'."""
 _SUMMED = (_ROWS, "moe_tp_experts")
 """Styles of modules whose outputs are summed over the ranks."""
@@ -61,28 +66,48 @@ def shard_config(name: str, text: Any, size: int) -> None:
     if size == 1:
         return
     counts = {key: count for key in _DIVIDED if (count := getattr(text, key, None))}
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    differ = getattr(text, "is_heterogeneous", False)
+    layers = text.per_layer_config if differ else [text]
+    kv_heads = {getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers}
     if indivisible := _indivisible(counts, kv_heads, size):
         possible = [str(count) for count in range(1, MAX_RANKS + 1) if not _indivisible(counts, kv_heads, count)]
         raise ModelError(
             f"--tensor-parallel {size}: of {name}, {indivisible}; numbers of ranks that work: {', '.join(possible)}"
         )
-    if getattr(text, "head_dim", None) is None:
-        text.head_dim = text.hidden_size // text.num_attention_heads
+    if differ:
+        _divide_layers(name, text, size)
+    else:
+        if getattr(text, "head_dim", None) is None:
+            text.head_dim = text.hidden_size // text.num_attention_heads
+        text.num_key_value_heads = max(1, max(kv_heads) // size)
     for key, count in counts.items():
         setattr(text, key, count // size)
-    text.num_key_value_heads = max(1, kv_heads // size)
     text.vocab_size = -(-text.vocab_size // size)
     if getattr(text, "pad_token_id", None) is not None:
         text.pad_token_id = None  # it need not be among the tokens of this rank, and is for training only
 
 
-def _indivisible(counts: Mapping[str, int], kv_heads: int, size: int) -> str:
+def _divide_layers(name: str, text: Any, size: int) -> None:
+    """Divide the KV heads of the layers of a heterogeneous configuration among ``size`` ranks.
+
+    Raises:
+        ModelError: the layers differ in settings of which nothing says how they are divided.
+    """
+    if unknown := set(text.per_layer_attributes) - _DIFFERING:
+        raise ModelError(f"--tensor-parallel {size}: the layers of {name} differ in {', '.join(sorted(unknown))}")
+    text.per_layer_config = {
+        number: {"head_dim": layer.head_dim, "num_key_value_heads": max(1, layer.num_key_value_heads // size)}
+        for number, layer in enumerate(text.per_layer_config)
+    }
+
+
+def _indivisible(counts: Mapping[str, int], kv_heads: Collection[int], size: int) -> str:
     """Return the setting that is not divisible by ``size``, as a part of a sentence; empty if all are."""
     for key, count in counts.items():
         if count % size:
             return f"{key} is {count}"
-    return f"num_key_value_heads is {kv_heads}" if kv_heads % size and size % kv_heads else ""
+    wrong = [heads for heads in kv_heads if heads % size and size % heads]
+    return f"num_key_value_heads is {wrong[0]}" if wrong else ""
 
 
 class VocabularyNames(NamedTuple):
@@ -177,7 +202,7 @@ class Shards:
         """Read this rank's part of a dimension. ``shape``: of the part; None: ``source`` is one of several weights."""
         whole = source.get_shape()
         dim = max(0, len(whole) + _DIMENSIONS[style])
-        halves = 2 if style == _PACKED and shape is not None else 1
+        halves = 2 if style in (_PACKED, _PACKED_ROWS) and shape is not None else 1
         size = whole[dim] // halves
         begin, end = self.span(size, size // self.ranks.size if shape is None else shape[dim] // halves)
         before = (slice(None),) * dim

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pagewise_executor.models.llama_config import LlamaConfig
 
 SERVED = (
-    "served are Llama, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2 and 3, gpt-oss, Phi-3, GPT-2, GPT-NeoX, "
-    "OPT, and models that compute alike"
+    "served are Llama, Llama 4, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2, 3 and 4, gpt-oss, Phi-3, "
+    "GPT-2, GPT-NeoX, OPT, and models that compute alike"
 )
 """The families with a test, as a part of a sentence."""
 
