@@ -190,7 +190,7 @@ def chunk_milliseconds(
     else:
         plan = PrefillPlan(
             step.chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=shape.dtype,
-            device=device, window=shape.window,
+            device=device, window=shape.window, attention_chunk=shape.attention_chunk,
         )  # fmt: skip
         on_device = torch.from_numpy(tables).to(device)
 

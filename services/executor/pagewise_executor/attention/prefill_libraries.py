@@ -192,9 +192,12 @@ class FlashInfer(PrefillLibrary):
 
 def with_small_limits(shape: AttentionShape) -> AttentionShape:
     """Return the same kind of layer with numbers that matter for the short contexts of ``largest_difference``."""
+    from pagewise_kernels.attention.config import LARGEST_TILE
+
     window = None if shape.window is None else min(shape.window, 7)
     softcap = None if shape.softcap is None else min(shape.softcap, 2.0)
-    return replace(shape, scale=1.25 * shape.head_dim**-0.5, window=window, softcap=softcap)
+    chunk = None if shape.attention_chunk is None else min(shape.attention_chunk, LARGEST_TILE)
+    return replace(shape, scale=1.25 * shape.head_dim**-0.5, window=window, softcap=softcap, attention_chunk=chunk)
 
 
 def _described(shape: AttentionShape) -> str:

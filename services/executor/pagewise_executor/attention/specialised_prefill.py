@@ -51,8 +51,8 @@ class SpecialisedPrefill(PrefillLibrary):
         """Return why the kernel cannot compute such layers here, found by a trial the first time; empty if it can."""
         from pagewise_kernels.attention.specialised import specialised_error
 
-        if shape.window is not None or shape.softcap is not None or shape.sinks:
-            return "it has no windows, no caps and no sinks"
+        if (shape.window, shape.softcap, shape.sinks, shape.attention_chunk) != (None, None, False, None):
+            return "it has no windows, caps, sinks and attention chunks"
         size, device = self.block_size, self.device
         error = specialised_error(shape.heads, shape.kv_heads, shape.head_dim, size, shape.dtype, device)
         return error or _trial_error(shape, size, device)

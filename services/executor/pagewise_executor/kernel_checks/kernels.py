@@ -145,7 +145,7 @@ def _decode_attention(use: KernelUse) -> Iterator[Compared]:
         plan = DecodePlan(
             max_queries=len(q), heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             kv_dtype=use.kv_dtype, device=use.device, window=shape.window, deterministic=use.deterministic,
-            max_context=max(_CONTEXTS),
+            max_context=max(_CONTEXTS), attention_chunk=shape.attention_chunk,
         )  # fmt: skip
         plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
         found = decode_attention(
@@ -164,6 +164,7 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
         plan = PrefillPlan(
             chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=use.kv_dtype,
             device=use.device, window=shape.window, deterministic=use.deterministic,
+            attention_chunk=shape.attention_chunk,
         )  # fmt: skip
         found = prefill_attention(
             q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)

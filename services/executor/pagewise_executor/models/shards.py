@@ -104,7 +104,7 @@ def _divide_layers(name: str, text: Any, size: int) -> None:
 def _indivisible(counts: Mapping[str, int], kv_heads: Collection[int], size: int) -> str:
     """Return the setting that is not divisible by ``size``, as a part of a sentence; empty if all are."""
     for key, count in counts.items():
-        if count % size:
+        if not isinstance(count, int) or count % size:
             return f"{key} is {count}"
     wrong = [heads for heads in kv_heads if heads % size and size % heads]
     return f"num_key_value_heads is {wrong[0]}" if wrong else ""
