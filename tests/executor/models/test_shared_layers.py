@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import load_model
+from pagewise_executor.models.support import check_supported
 from pagewise_executor.sizing import sizing
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -67,6 +69,18 @@ def test_blocks_of_such_models_come_back(family: str, mode: str, request: pytest
 @pytest.mark.parametrize("family", ["gemma4_moe", "gemma3n"])
 def test_further_models_of_the_kind(family: str, tmp_path: Path) -> None:
     check_family(family, tmp_path, "cpu", 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (transformers.Llama4TextConfig(attention_chunk_size=None), "no attention_chunk_size"),
+        (transformers.Gemma4TextConfig(use_bidirectional_attention="all"), "attends to later tokens"),
+    ],
+)
+def test_settings_that_would_give_other_tokens_are_refused(config: object, why: str) -> None:
+    with pytest.raises(ModelError, match=f"^m .*{why}"):
+        check_supported("m", config, config)
 
 
 def test_attention_chunks_that_tiles_do_not_fit_are_refused_by_name(llama4: Path, tmp_path: Path) -> None:

@@ -247,6 +247,11 @@ class ShardedEmbedding(nn.Module):
         self.own = own
         self._rows, self._ranks = rows, ranks
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rows of this rank; some models send ids to the device of this weight."""
+        return self.own.weight  # type: ignore[return-value]
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map ids [..] to [.., hidden]."""
         local = ids - self._ranks.rank * self._rows

@@ -39,6 +39,11 @@ def _other_layers(config: Any, text: Any) -> str:
     return ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS))
 
 
+def _no_chunk_size(config: Any, text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None) or ()
+    return "chunked_attention" in kinds and not getattr(text, "attention_chunk_size", None)
+
+
 def _alibi(config: Any, text: Any) -> bool:
     return getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi"
 
@@ -50,6 +55,11 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     ),
     (_other_head, "is a {}, whose head does not predict tokens"),
     (_other_layers, "has layers of a kind that keeps no paged KV: {}"),
+    (_no_chunk_size, "has layers of chunked attention, and no attention_chunk_size"),
+    (
+        lambda config, text: getattr(text, "use_bidirectional_attention", None) in (True, "all"),
+        "attends to later tokens, and paged attention is causal",
+    ),
     (_alibi, "uses ALiBi, which paged attention does not support"),
 )
 """Checks of the configurations of a model and of its language model, each with the text of its refusal."""
