@@ -15,7 +15,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
 from tests.model_builders import VOCAB_SIZE, build_model
 
-DIVIDED = ("llama", "qwen3", "gemma3", "gemma4", "llama4", "qwen3_moe")
+DIVIDED = ("llama", "qwen3", "gemma3", "qwen3_moe")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 150, "top_p": 0.95}
 LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 
@@ -68,7 +68,7 @@ def test_segments_are_moved_on_every_rank(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma4", "llama4"])
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.long
 def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:
