@@ -168,6 +168,45 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 EAGER = ("gemma2", "gpt_oss")
 """Families that transformers computes exactly only by its eager attention."""
 
+_LATENT = _DECODER | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+}
+_LATENT_MIXTURE = _LATENT | {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
+_GROUPED_EXPERTS = {"n_group": 4, "topk_group": 2}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("DeepseekV2Config", _LATENT_MIXTURE | {"q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT_MIXTURE | _GROUPED_EXPERTS | {"rope_parameters": _YARN}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT_MIXTURE),
+    "mistral4": (
+        "Mistral4Config",
+        _LATENT_MIXTURE | {"rope_parameters": _YARN | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}},
+    ),
+    "minicpm3": ("MiniCPM3Config", _LATENT),
+    "youtu": ("YoutuConfig", _LATENT),
+    "axk1": ("AXK1Config", _LATENT_MIXTURE | _GROUPED_EXPERTS),
+}
+"""Families with multi-head latent attention."""
+
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -179,7 +218,7 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
 
     ``more``: settings of its configuration that differ from the family's.
     """
-    name, settings = (FAMILIES | OTHERS)[family]
+    name, settings = (FAMILIES | OTHERS | LATENTS)[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**settings | more)
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -20,6 +20,9 @@ class Scales(NamedTuple):
 class KVLayer:
     """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of float8 KV.
 
+    A layer of latents (MLA) keeps one vector per token: ``values`` are views of the last ``latent`` elements of each
+    key, so that writing the keys writes them as well. In other layers ``latent`` is 0.
+
     They are checked here, once for a pool, and not at each launch. ``strides``: of a block, a token and a head;
     ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or placeholders.
 
@@ -33,6 +36,7 @@ class KVLayer:
     block_size: int = field(init=False)
     kv_heads: int = field(init=False)
     head_dim: int = field(init=False)
+    latent: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     scale_strides: tuple[int, ...] = field(init=False)
@@ -40,7 +44,9 @@ class KVLayer:
 
     def __post_init__(self) -> None:
         keys, values = self.keys, self.values
-        if keys.dim() != 4 or (keys.shape, keys.device) != (values.shape, values.device):
+        if keys.dim() != 4 or (keys.shape[:3], keys.device) != (values.shape[:3], values.device) or (
+            keys.shape[3] < values.shape[3]
+        ):
             raise ValueError(
                 "keys and values are [num_blocks, block_size, kv_heads, head_dim] on one device, not "
                 f"{list(keys.shape)} on {keys.device} and {list(values.shape)} on {values.device}"
@@ -56,6 +62,7 @@ class KVLayer:
                 f"{keys.dtype} and {values.dtype}{', with scales' if self.scales else ''}"
             )
         _, self.block_size, self.kv_heads, self.head_dim = keys.shape
+        self.latent = values.shape[3] if values.shape[3] < self.head_dim else 0
         self.dtype, self.strides, self.scale_strides = keys.dtype, keys.stride()[:3], (0, 0, 0)
         self.scale_pointers = Scales(keys, values)
         if self.scales is not None:

@@ -23,6 +23,7 @@ from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
@@ -66,6 +67,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
+    check_latents(config.model, found, text, trust_remote_code=config.trust_remote_code)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -80,7 +82,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     shard_config(config.model, text, config.tensor_parallel)
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
-    shapes = [(layers[source].kv_heads, layers[source].head_dim) for source in sorted(set(kv_sources(attention, text)))]
+    shapes = [layers[source].kv_shape for source in sorted(set(kv_sources(attention, text)))]
     block = bytes_per_block(shapes, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner

@@ -8,7 +8,7 @@ import torch
 from pagewise_kernels.kv_layer import KVLayer
 
 from pagewise_executor.input_batch import InputBatch, StepWork
-from pagewise_executor.kv.kv_pool import KVPool, Layout
+from pagewise_executor.kv.kv_pool import KVPool, KVShape, Layout
 
 
 @dataclass(slots=True, frozen=True)
@@ -18,6 +18,8 @@ class AttentionShape:
     They keep K and V of ``kv_heads`` heads of ``head_dim`` numbers for each token, while the window covers it.
     ``dtype``: of the model. ``sinks``: each query head has an attention sink. ``attention_chunk``: contexts are cut
     into chunks of so many tokens, and a query sees the tokens of its own chunk only; None: it sees all of them.
+    ``latent``: of layers that keep one latent per token (MLA), the number of elements at the end of a key that are its
+    value, and are stored once; 0: K and V are stored beside each other.
     """
 
     heads: int
@@ -29,6 +31,12 @@ class AttentionShape:
     softcap: float | None = None
     sinks: bool = False
     attention_chunk: int | None = None
+    latent: int = 0
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The shape of these layers in a KV pool."""
+        return (self.kv_heads, self.head_dim, self.latent) if self.latent else (self.kv_heads, self.head_dim)
 
 
 class StepAttention(Protocol):
@@ -41,8 +49,9 @@ class StepAttention(Protocol):
         """Write k and v [tokens, kv_heads, head_dim] into the pool, unless an earlier layer has, and attend with q
         [tokens, heads, head_dim].
 
-        The flat batch holds the decodes first, then the prefill chunks. ``sinks`` [heads]: a logit of each query head,
-        which takes part in its softmax and has no value. Returns [tokens, heads, head_dim].
+        The flat batch holds the decodes first, then the prefill chunks. In layers of latents, v is the last
+        ``layer.latent`` elements of k. ``sinks`` [heads]: a logit of each query head, which takes part in its softmax
+        and has no value. Returns [tokens, heads, head_dim of v].
         """
 
 
@@ -117,6 +126,12 @@ class PagedLayer(KVLayer):
     attention_chunk: int | None = None
     writes_kv: bool = True
     scale_queries: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [tokens, kv_heads, head_dim] to ``slots`` [tokens] int64 by PyTorch."""
+        self.keys.flatten(0, 1).index_copy_(0, slots, k.to(self.dtype))
+        if not self.latent:
+            self.values.flatten(0, 1).index_copy_(0, slots, v.to(self.dtype))
 
     def attend(
         self,

@@ -134,7 +134,9 @@ def decode_in_place(
             check_invariants=False,
         )
         group.patterns[limits, heads, kv_heads] = pattern
-    keys, values = layer.keys.view(-1, dim), layer.values.view(-1, layer.values.shape[-1])
+    keys = layer.keys.view(-1, dim)
+    # Sums over whole keys of latents, of which the end is cut: an embedding bag may copy a table of views.
+    values = keys if layer.latent else layer.values.view(-1, layer.values.shape[-1])
     # The result goes into the pattern itself: a new one would copy the indices in every layer.
     torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale, out=pattern)
     scores = pattern.values().view(rows, heads, span)
@@ -144,7 +146,8 @@ def decode_in_place(
         scores = scores.masked_fill(seen.padding[:, None], float("-inf"))
     weights = weights_of(scores, None if sinks is None else sinks[:, None]).reshape(-1, span)
     bags = pattern.col_indices().view(-1, span)
-    return F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights).view(rows, heads, -1)
+    sums = F.embedding_bag(bags, values, mode="sum", per_sample_weights=weights).view(rows, heads, -1)
+    return sums[..., -layer.latent :]  # all of them in other layers, whose ``latent`` is 0
 
 
 def decode_gathered(
@@ -156,7 +159,10 @@ def decode_gathered(
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
     blocks = group.blocks
     k = layer.keys.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
-    v = layer.values.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, layer.values.shape[-1]).transpose(1, 2)
+    if layer.latent:
+        v = k[..., -layer.latent :]
+    else:
+        v = layer.values.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
     limits = Limits(window, layer.attention_chunk)
     mask = group.masks.get(limits)
     if mask is None:

@@ -39,8 +39,7 @@ class MappedStep:
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
         if layer.writes_kv:
-            layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
-            layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
+            layer.write(self.slots, k, v)
         output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         for one in self.queries:
             stop = one.start + one.size

@@ -8,6 +8,7 @@ makes no mask, and does not read the positions to make one, which would wait for
 import torch
 from transformers import AttentionInterface
 
+from pagewise_executor.attention.absorbed import Absorbed
 from pagewise_executor.attention.backend import PagedLayer
 
 NAME = "pagewise"
@@ -21,14 +22,19 @@ def paged_attention(
     """Compute the attention of one layer over the paged context; transformers calls this.
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], or with the first and the third
-    dimension exchanged. ``s_aux`` [heads]: attention sinks. Returns [1, tokens, heads, head_dim of value], or [tokens,
-    1, heads, head_dim of value].
+    dimension exchanged. ``s_aux`` [heads]: attention sinks. In a module with ``absorbed``, key and value are the
+    latents that the pool keeps. Returns [1, tokens, heads, head_dim of value], or [tokens, 1, heads, head_dim of value].
     """
     layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    absorbed: Absorbed | None = getattr(module, "absorbed", None)
+    if absorbed is not None:
+        q = absorbed.queries(q)
     attended = layer.attend(q, k, v, scale, sliding_window, softcap, s_aux)
-    return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
+    if absorbed is not None:
+        attended = absorbed.values(attended)
+    return attended.reshape(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -36,8 +36,7 @@ class TorchStep:
     ) -> torch.Tensor:  # fmt: skip
         """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
         if layer.writes_kv:
-            layer.keys.flatten(0, 1).index_copy_(0, self.slots, k.to(layer.keys.dtype))
-            layer.values.flatten(0, 1).index_copy_(0, self.slots, v.to(layer.values.dtype))
+            layer.write(self.slots, k, v)
         in_place = q.device.type == "cpu" and q.dtype == layer.keys.dtype == torch.float32
         decode = decode_in_place if in_place else decode_gathered
         if len(self.groups) == 1 and not self.chunks:
@@ -101,8 +100,10 @@ class TorchBackend(AttentionBackend):
 def _gathered(layer: PagedLayer, chunk: ChunkContext, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return copies of K and V of a chunk's context [start + size, kv_heads, head_dim]."""
     stop = chunk.start + chunk.size
-    keys, values = (t.index_select(0, chunk.blocks).flatten(0, 1)[:stop] for t in (layer.keys, layer.values))
-    return keys.to(dtype), values.to(dtype)
+    keys = layer.keys.index_select(0, chunk.blocks).flatten(0, 1)[:stop].to(dtype)
+    if layer.latent:
+        return keys, keys[..., -layer.latent :]
+    return keys, layer.values.index_select(0, chunk.blocks).flatten(0, 1)[:stop].to(dtype)
 
 
 def attend_chunk(
@@ -126,6 +127,11 @@ def attend_chunk(
         k, v, start = k[first:], v[first:], start - first
     size, heads, dim = q.shape
     stop, kv_heads = start + size, k.shape[1]
+    if k.shape[2] != v.shape[2]:
+        # Latents: all query heads share one KV head, so (query, head) are the rows of one product.
+        seen = torch.arange(stop, device=q.device) <= torch.arange(start, stop, device=q.device)[:, None]
+        rows, mask = q.reshape(1, size * heads, dim), seen.repeat_interleave(heads, dim=0)
+        return attend(rows, k.transpose(0, 1), v.transpose(0, 1), mask, scale, softcap).view(size, heads, -1)
     # The KV heads become the batch, so that on the CPU the query heads that share one need no copies of it. Whether
     # all of a GPU's kernels take strides of zero has not been tried.
     queries = q.reshape(size, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)

@@ -1,10 +1,12 @@
 """The KV pool: the device memory that blocks are made of, and how large it may be."""
 
 import functools
+import itertools
 import logging
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
+KVShape = tuple[int, int] | tuple[int, int, int]
+"""KV heads and head size of a layer; and in a layer of latents the size of its values: see ``KVPool``."""
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks", "tokens"]
 
@@ -54,6 +58,9 @@ class _Part:
 class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
+    ``shapes``: of each layer, KV heads and their dimension, and in a layer of latents (MLA) as a third number how many
+    elements at the end of a key are the value, which is stored as a part of the key only.
+
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
     ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: keys, values and
     scales as kernels take them. ``device``: a CUDA device always has an index, because threads that copy to and from
@@ -70,7 +77,7 @@ class KVPool:
     """
 
     def __init__(
-        self, shapes: list[tuple[int, int]], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        self, shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
         *, layout: Layout = "layers", triton: bool = False, memory: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -89,9 +96,14 @@ class KVPool:
             views = [view for group in groups for view in self._apart(group)]
         else:
             views = self._together([part for group in groups for part in group], layout == "tokens")
-        layers = len(shapes)
-        self.keys, self.values = views[:layers], views[layers : 2 * layers]
-        scales = views[2 * layers :]
+        # The views of each group: keys of all layers, then values of the layers that store them.
+        layers, rest = len(shapes), iter(views)
+        self.keys = list(itertools.islice(rest, layers))
+        self.values = [
+            keys[..., -shape[2] :] if is_latent(shape) else next(rest)
+            for shape, keys in zip(shapes, self.keys, strict=True)
+        ]
+        scales = list(rest)
         self.scales: list[Scales | None] = [
             Scales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
         ]
@@ -215,11 +227,17 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _parts(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
+def is_latent(shape: KVShape) -> bool:
+    """Return whether a layer of this shape stores its values as a part of its keys."""
+    return len(shape) == 3
+
+
+def _parts(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
     """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
-    groups = [[_Part((block_size, heads, dim), dtype) for heads, dim in shapes * 2]]
+    stored = [*shapes, *(shape for shape in shapes if not is_latent(shape))]
+    groups = [[_Part((block_size, shape[0], shape[1]), dtype) for shape in stored]]
     if dtype == FP8:
-        groups.append([_Part((block_size, heads), torch.float32) for heads, _ in shapes * 2])
+        groups.append([_Part((block_size, shape[0]), torch.float32) for shape in stored])
     return groups
 
 
@@ -242,8 +260,8 @@ def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
     return memory.view(part.dtype).view(len(memory), *part.shape)
 
 
-def bytes_per_block(shapes: list[tuple[int, int]], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of all layers, each of (kv_heads, head_dim), and the scales of float8."""
+def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block: K and V of all layers of ``shapes`` as a pool takes them, and the scales of float8."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 

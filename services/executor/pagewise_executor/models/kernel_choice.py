@@ -156,6 +156,8 @@ def _error_for_triton(layers: Sequence[AttentionShape]) -> str:
     from pagewise_kernels.attention.checks import MAX_HEAD_DIM
     from pagewise_kernels.attention.config import LARGEST_TILE
 
+    if any(layer.latent for layer in layers):
+        return "they do not attend to latents (MLA) yet"
     head_dim = max(layer.head_dim for layer in layers)
     if head_dim > MAX_HEAD_DIM:
         return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
@@ -181,6 +183,8 @@ def _error_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
 def _error_for_cpu_kernels(layers: Sequence[AttentionShape]) -> str:
     from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
 
+    if any(layer.latent for layer in layers):
+        return "they do not attend to latents (MLA)"
     head_dim = max(layer.head_dim for layer in layers)
     group = max(layer.heads // layer.kv_heads for layer in layers)
     if head_dim > MAX_HEAD_DIM:

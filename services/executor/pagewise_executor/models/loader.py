@@ -23,12 +23,14 @@ from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
+from pagewise_executor.kv.kv_pool import KVShape
 from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.kernel_choice import candidates, choose_kernels
 from pagewise_executor.models.key_rotations import UnknownRotationError, find_key_rotations
+from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
@@ -85,9 +87,9 @@ class LoadedModel:
         return sorted(set(self.sources)) or list(range(len(self.layers)))
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """The KV heads of each layer of the pool and their dimension."""
-        return [(self.layers[number].kv_heads, self.layers[number].head_dim) for number in self.kv_layers]
+    def shapes(self) -> list[KVShape]:
+        """The shape of each layer of the pool."""
+        return [self.layers[number].kv_shape for number in self.kv_layers]
 
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return a hash of the properties that two executors must share to exchange blocks."""
@@ -111,6 +113,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
     text = model_config.get_text_config(decoder=True)
     check_supported(config.model, model_config, text)
+    check_latents(config.model, model_config, text, trust_remote_code=config.trust_remote_code)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)

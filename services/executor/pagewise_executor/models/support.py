@@ -10,6 +10,7 @@ from pagewise_shared.config.adapter_options import SERVE_ADAPTER
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.models.latents import keeps_latents, latent_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -131,6 +132,9 @@ def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: 
     # In a heterogeneous configuration some settings of a layer differ from those of the other layers.
     own: Any = text.per_layer_config[module.layer_idx] if getattr(text, "is_heterogeneous", False) else text
     heads = int(own.num_attention_heads)
+    if keeps_latents(module):
+        rotated, latent = latent_sizes(module)
+        return AttentionShape(heads, 1, rotated + latent, dtype, float(module.scaling), latent=latent)
     head_dim = getattr(module, "head_dim", None) or getattr(own, "head_dim", None) or own.hidden_size // heads
     return AttentionShape(
         heads=heads,

@@ -16,6 +16,7 @@ from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.attention_temperature import fix_temperature
+from pagewise_executor.models.latents import absorb_latents
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
 from pagewise_executor.models.support import check_known
@@ -110,6 +111,7 @@ def load_with_transformers(
     rope = fix_rope(model, max_model_len)
     fix_temperature(config.model, model)
     check_values(config.model, dict(model.named_parameters()), headers)
+    absorb_latents(model)
     return model, shards, rope
 
 
