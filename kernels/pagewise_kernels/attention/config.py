@@ -30,8 +30,15 @@ LARGEST_TILE = 128 if not interpreted() else 16
 """Attention chunks are multiples of it, so that each begins with a tile."""
 
 
-def decode_config(group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool) -> TileConfig:
-    """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element."""
+def decode_config(
+    group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool, rotated: int = 0
+) -> TileConfig:
+    """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element.
+
+    ``rotated``: see ``latents``; 0: K and V are kept.
+    """
+    if rotated:
+        return latent_config(group, kv_bytes, device)
     rows = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(rows, 16, 4, 1)
@@ -56,9 +63,11 @@ def decode_configs(group: int) -> list[TileConfig]:
 
 
 def prefill_config(
-    longest: int, group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool
+    longest: int, group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool, rotated: int = 0
 ) -> TileConfig:
-    """For chunks of which the longest has ``longest`` queries."""
+    """For chunks of which the longest has ``longest`` queries. ``rotated``: see ``decode_config``."""
+    if rotated:
+        return latent_config(group, kv_bytes, device)
     smallest = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(smallest, 16, 4, 1)
@@ -94,3 +103,21 @@ def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.devi
 def decode_programs(device: torch.device, config: TileConfig) -> int:
     """Programs of the static grid of decode attention."""
     return config.programs * num_sms(device) if not interpreted() else 3
+
+
+def latent_groups(heads: int, kv_bytes: int, device: torch.device) -> int:
+    """Into how many groups the query heads of attention to latents are cut, each of which is a row of tiles."""
+    most = 64 if is_hopper(device) and kv_bytes == 2 and not interpreted() else 16
+    return next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= most)
+
+
+def latent_config(group: int, kv_bytes: int, device: torch.device) -> TileConfig:
+    """For attention to latents, of ``group`` query heads at once."""
+    rows = max(16, power_of_two(group))
+    if interpreted():
+        return TileConfig(rows, 16, 4, 1)
+    if kv_bytes == 4:
+        return TileConfig(rows, 16, 8, 2, programs=1)
+    if rows >= 64:
+        return TileConfig(rows, 64, 8, 2, programs=1)
+    return TileConfig(rows, 32, 4, 2, programs=1)

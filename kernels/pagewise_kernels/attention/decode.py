@@ -33,7 +33,7 @@ class DecodePlan:
         max_queries: most sequences of a step. heads, kv_heads, head_dim: of the model. kv_dtype: of the KV pool.
         window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         max_context: longest context in tokens; needed with ``deterministic``, where parts do not depend on the batch.
-        config: tiles and programs, by default those of ``decode_config``.
+        config: tiles and programs, by default those of ``decode_config``. rotated: of plans for latents (``latents``).
         attention_chunk: a query sees the tokens of its own chunk of so many tokens; None: it sees everything.
 
     ``can_share``: whether queries may read a shared prefix together (``share``): a tile has room for several of them,
@@ -46,20 +46,21 @@ class DecodePlan:
     def __init__(
         self, *, max_queries: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
         device: torch.device, window: int | None = None, deterministic: bool = False, max_context: int | None = None,
-        config: TileConfig | None = None, attention_chunk: int | None = None,
+        config: TileConfig | None = None, attention_chunk: int | None = None, rotated: int = 0,
     ) -> None:  # fmt: skip
         check_chunk(attention_chunk)
         self.window, self._attention_chunk = window, attention_chunk
         self.deterministic = deterministic
         self.config: TileConfig = config or decode_config(
-            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
+            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
         )
         # One program for each run and KV head.
         num_runs = max(1, decode_programs(device, self.config) // kv_heads)
         self.programs = num_runs * kv_heads
         self.split_tiles = DETERMINISTIC_SPLIT // self.config.tile if deterministic else 0
         self._at_once = self.config.rows // (heads // kv_heads)
-        self.can_share = self._at_once > 1 and window is None and attention_chunk is None and not deterministic
+        unlimited = window is None and attention_chunk is None
+        self.can_share = self._at_once > 1 and unlimited and not deterministic and not rotated
         if deterministic:
             if max_context is None:
                 raise ValueError("deterministic decode attention has to know max_context")

@@ -39,7 +39,7 @@ class PrefillPlan:
         config: the tile, chosen by default. upload: copies the plan to the device. The default reads memory that is
             not pinned, so CUDA copies a plan of more than 64 KiB (about 14,000 tokens) only after all work that was
             issued before. attention_chunk: a query sees the tokens of its own chunk of so many tokens, which begins
-            with a tile; None: it sees everything.
+            with a tile; None: it sees everything. rotated: of plans for latents (``latents``).
 
     ``packed``: the plan in one array, for callers that upload it with other arrays, and then call ``bind``.
     """
@@ -48,6 +48,7 @@ class PrefillPlan:
         self, chunks: Sequence[Chunk], *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype,
         device: torch.device, window: int | None = None, deterministic: bool = False, config: TileConfig | None = None,
         upload: Callable[[npt.NDArray[np.int32]], torch.Tensor] | None = None, attention_chunk: int | None = None,
+        rotated: int = 0,
     ) -> None:  # fmt: skip
         check_chunk(attention_chunk)
         group = heads // kv_heads
@@ -55,8 +56,9 @@ class PrefillPlan:
         self.window = window
         self.deterministic = deterministic
         self.config: TileConfig = config or prefill_config(
-            longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
+            longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
         )
+        self.groups = kv_heads
         units = _units(chunks, self.config.rows // group, self.config.tile, window, attention_chunk)
         self.programs = len(units) * kv_heads
         self._num_queries = max((chunk.first + chunk.size for chunk in chunks), default=0)
@@ -98,14 +100,15 @@ class StaticPrefillPlan:
     def __init__(
         self, size: int, *, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dtype, unit_count: torch.Tensor,
         units: torch.Tensor, positions: torch.Tensor, window: int | None = None, deterministic: bool = False,
-        attention_chunk: int | None = None,
+        attention_chunk: int | None = None, rotated: int = 0,
     ) -> None:  # fmt: skip
         check_chunk(attention_chunk)
         group, device = heads // kv_heads, units.device
         self.window, self.deterministic, self._attention_chunk = window, deterministic, attention_chunk
         self.config: TileConfig = prefill_config(
-            size, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic
+            size, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
         )
+        self.groups = kv_heads
         self._queries = self.config.rows // group
         self.unit_count, self.units, self.positions = unit_count, units, positions
         # More programs than fit at once would find no work.

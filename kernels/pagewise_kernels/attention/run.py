@@ -13,7 +13,7 @@ from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
-_COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+COMPUTE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Parts(NamedTuple):
@@ -32,12 +32,12 @@ class Parts(NamedTuple):
     arrivals: torch.Tensor
 
 
-def _registers(config: TileConfig) -> int:
+def registers(config: TileConfig) -> int:
     """The registers of a thread with which ``config.programs`` fit on a multiprocessor, in multiples of eight."""
     return min(255, 65536 // (config.programs * config.num_warps * 32) // 8 * 8)
 
 
-def _parts_at_once(size: int, num_warps: int) -> int:
+def parts_at_once(size: int, num_warps: int) -> int:
     """How many parts of ``size`` values the last program reads together: they take 64 registers of each thread."""
     return max(1, min(16, num_warps * 32 * 64 // size))
 
@@ -99,9 +99,9 @@ def run_decode(
         _positive(scale, shape), float(softcap or 1.0),
         ROWS=rows, HAS_WINDOW=has_window, PAIRS=pairs, HAS_ORDER=order is not None,
         HAS_SINKS=sinks is not None,
-        PARTS=1 if strict else _parts_at_once(rows * shape.dim, config.num_warps),
+        PARTS=1 if strict else parts_at_once(rows * shape.dim, config.num_warps),
         **_options(q, layer, shape, config, softcap, strict),
-        maxnreg=_registers(config),
+        maxnreg=registers(config),
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _options(
     if layer.scales is not None and q.dtype != torch.float32:
         compute = tl.float16
     else:  # the interpreter computes with numpy, which has no bfloat16
-        compute = tl.float32 if interpreted() else _COMPUTE[q.dtype]
+        compute = tl.float32 if interpreted() else COMPUTE[q.dtype]
     return {
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,

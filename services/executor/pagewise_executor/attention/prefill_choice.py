@@ -59,7 +59,7 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
 
 def begin_choice(config: ExecutorConfig, device: torch.device, shapes: Sequence[AttentionShape]) -> None:
     """Begin the trials that ``choose_prefill_library`` will wait for, while weights are read."""
-    if config.attention in ("auto", _OURS) and not _options_error(config, device):
+    if config.attention in ("auto", _OURS) and not _options_error(config, device) and not _latents(shapes):
         begin_trials(shapes, config.block_size, device)
 
 
@@ -75,6 +75,10 @@ def choose_prefill_library(
         ModelError: a library is asked for by name, and cannot compute the model; the text says why.
     """
     if config.attention == "triton" or _options_error(config, device):
+        return None, False
+    if _latents(shapes):
+        if config.attention in LIBRARIES:
+            raise ModelError(f"--attention {config.attention}: it does not attend to latents (MLA)")
         return None, False
     if config.attention not in LIBRARIES:
         return _choose_installed(shapes, kv_dtype, config.block_size, device)
@@ -112,6 +116,10 @@ def _choose_installed(
         return library, library.name != _OURS
     log.info("attention of prompts: %s", library.name)
     return library, False
+
+
+def _latents(shapes: Sequence[AttentionShape]) -> bool:
+    return any(shape.latent for shape in shapes)
 
 
 def _options_error(config: ExecutorConfig, device: torch.device) -> str:

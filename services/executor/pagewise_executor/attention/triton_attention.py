@@ -13,8 +13,12 @@ from pagewise_kernels.attention import (
     PrefillPlan,
     StaticPrefillPlan,
     decode_attention,
+    decode_latents,
     prefill_attention,
+    prefill_latents,
 )
+from pagewise_kernels.attention.config import latent_groups
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
@@ -42,6 +46,15 @@ class LayerKind(NamedTuple):
     kv_dtype: torch.dtype
     window: int | None
     attention_chunk: int | None = None
+    rotated: int = 0
+
+    @classmethod
+    def of(cls, heads: int, layer: PagedLayer, window: int | None) -> "LayerKind":
+        """Return the kind of a layer with so many query heads."""
+        if layer.latent:
+            groups = latent_groups(heads, layer.dtype.itemsize, layer.keys.device)
+            return cls(heads, groups, layer.latent, layer.dtype, window, rotated=layer.head_dim - layer.latent)
+        return cls(heads, layer.kv_heads, layer.head_dim, layer.dtype, window, layer.attention_chunk)
 
 
 @dataclass(slots=True)
@@ -84,16 +97,18 @@ class TritonStep:
         Raises:
             RuntimeError: a static step has no plan for this kind of layer.
         """
-        kind = LayerKind(q.shape[1], layer.kv_heads, layer.head_dim, layer.dtype, window, layer.attention_chunk)
-        self.backend.kinds.setdefault(kind, False)
+        kind = LayerKind.of(q.shape[1], layer, window)
+        self.backend.kinds.setdefault(kind, bool(layer.latent))
+        if self.is_static and kind not in self.prefill_plans:
+            raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
+        if layer.latent:
+            return self._attend_latents(layer, q, kind, scale)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decodes = len(self.lengths)
         if decodes:
             plan = _once(self.decode_plans, kind, self._plan_decodes)
             own, into = q[:decodes], out[:decodes]
             decode_attention(own, layer, self.tables, plan, out=into, scale=scale, softcap=softcap, sinks=sinks)
-        if self.is_static and kind not in self.prefill_plans:
-            raise RuntimeError(f"there was no layer like this when static plans were made: {kind}")
         library = None
         if self.chunks and kind not in self.prefill_plans:
             shape = AttentionShape(
@@ -109,6 +124,16 @@ class TritonStep:
         elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
             prefill_attention(q, layer, self.tables, chunks, out=out, scale=scale, softcap=softcap, sinks=sinks)
+        return out
+
+    def _attend_latents(self, layer: PagedLayer, q: torch.Tensor, kind: LayerKind, scale: float) -> torch.Tensor:
+        out, decodes = q.new_empty(*q.shape[:2], layer.latent), len(self.lengths)
+        if decodes:
+            plan = _once(self.decode_plans, kind, self._plan_decodes)
+            decode_latents(q[:decodes], layer, self.tables, plan, out=out[:decodes], scale=scale)
+        if self.chunks:
+            chunks = _once(self.prefill_plans, kind, self._plan_prefills)
+            prefill_latents(q, layer, self.tables, chunks, out=out, scale=scale)
         return out
 
     def _plan_decodes(self, kind: LayerKind) -> DecodePlan:

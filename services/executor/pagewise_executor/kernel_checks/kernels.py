@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
+from pagewise_kernels.attention import (
+    Chunk,
+    DecodePlan,
+    PrefillPlan,
+    decode_attention,
+    decode_latents,
+    prefill_attention,
+    prefill_latents,
+)
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import sum_of_experts
@@ -28,6 +36,7 @@ from torch import nn
 from pagewise_executor.adapters.triton_slots import make_tiles
 from pagewise_executor.attention.backend import AttentionShape, ForwardContext, PagedLayer
 from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.attention.triton_attention import LayerKind
 from pagewise_executor.kernel_checks.use import KernelUse
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.operations import HeadNorm, Operations, Rotation, TritonOperations
@@ -74,8 +83,8 @@ def _sinks(q: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
 
 
 def _empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> PagedLayer:
-    pool = KVPool([(shape.kv_heads, shape.head_dim)], num_blocks, use.block_size, use.kv_dtype, use.device)
-    return PagedLayer(pool.keys[0], pool.values[0], pool.scales[0])
+    pool = KVPool([shape.kv_shape], num_blocks, use.block_size, use.kv_dtype, use.device)
+    return PagedLayer(pool.keys[0], pool.values[0], pool.scales[0], attention_chunk=shape.attention_chunk)
 
 
 def _stored(layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,6 +111,7 @@ def _write_kv(use: KernelUse) -> Iterator[Compared]:
     for shape in use.attention:
         layer, slots = _empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
         k, v = (use.draw(len(slots), shape.kv_heads, shape.head_dim, seed=seed) for seed in range(2))
+        v = k[..., -shape.latent :] if shape.latent else v
         write_kv(k, v, layer, slots)
         for found, expected in zip(_stored(layer), (k, v), strict=True):
             yield Compared(found.flatten(0, 1)[slots], expected, _TOLERANCE[use.kv_dtype])
@@ -143,14 +153,17 @@ def _decode_attention(use: KernelUse) -> Iterator[Compared]:
         paged = _paged(use, shape)
         q = use.draw(len(_CONTEXTS), shape.heads, shape.head_dim, seed=2)
         plan = DecodePlan(
-            max_queries=len(q), heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-            kv_dtype=use.kv_dtype, device=use.device, window=shape.window, deterministic=use.deterministic,
-            max_context=max(_CONTEXTS), attention_chunk=shape.attention_chunk,
+            **LayerKind.of(shape.heads, paged.layer, shape.window)._asdict(), max_queries=len(q), device=use.device,
+            deterministic=use.deterministic, max_context=max(_CONTEXTS),
         )  # fmt: skip
         plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
-        found = decode_attention(
-            q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
-        )
+        if shape.latent:
+            found = q.new_empty(*q.shape[:2], shape.latent)
+            decode_latents(q, paged.layer, paged.tables, plan, out=found, scale=shape.scale)
+        else:
+            found = decode_attention(
+                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
+            )
         for row, length in enumerate(_CONTEXTS):  # apart: the longer the context, the smaller the values
             own = slice(row, row + 1)
             yield Compared(found[own], paged.expected(q[own], row, length - 1, shape), _TOLERANCE[use.dtype])
@@ -162,13 +175,16 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
         chunks = [Chunk(0, 0, _CONTEXTS[1], 1), Chunk(_CONTEXTS[1], _CONTEXTS[2] - 5, 5, 2)]
         q = use.draw(_CONTEXTS[1] + 5, shape.heads, shape.head_dim, seed=2)
         plan = PrefillPlan(
-            chunks, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_dtype=use.kv_dtype,
-            device=use.device, window=shape.window, deterministic=use.deterministic,
-            attention_chunk=shape.attention_chunk,
+            chunks, **LayerKind.of(shape.heads, paged.layer, shape.window)._asdict(), device=use.device,
+            deterministic=use.deterministic,
         )  # fmt: skip
-        found = prefill_attention(
-            q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
-        )
+        if shape.latent:
+            found = q.new_empty(*q.shape[:2], shape.latent)
+            prefill_latents(q, paged.layer, paged.tables, plan, out=found, scale=shape.scale)
+        else:
+            found = prefill_attention(
+                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
+            )
         for chunk in chunks:
             own = slice(chunk.first, chunk.first + chunk.size)
             expected = paged.expected(q[own], chunk.table, chunk.start, shape)

@@ -73,7 +73,7 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         has_head_norm=bool(layers) and layers[0].head_norm is not None,
         linears=_linears(loaded.model),
         mixture=next(_mixtures(layers), None),
-        rotation=loaded.rotations[0] if loaded.rotations else None,
+        rotation=loaded.rotations[0] if loaded.rotations and not shapes[0].latent else None,
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
     )  # fmt: skip

@@ -75,11 +75,11 @@ class SegmentMover:
             if number not in angles:
                 angles[number] = rotation.angles(distances)
             cos, sin = angles[number]
-            if self._triton:
+            if self._triton and not layer.latent:
                 from pagewise_kernels.segment_move import move_tokens
 
                 move_tokens(layer, sources, targets, cos, sin, interleaved=rotation.interleaved)
-            else:  # float8 needs the Triton kernels
+            else:  # latents, whose values are parts of the keys; float8 is moved by the Triton kernel
                 layer.keys[target] = rotation.rotate(layer.keys[source].float(), cos, sin).to(layer.dtype)
                 layer.values[target] = layer.values[source]
 

@@ -155,10 +155,12 @@ def _error_of_triton(device: torch.device) -> str:
 def _error_for_triton(layers: Sequence[AttentionShape]) -> str:
     from pagewise_kernels.attention.checks import MAX_HEAD_DIM
     from pagewise_kernels.attention.config import LARGEST_TILE
+    from pagewise_kernels.attention.latents import MAX_LATENT
 
-    if any(layer.latent for layer in layers):
-        return "they do not attend to latents (MLA) yet"
-    head_dim = max(layer.head_dim for layer in layers)
+    latent = max(layer.latent for layer in layers)
+    if latent > MAX_LATENT:
+        return f"latents of {latent} are too large, up to {MAX_LATENT} are supported"
+    head_dim = max(0 if layer.latent else layer.head_dim for layer in layers)
     if head_dim > MAX_HEAD_DIM:
         return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"
     chunks = [layer.attention_chunk for layer in layers if layer.attention_chunk]
