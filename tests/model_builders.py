@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from pagewise_executor.models.latents import register_mistral4
 
 VOCAB_SIZE = 199
 
@@ -199,13 +200,17 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT_MIXTURE),
     "mistral4": (
         "Mistral4Config",
-        _LATENT_MIXTURE | {"rope_parameters": _YARN | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}},
+        _LATENT_MIXTURE
+        | {
+            "rope_parameters": _YARN
+            | {"factor": 16.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1}
+        },
     ),
     "minicpm3": ("MiniCPM3Config", _LATENT),
     "youtu": ("YoutuConfig", _LATENT),
     "axk1": ("AXK1Config", _LATENT_MIXTURE | _GROUPED_EXPERTS),
 }
-"""Families with multi-head latent attention."""
+"""Families with multi-head latent attention (MLA)."""
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
@@ -221,6 +226,8 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
     name, settings = (FAMILIES | OTHERS | LATENTS)[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**settings | more)
+    if family == "mistral4":
+        register_mistral4()
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -44,8 +44,10 @@ class KVLayer:
 
     def __post_init__(self) -> None:
         keys, values = self.keys, self.values
-        if keys.dim() != 4 or (keys.shape[:3], keys.device) != (values.shape[:3], values.device) or (
-            keys.shape[3] < values.shape[3]
+        if (
+            keys.dim() != 4
+            or (keys.shape[:3], keys.device) != (values.shape[:3], values.device)
+            or (keys.shape[3] < values.shape[3])
         ):
             raise ValueError(
                 "keys and values are [num_blocks, block_size, kv_heads, head_dim] on one device, not "

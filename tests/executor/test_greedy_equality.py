@@ -6,7 +6,9 @@ import pytest
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.parity import check_family
-from tests.model_builders import FAMILIES
+from tests.model_builders import FAMILIES, LATENTS
+
+LATENTS_IN_SHORT = ("deepseek_v2", "deepseek_v3", "mistral4")
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
@@ -15,6 +17,17 @@ def test_greedy_tokens_equal_generate(family: str, block_size: int, kernels: str
     if kernels == "cpu":
         need_cpu_kernels()
     check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_size"),
+    [
+        pytest.param(family, (5, 16, 1)[i % 3], marks=[pytest.mark.long] * (family not in LATENTS_IN_SHORT))
+        for i, family in enumerate(LATENTS)
+    ],
+)
+def test_greedy_tokens_from_latents_equal_generate(family: str, block_size: int, tmp_path: Path) -> None:
+    check_family(family, tmp_path, "cpu", block_size, kernels="torch")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])

@@ -23,8 +23,8 @@ def decode_latents(
 ) -> None:
     """Write the attention of q [queries, heads, rotated + latent], one query for each sequence, to ``out``.
 
-    ``layer``: of latents. tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries of
-    length 0 get zeros. out [queries, heads, latent]: sums of latents.
+    ``layer``: of latents. tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries
+    of length 0 get zeros. out [queries, heads, latent]: sums of latents.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -32,7 +32,7 @@ def decode_latents(
     _check(q, layer, tables, out)
     if len(q) > plan.max_queries or plan.parts.values.shape[1:] != out.shape[1:]:
         raise ValueError(
-            f"the plan is for {plan.max_queries} queries of {list(plan.parts.values.shape[1:])}, out is {list(out.shape)}"
+            f"the plan is for {plan.max_queries} queries of {list(plan.parts.values.shape[1:])}, not {list(out.shape)}"
         )
     groups, config, parts = plan.parts.arrivals.shape[1], plan.config, plan.parts
     check_device(q, plan.units)

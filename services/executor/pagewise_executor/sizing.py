@@ -67,7 +67,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
-    check_latents(config.model, found, text, trust_remote_code=config.trust_remote_code)
+    check_latents(config, found, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     with torch.device("meta"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

@@ -261,7 +261,7 @@ def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of all layers of ``shapes`` as a pool takes them, and the scales of float8."""
+    """Return the bytes of one block: K and V of layers of ``shapes``, as ``KVPool`` explains, and float8's scales."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 

@@ -4,18 +4,28 @@ Their attention modules, code of transformers, make latents into keys and values
 to the attention function. Only this method is replaced. How families make, rotate and scale queries stays theirs.
 """
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.attention.absorbed import Absorbed
+from pagewise_executor.models.weight_files import first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+def register_mistral4() -> None:
+    """Register the language model of Mistral 4, which transformers builds for its multimodal model only."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # type: ignore[no-untyped-call]
 
 
 def keeps_latents(module: nn.Module) -> bool:
@@ -28,25 +38,32 @@ def latent_sizes(module: Any) -> tuple[int, int]:
     return int(module.qk_rope_head_dim), int(module.kv_lora_rank)
 
 
-def check_latents(name: str, config: "PretrainedConfig", text: Any, *, trust_remote_code: bool) -> None:
+def check_latents(config: ExecutorConfig, model_config: "PretrainedConfig", text: Any) -> None:
     """Check the attention of a model whose configuration has latents, before its weights are read.
 
-    ``config``, ``text``: of the model, and of its language model.
+    ``model_config``, ``text``: the content of config.json, and its part for the language model.
 
     Raises:
-        ModelError: it computes something else beside them, or this version of transformers has no ``expand_kv``.
+        ModelError: the model computes something else beside them, this version of transformers has no ``expand_kv``, or
+            an option is not for latents.
     """
     if getattr(text, "kv_lora_rank", None) is None:
         return
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, trust_remote_code=trust_remote_code
-        )
+    name = f"{config.model} (model_type {text.model_type}) has multi-head latent attention (MLA)"
+    if config.kv_dtype == "fp8":
+        raise ModelError(f"--kv-dtype fp8: {name}, whose latents are kept in the type of the model only")
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                model_config, trust_remote_code=config.trust_remote_code
+            )
+    except ValueError as error:
+        raise ModelError(f"{name}, and transformers cannot build it: {first_line(error)}") from error
     for module in model.modules():
         if keeps_latents(module) and (why := _unfit(module)):
-            raise ModelError(f"{name} ({type(model).__name__}) has multi-head latent attention (MLA) {why}")
+            raise ModelError(f"{name} {why}")
 
 
 def _unfit(module: Any) -> str:
@@ -58,10 +75,23 @@ def _unfit(module: Any) -> str:
     if not callable(getattr(module, "expand_kv", None)) or type(getattr(module, "kv_b_proj", None)) is not nn.Linear:
         from transformers import __version__
 
-        return (
-            f"without a method expand_kv that expands latents in transformers {__version__}: a later version may have it"
-        )
+        return f"without a method expand_kv that expands latents in transformers {__version__}: take a later version"
     return ""
+
+
+def latent_plan(model: nn.Module) -> dict[str, str]:
+    """Return how the attention of a model with latents is divided among ranks: by query heads.
+
+    Every rank computes and keeps the latents of all tokens. Empty: the model has no latents.
+    """
+    styles = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+    return {
+        f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', name)}.{projection}": style
+        for name, module in model.named_modules()
+        if keeps_latents(module)
+        for projection, style in styles.items()
+        if getattr(module, projection, None) is not None
+    }
 
 
 def absorb_latents(model: nn.Module) -> None:

@@ -113,7 +113,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
     text = model_config.get_text_config(decoder=True)
     check_supported(config.model, model_config, text)
-    check_latents(config.model, model_config, text, trust_remote_code=config.trust_remote_code)
+    check_latents(config, model_config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)

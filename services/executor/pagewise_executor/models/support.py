@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SERVED = (
     "served are Llama, Llama 4, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2, 3 and 4, gpt-oss, Phi-3, "
-    "GPT-2, GPT-NeoX, OPT, and models that compute alike"
+    "GPT-2, GPT-NeoX, OPT, DeepSeek V2 and V3, GLM-4.7-Flash, and models that compute alike"
 )
 """The families with a test, as a part of a sentence."""
 

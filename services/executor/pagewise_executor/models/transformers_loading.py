@@ -16,7 +16,7 @@ from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.attention_temperature import fix_temperature
-from pagewise_executor.models.latents import absorb_latents
+from pagewise_executor.models.latents import absorb_latents, latent_plan, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
 from pagewise_executor.models.support import check_known
@@ -54,6 +54,8 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
         )
     except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
         raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
+    if found.model_type == "mistral4":
+        register_mistral4()
     return found
 
 
@@ -209,13 +211,13 @@ def _plan(model: Any) -> dict[str, str]:
     Raises:
         UnknownShardError: it has none, or one that is not known here.
     """
-    plan: dict[str, str] = model.tp_plan
+    plan: dict[str, str] = model.tp_plan | latent_plan(model)
     if not plan:
         raise UnknownShardError(
             f"--tensor-parallel: transformers says for no layer of {type(model).__name__} how it can be divided"
         )
     styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    if {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
+    if not latent_plan(model) and {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
         # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
         raise UnknownShardError(
             f"--tensor-parallel: attention of {type(model).__name__} has no projections that can be divided by heads"
