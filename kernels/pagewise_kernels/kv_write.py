@@ -66,25 +66,22 @@ def write_kv_kernel(
 def write_kv(new_keys: torch.Tensor, new_values: torch.Tensor, layer: KVLayer, slots: torch.Tensor) -> None:
     """Write K and V of each token into its slot, block * block_size + offset; a negative slot is skipped.
 
-    new_keys, new_values [tokens, kv_heads, head_dim]; of latents, the values are not read. slots int32 or
-    int64 [tokens], no two alike. Into a float8_e4m3fn pool each token and head is scaled by its own greatest value, which goes into the scales of the layer.
+    new_keys, new_values [tokens, kv_heads, head_dim]; of latents, the values are not read. slots int32 or int64
+    [tokens], no two alike. Into a float8_e4m3fn pool each token and head is scaled by its own greatest value, which
+    goes into the scales of the layer.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    if (
-        (new_keys.shape != new_values.shape and not layer.latent)
-        or new_keys.dtype != new_values.dtype
-        or new_values.stride(-1) != 1
-    ):
+    values = layer.values
+    if layer.latent:  # the same numbers are written to the same place twice
+        new_values, values = new_keys, layer.keys
+    if new_keys.shape != new_values.shape or new_keys.dtype != new_values.dtype or new_values.stride(-1) != 1:
         raise ValueError(
             f"new keys and values are alike, not {new_keys.dtype} {list(new_keys.shape)} and {new_values.dtype} "
             f"{list(new_values.shape)}"
         )
     layer.check_new(new_keys, slots)
-    values = layer.values
-    if layer.latent:  # the same numbers are written to the same place twice
-        new_values, values = new_keys, layer.keys
     tokens, heads, head_dim = new_keys.shape
     check_device(new_keys, new_values, layer.keys, slots)
     launch(

@@ -31,7 +31,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_vector_is_kept_for_a_token(model_path: Path) -> None:
-    runner = build_runner(model_path, block_size=8)
+    runner = build_runner(model_path, block_size=8, kernels="torch")
     assert runner.info.bytes_per_block == 3 * 8 * (24 + 8) * 4, "3 layers, a latent of 24 and a rotated part of 8"
     runner.close()
 
@@ -63,8 +63,8 @@ def test_triton_kernels_give_the_tokens_of_transformers(tmp_path: Path, device: 
 
 def test_ranks_divide_the_query_heads(tmp_path: Path) -> None:
     build_model("deepseek_v3", tmp_path, seed=7)
-    expected, _ = greedy(ModelRunner(config_of(tmp_path, 1)))
-    group = ThreadGroup(tmp_path, 2)
+    expected, _ = greedy(ModelRunner(config_of(tmp_path, 1, kernels="torch")))
+    group = ThreadGroup(tmp_path, 2, kernels="torch")
     found, preempted = greedy(group)  # type: ignore[arg-type]
     group.close()
     assert found == expected
@@ -92,4 +92,4 @@ def test_what_cannot_be_kept_is_refused_before_weights_are_read(tmp_path: Path) 
     settings = json.loads((tmp_path / "config.json").read_text())
     sparse = settings | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(sparse))
-    assert "sparse attention is not served" in refused()
+    assert "layers of a kind that keeps no paged KV: indexed_attention" in refused()

@@ -41,8 +41,8 @@ def attend_latents(
 ):  # fmt: skip
     """Take context tokens ``start`` to ``stop`` into acc [M, DIM], high [M] (log2) and total [M].
 
-    ``start`` is a multiple of TILE. ``MASKED``: they reach over ``end``, or with ``CAUSAL`` some row does not see some of
-    them. Without ``CAUSAL`` all rows see all of them.
+    ``start`` is a multiple of TILE. ``MASKED``: they reach over ``end``, or with ``CAUSAL`` some row does not see some
+    of them. Without ``CAUSAL`` all rows see all of them.
     """
     for tile in range(start, stop, TILE):
         tokens = tile + tl.arange(0, TILE)
