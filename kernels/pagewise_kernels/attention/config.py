@@ -119,5 +119,5 @@ def latent_config(group: int, kv_bytes: int, device: torch.device) -> TileConfig
     if kv_bytes == 4:
         return TileConfig(rows, 16, 8, 2, programs=1)
     if rows >= 64:
-        return TileConfig(rows, 64, 8, 2, programs=1)
+        return TileConfig(rows, 32, 8, 2, programs=1)
     return TileConfig(rows, 32, 4, 2, programs=1)
