@@ -27,6 +27,7 @@ from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
+from pagewise_executor.models.trial import try_without_weights
 from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
 CONTEXT_BYTES = 2**30
@@ -61,18 +62,13 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     Raises:
         PagewiseError: the model cannot be served, or not be divided like that; the text says why.
     """
-    from transformers import AutoModelForCausalLM
-
     limits = with_step_limits(config, Gpu(gpu_memory))
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
     check_latents(config, found, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
-    with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            found, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
+    model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
     weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)

@@ -38,8 +38,9 @@ from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
-from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
+from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
+from pagewise_executor.models.trial import try_without_weights
 from pagewise_executor.models.weight_files import check_weights, checked_headers, first_line, weight_files
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, model_config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
+    if checkpoint is None:
+        try_without_weights(config.model, model_config, dtype, trust_remote_code=config.trust_remote_code)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
@@ -192,8 +195,7 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         raise
     except Exception as error:  # transformers raises plain exceptions of many kinds for a config.json that is wrong
         log.debug("%s cannot be loaded", config.model, exc_info=True)
-        kind = f"; {SERVED}" if "Unrecognized configuration class" in str(error) else ""
-        raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}{kind}") from error
+        raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}") from error
 
 
 def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None) -> str:

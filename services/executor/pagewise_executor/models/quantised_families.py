@@ -41,7 +41,7 @@ def _text_of_gemma3(name: str) -> str | None:
 FAMILIES: dict[str, _Family] = {
     "gemma2": _Family(),
     "gemma3": _Family(named=_text_of_gemma3),
-    "gemma3_text": _Family(),
+    "gemma3_text": _Family(named=_text_of_gemma3),
     "mixtral": _Family(("w1", "w3", "w2"), lambda name: name.replace(".block_sparse_moe.", ".mlp.")),
     "phi3": _Family(),
     "qwen2_moe": _Family(),

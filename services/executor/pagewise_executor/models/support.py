@@ -1,7 +1,9 @@
 """The models that are served, the refusals of others, and the attention layers of a model."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,21 +68,132 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
 """Checks of the configurations of a model and of its language model, each with the text of its refusal."""
 
 
+@dataclass(slots=True, frozen=True)
+class AttentionCall:
+    """A call of the attention function by a layer of a model without weights, whose tensors have no data.
+
+    Fields:
+        query, key, value: [1, heads, tokens, head_dim].
+        mask: the layer's; None: it has none. ``sees``: whether a query at a position sees a key at another by that
+            mask, from (sequence, head, query's position, key's position); None: the model made the mask itself.
+        arguments: all others, by name.
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    sees: Callable[[int, int, torch.Tensor, torch.Tensor], Any] | None
+    arguments: dict[str, Any]
+
+
+_WITHOUT_EFFECT = {
+    "attention_mask", "cache_position", "dropout", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+"""Arguments that models pass on to attention and that do not change its result here."""
+
+
+def _not_causal(call: AttentionCall, shape: AttentionShape) -> bool:
+    return call.arguments.get("is_causal", getattr(call.module, "is_causal", True)) is False
+
+
+def _unequal(call: AttentionCall, shape: AttentionShape) -> str:
+    key, value = call.key.shape, call.value.shape
+    return "" if key == value or shape.latent else f"{key[1]} heads of {key[-1]} and {value[1]} of {value[-1]}"
+
+
+def _other_shape(call: AttentionCall, shape: AttentionShape) -> str:
+    if shape.latent:  # the trial expands latents to heads
+        return ""
+    window = call.arguments.get("sliding_window")
+    # The scale is not compared: OPT scales its queries itself, and every backend uses the scale of the call.
+    found = {
+        "query heads": (call.query.shape[1], shape.heads),
+        "KV heads": (call.key.shape[1], shape.kv_heads),
+        "numbers in a head": (call.key.shape[-1], shape.head_dim),
+        "tokens in the window": (_effective(call, window), _effective(call, shape.window)),
+        "for the cap of scores": (call.arguments.get("softcap"), shape.softcap),
+    }
+    return ", ".join(f"{own} {name} and not {seen}" for name, (own, seen) in found.items() if own != seen)
+
+
+def _longest(call: AttentionCall) -> int:
+    return int(getattr(getattr(call.module, "config", None), "max_position_embeddings", None) or sys.maxsize)
+
+
+def _effective(call: AttentionCall, window: int | None) -> int | None:
+    """Return the window if it is shorter than the longest sequence; Phi-3.5-MoE has one that is not."""
+    return window if window and window < _longest(call) else None
+
+
+def _others(call: AttentionCall, shape: AttentionShape) -> str:
+    known = _WITHOUT_EFFECT | {"is_causal", "s_aux", "scaling", "sliding_window", "softcap"}
+    return ", ".join(sorted(name for name, value in call.arguments.items() if name not in known and value is not None))
+
+
+def _other_mask(call: AttentionCall, shape: AttentionShape) -> str:
+    """Describe the first key that a query sees by the mask and not by paged attention, or the reverse."""
+    if call.mask is None or shape.attention_chunk:  # where chunks begin depends on the prompt's padding
+        return ""
+    if call.sees is None:
+        return "one that it makes itself"
+    window = _effective(call, call.arguments.get("sliding_window"))
+    queries = {0, 1, 5, 100, 8191, 100_003} | ({window - 1, window, window + 1, 3 * window + 1} if window else set())
+    for query in sorted(one for one in queries if one < _longest(call)):
+        first = max(0, query - window + 1) if window else 0
+        for key in sorted({0, 1, first - 1, first, query // 2, query - 1, query, query + 1, query + 7} - {-1}):
+            try:
+                seen = bool(call.sees(0, 0, torch.tensor(query), torch.tensor(key)))
+            except Exception as error:  # the function may need data of the prompt
+                return f"one that depends on the prompt ({type(error).__name__})"
+            if seen != (first <= key <= query):
+                return f"one by which a token at position {query} {'sees' if seen else 'does not see'} that at {key}"
+    return ""
+
+
+_REFUSED_CALLS: tuple[tuple[Callable[[AttentionCall, AttentionShape], Any], str], ...] = (
+    (_not_causal, "attends to the tokens behind a token too, as encoders do"),
+    (_unequal, "has keys and values of unequal size, which paged attention does not support: {}"),
+    (_others, "passes arguments to attention which paged attention does not know: {}"),
+    (_other_shape, "has layers whose attention differs from config.json: {}"),
+    (_other_mask, "masks attention in a way that paged attention does not support: {}"),
+)
+"""Checks of each call of attention in a model without weights, each with the text of its refusal."""
+
+
+def refuse_call(model: str, call: AttentionCall, shape: AttentionShape) -> None:
+    """Check a call of attention against the shape that paged attention computes with.
+
+    Raises:
+        ModelError: paged attention would compute something else.
+    """
+    for refuses, why in _REFUSED_CALLS:
+        if found := refuses(call, shape):
+            raise ModelError(f"{model} {why.format(found)}; {SERVED}")
+
+
 def check_supported(model: str, config: object, text: object) -> None:
     """Check that a model is of a kind that is served. ``text``: the part of ``config`` for its language model.
 
     Raises:
         ModelError: it is not; the text names the kinds that are.
     """
+    named = f"{model} (model_type {getattr(config, 'model_type', None)})"
     for refuses, why in _REFUSED:
         if found := refuses(config, text):
-            raise ModelError(f"{model} {why.format(found)}; {SERVED}")
+            raise ModelError(f"{named} {why.format(found)}; {SERVED}")
     for name in _COUNTS:
         value = getattr(text, name, None)
         if value is None and name == "max_position_embeddings":
             continue  # some families have no limit
+        if not hasattr(text, name):
+            raise ModelError(f"{named} has no {name}, so it is no decoder with layers of attention; {SERVED}")
         if type(value) is not int or value < 1:
-            raise ModelError(f"{model}: config.json is unusable: {name} is {value!r}, and not a positive number")
+            raise ModelError(
+                f"{named}: config.json is unusable: {name} is {value!r}, and not a positive number; {SERVED}"
+            )
 
 
 def check_known(model: str, path: Path) -> None:
@@ -123,7 +236,7 @@ def attention_modules(
         if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
     }
     if sorted(found) != list(range(text.num_hidden_layers)):
-        raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers: not supported")
+        raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers; {SERVED}")
     return [found[layer] for layer in sorted(found)]
 
 

@@ -20,6 +20,7 @@ from pagewise_executor.models.latents import absorb_latents, latent_plan, regist
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
 from pagewise_executor.models.support import check_known
+from pagewise_executor.models.text_part import is_text_part, text_name, text_part
 from pagewise_executor.models.weight_files import Headers, first_line, open_weights
 from pagewise_executor.models.weight_report import (
     Differences,
@@ -40,7 +41,7 @@ _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_
 
 
 def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
-    """Return the content of config.json.
+    """Return the content of config.json; of a multimodal model, the part for its causal LM.
 
     Raises:
         ModelError: it cannot be used.
@@ -56,7 +57,7 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
         raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
     if found.model_type == "mistral4":
         register_mistral4()
-    return found
+    return text_part(config.model, found)
 
 
 def load_with_transformers(
@@ -89,8 +90,10 @@ def load_with_transformers(
     check_experts(config.model, headers)
     model: torch.nn.Module
     shards: Shards | None = None
-    with _bars_in_the_log(config.model):
-        if ranks.alone:
+    with _bars_in_the_log(config.model), ExitStack() as stack:
+        if ranks.alone and is_text_part(path, part):
+            model, differences = _load_text(part, headers, dtype, stack)
+        elif ranks.alone:
             loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
                 path,
                 config=part,
@@ -107,7 +110,9 @@ def load_with_transformers(
                 for weight in model.parameters():
                     weight.data = weight.data.to(dtype) if weight.dtype == torch.bfloat16 else weight.data
         else:
-            model, shards, differences = _load_part(config, whole, part, headers, dtype, ranks)
+            model, shards, differences = _load_part(
+                config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
+            )
     check_differences(config.model, headers, differences)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
@@ -125,6 +130,33 @@ def _conversion(config: Any) -> dict[str, Any]:
     return {"quantization_config": Mxfp4Config(dequantize=True)} if settings.get("quant_method") == "mxfp4" else {}
 
 
+def _load_text(
+    part: "PretrainedConfig", headers: Headers, dtype: torch.dtype, stack: ExitStack
+) -> tuple[torch.nn.Module, Differences]:
+    """Return the causal LM of a multimodal checkpoint, and the differences. ``stack`` closes the files."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from pagewise_executor.attention.paged import NAME
+
+    opened = [stack.enter_context(open_weights(file)) for file in headers]
+    weights = {
+        name: file.get_slice(key)
+        for file in opened
+        for key in file.keys()  # noqa: SIM118 - it is no dict
+        if (name := text_name(key)) is not None
+    }
+    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)].from_pretrained(
+        None,
+        config=part,
+        state_dict=weights,
+        dtype=dtype,
+        attn_implementation=NAME,
+        ignore_mismatched_sizes=True,  # they are reported with the others
+        output_loading_info=True,
+    )
+    return loaded[0], differences_of(loaded[1])
+
+
 class _LazyPart:
     """A weight of the checkpoint in the state dict of transformers, which reads ``[...]`` of it when it needs it."""
 
@@ -136,9 +168,18 @@ class _LazyPart:
 
 
 def _load_part(
-    config: ExecutorConfig, whole: Any, part: Any, headers: Headers, dtype: torch.dtype, ranks: Ranks
+    config: ExecutorConfig,
+    whole: Any,
+    part: Any,
+    headers: Headers,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    named: Callable[[str], str | None],
 ) -> tuple[torch.nn.Module, Shards, Differences]:
-    """Return a rank's part of a model, in host memory, its division, and the differences between its files and it."""
+    """Return a rank's part of a model, in host memory, its division, and the differences between its files and it.
+
+    ``named``: returns the name that a tensor of the files has in a checkpoint of this model alone; None: it has none.
+    """
     from transformers import AutoModelForCausalLM
 
     from pagewise_executor.attention.paged import NAME
@@ -161,14 +202,16 @@ def _load_part(
         for file in headers:
             opened = stack.enter_context(open_weights(file))
             for key in opened.keys():  # noqa: SIM118 - it is no dict
-                name, joined = name_of(key)
+                if (alone := named(key)) is None:
+                    continue
+                name, joined = name_of(alone)
                 found = list(opened.get_slice(key).get_shape())
                 # A part of a weight that is too large may have the right size. The shapes of weights that are joined to
                 # others are compared after the join.
                 if not joined and found != sizes.get(name, found):
                     mismatched.append(Mismatch(key, found, sizes[name]))
                 # transformers reports weights that the model does not have.
-                weights[key] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
+                weights[alone] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
         if mismatched:
             return empty, shards, Differences(mismatched=mismatched)
         model, info = type(empty).from_pretrained(

@@ -1,0 +1,139 @@
+"""The tables of models in docs/models.md: which families are served, and the KV of a token at real sizes.
+
+    python -m docs.models [--check]
+
+It tries a tiny model of each family without weights, as an executor does before it reads any, which takes a minute. The
+long tests of tests/executor/models/test_every_causal_lm.py compare the tokens of each family that is served.
+"""
+
+import argparse
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported
+from pagewise_executor.models.text_part import text_part
+from pagewise_executor.models.trial import try_without_weights
+from pagewise_shared.errors import ModelError
+
+from tests.every_causal_lm import causal_lms, tiny_config
+
+DOCUMENT = Path(__file__).parent / "models.md"
+
+_NAME = "MODEL"
+
+
+def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int | None = None) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return sizes | {"num_key_value_heads": kv_heads} | ({"head_dim": head_dim} if head_dim else {})
+
+
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3.1 8B": ("llama", _sizes(32, 4096, 32, 8)),
+    "Llama 3.1 70B": ("llama", _sizes(80, 8192, 64, 8)),
+    "Mistral 7B": ("mistral", _sizes(32, 4096, 32, 8)),
+    "Mistral Small 3 24B": ("mistral", _sizes(40, 5120, 32, 8, 128)),
+    "Mixtral 8x7B": ("mixtral", _sizes(32, 4096, 32, 8)),
+    "Qwen2.5 7B": ("qwen2", _sizes(28, 3584, 28, 4)),
+    "Qwen2.5 72B": ("qwen2", _sizes(80, 8192, 64, 8)),
+    "Qwen3 8B": ("qwen3", _sizes(36, 4096, 32, 8, 128)),
+    "Qwen3 32B": ("qwen3", _sizes(64, 5120, 64, 8, 128)),
+    "Qwen3 30B-A3B": ("qwen3_moe", _sizes(48, 2048, 32, 4, 128)),
+    "Qwen3 235B-A22B": ("qwen3_moe", _sizes(94, 4096, 64, 4, 128)),
+    "Gemma 2 9B": ("gemma2", _sizes(42, 3584, 16, 8, 256)),
+    "Gemma 2 27B": ("gemma2", _sizes(46, 4608, 32, 16, 128)),
+    "Gemma 3 12B": ("gemma3_text", _sizes(48, 3840, 16, 8, 256)),
+    "Gemma 3 27B": ("gemma3_text", _sizes(62, 5376, 32, 16, 128)),
+    "Phi-4 14B": ("phi3", _sizes(40, 5120, 40, 10)),
+    "OLMo 2 7B": ("olmo2", _sizes(32, 4096, 32, 32)),
+    "GLM-4.5-Air": ("glm4_moe", _sizes(46, 4096, 96, 8, 128)),
+    "GLM-4.5": ("glm4_moe", _sizes(92, 5120, 96, 8, 128)),
+    "gpt-oss 20B": ("gpt_oss", _sizes(24, 2880, 64, 8, 64)),
+    "gpt-oss 120B": ("gpt_oss", _sizes(36, 2880, 64, 8, 64)),
+    "DeepSeek V3": ("deepseek_v3", {}),
+}
+"""Families and sizes of well-known models; the other settings are the defaults of transformers."""
+
+
+def refusal(config: transformers.PreTrainedConfig) -> str:
+    """The reason why models of this configuration are refused; empty: they are served."""
+    try:
+        _tried(config, torch.float32)
+    except ModelError as error:
+        return reason_of(str(error))
+    return ""
+
+
+def reason_of(error: str) -> str:
+    """The part of a refusal between the name of the model and the families that are served."""
+    return error.partition(") ")[2].removesuffix(f"; {SERVED}")
+
+
+def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+    part = text_part(_NAME, config)
+    text = part.get_text_config(decoder=True)
+    check_supported(_NAME, part, text)
+    return try_without_weights(_NAME, part, dtype, trust_remote_code=False), text
+
+
+def row_of(kind: str, reason: str) -> str:
+    """The row of a family; ``reason``: why it is refused, or empty."""
+    return f"| `{kind}` | {'refused' if reason else 'served'} | {reason.replace('|', '/')} |"
+
+
+def families_table() -> str:
+    """One row for each causal LM of transformers."""
+    rows = [row_of(kind, refusal(tiny_config(kind))) for kind in sorted(causal_lms())]
+    return "\n".join(["| model_type | | why |", "|---|---|---|", *rows])
+
+
+def memory_table() -> str:
+    """The KV of a token at real sizes."""
+    rows = []
+    for name, (kind, sizes) in REAL.items():
+        try:
+            model, text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
+        except ModelError:
+            rows.append(f"| {name} | `{kind}` | refused | |")
+            continue
+        layers = [attention_shape(one, text, torch.bfloat16) for one in attention_modules(name, model, text)]
+        size = bytes_per_block([(one.kv_heads, one.head_dim) for one in layers], 1, torch.bfloat16) / 1024
+        windows = sum(one.window is not None for one in layers)
+        rows.append(f"| {name} | `{kind}` | {size:,.5g} KiB | {f'{windows} of {len(layers)}' if windows else ''} |")
+    return "\n".join(
+        ["| model | model_type | KV of a token in bfloat16 | layers with a window |", "|---|---|---|---|", *rows]
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"families": families_table, "memory": memory_table}
+
+
+def written(text: str) -> str:
+    """The document with its tables made anew."""
+
+    def table(match: "re.Match[str]") -> str:
+        return f"{match[1]}\n\n{TABLES[match[2]]()}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- table: (\w+) -->).*?(<!-- end of table -->)", table, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Write the tables anew, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a table is out of date")
+    check = parser.parse_args().check
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    text, new = DOCUMENT.read_text(), written(DOCUMENT.read_text())
+    if not check:
+        DOCUMENT.write_text(new)
+    return 1 if check and text != new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

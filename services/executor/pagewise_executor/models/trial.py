@@ -1,0 +1,156 @@
+"""A trial of a model without its weights: what its layers ask of attention, before a byte of the weights is read.
+
+The model is built on the meta device, whose tensors have shapes and no data, and computes one short prompt. An
+attention function and a mask function of the trial record the arguments that each layer passes, and the modules that
+pass them. So a model that keeps state elsewhere, that attends in a way of its own, or whose masks let a token see other
+tokens than paged attention would, is found by what it does, and need not be on a list.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pagewise_shared.errors import ModelError
+from torch import nn
+
+from pagewise_executor.models.support import SERVED, AttentionCall, attention_modules, attention_shape, refuse_call
+from pagewise_executor.models.weight_files import first_line
+
+log = logging.getLogger(__name__)
+
+_NAME = "pagewise-trial"
+_TOKENS = 6
+_STATES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "past_buckets_states", "mems", "state"}
+"""Parameters by which transformers' modules get the state of a sequence."""
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
+    """Return the model that transformers builds for ``config``, on the meta device, after it was tried.
+
+    ``model``: its name, for errors. ``config``: of transformers; of the whole model, not of one rank's part.
+
+    Raises:
+        ModelError: paged attention would not serve it, or not serve it right; the text says why.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    name = f"{model} (model_type {config.model_type})"
+    if not trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{name} is of a type that transformers has no causal LM for; {SERVED}")
+    trial = _Trial()
+    try:
+        skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # models raise plain exceptions of many kinds for attention that cannot be replaced
+        log.debug("%s cannot be built", model, exc_info=True)
+        own = isinstance(error, KeyError) and error.args == (_NAME,)
+        why = "it chooses its attention from a list of its own" if own else first_line(error) or type(error).__name__
+        raise ModelError(f"{name} cannot be built with paged attention: {why}; {SERVED}") from error
+    failure = trial.run(skeleton)
+    if stateful := trial.stateful_modules(skeleton):
+        raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {', '.join(stateful)}; {SERVED}")
+    if failure is not None:
+        log.debug("%s cannot be tried", model, exc_info=failure)
+        raise ModelError(f"{name} cannot be tried without its weights: {first_line(failure)}; {SERVED}") from failure
+    modules = attention_modules(name, skeleton, text)
+    if [call.module for call in trial.calls] != modules:
+        raise ModelError(
+            f"{name} does not compute attention by one call of the attention function of transformers in each layer, "
+            f"which paged attention would replace; {SERVED}"
+        )
+    for call in trial.calls:
+        refuse_call(name, call, attention_shape(call.module, text, dtype))
+    return skeleton
+
+
+def _build(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        built: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config,
+            dtype=dtype,
+            attn_implementation=_NAME,
+            experts_implementation="batched_mm",  # it has no step that depends on data, which the meta device lacks
+            trust_remote_code=trust_remote_code,
+        )
+    return built.eval()
+
+
+class _Trial:
+    """One forward pass of a model on the meta device. ``calls``: of the attention function, in order.
+
+    From now on models that are built with the attention ``_NAME`` call it.
+    """
+
+    def __init__(self) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
+        self.calls: list[AttentionCall] = []
+        AttentionInterface.register(_NAME, self._attend)
+        AttentionMaskInterface.register(_NAME, self._mask)
+
+    @torch.inference_mode()
+    def run(self, skeleton: Any) -> Exception | None:
+        """Compute a prompt; return the error with which it failed."""
+        for module in skeleton.modules():
+            kind = getattr(module, "rope_type", None)
+            if isinstance(kind, str):
+                module.rope_type = "default"  # others compute frequencies from the largest position, which has no data
+            elif isinstance(kind, dict):
+                module.rope_type = dict.fromkeys(kind, "default")
+        tokens = torch.arange(_TOKENS, device="meta")[None]
+        kept = torch.arange(2, device="meta")
+        # With a mask of the tokens, transformers does not search the positions for borders of sequences.
+        given = {"position_ids": tokens, "attention_mask": torch.ones_like(tokens), "logits_to_keep": kept}
+        try:
+            if missing := [name for name in given if not _takes(skeleton, name)]:
+                return TypeError(f"its forward pass does not take {missing[0]}")
+            with torch.device("meta"):
+                logits = skeleton(input_ids=tokens, use_cache=False, **given).logits
+            if logits.shape[:2] != (1, len(kept)):
+                return TypeError(f"for {len(kept)} tokens of a prompt it returns logits of shape {list(logits.shape)}")
+        except Exception as error:  # models raise many kinds
+            return error
+        return None
+
+    def stateful_modules(self, skeleton: nn.Module) -> list[str]:
+        """Return the types of the modules that get the state of a sequence and did not call the attention function."""
+        called = {call.module for call in self.calls}
+        found = set()
+        for module in skeleton.modules():
+            if type(module).__name__.endswith("Attention") or not _takes_state(module):
+                continue  # an attention module that does not call the function is counted by the caller
+            _, *parts = module.modules()
+            if not called.intersection(parts) and not any(_takes_state(part) for part in parts):
+                found.add(type(module).__name__)
+        return sorted(found)
+
+    def _attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None, **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        sees = next((sees for mask, sees in self._masks if mask is attention_mask), None)
+        self.calls.append(AttentionCall(module, query, key, value, attention_mask, sees, arguments))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    def _mask(
+        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: object
+    ) -> torch.Tensor:
+        mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        self._masks.append((mask, mask_function))
+        return mask
+
+
+def _takes(model: Any, name: str) -> bool:
+    """Return whether the forward pass of a model, or of the decoder that gets its arguments, has a parameter."""
+    return any(name in inspect.signature(part.forward).parameters for part in (model, model.get_decoder()))
+
+
+def _takes_state(module: nn.Module) -> bool:
+    return not _STATES.isdisjoint(inspect.signature(module.forward).parameters)

@@ -1,0 +1,138 @@
+"""Tiny random models of every causal-LM configuration that transformers knows."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.model_builders import VOCAB_SIZE
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "sep_token_id": 1,
+    "decoder_start_token_id": 0,
+    "forced_eos_token_id": None,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "dim": 64,
+    "emb_dim": 64,
+    "embedding_size": 64,
+    "word_embed_proj_dim": 64,
+    "intermediate_size": 80,
+    "ffn_dim": 80,
+    "ffn_hidden_size": 80,
+    "encoder_ffn_dim": 80,
+    "decoder_ffn_dim": 80,
+    "encoder_layers": 1,
+    "decoder_layers": 4,
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "max_seq_len": 512,
+    "model_max_length": 512,
+    "sliding_window": 9,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_labels": 2,
+}
+"""Sizes by the name that configurations have for them."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "cpmant": {"dim_head": 16, "dim_ff": 80},
+    "ctrl": {"dff": 80},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 80, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32},
+    "mamba2": {"num_heads": 8},
+    "got_ocr2": {"text_config": _SIZES},
+    "moshi": {"audio_vocab_size": 64},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Further settings of a family, by model_type, where the sizes above are inconsistent, or others are large."""
+
+
+FEW = ("bloom", "deepseek_v3", "falcon", "gpt_oss", "granitemoe", "jamba", "llama4_text", "ministral", "olmo2", "opt")
+"""Families that stand for all, of which the rest is tried in long tests: some are served, each of the others is refused
+for another reason."""
+PARAMETERS = 3_000_000
+"""More than a tiny model has."""
+
+
+def causal_lms() -> dict[str, type[transformers.PreTrainedConfig]]:
+    """The configurations that transformers has a causal LM for, by model_type."""
+    return {config.model_type: config for config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING}
+
+
+def tiny_config(kind: str) -> transformers.PreTrainedConfig:
+    """The configuration of a tiny model of a family."""
+    config = causal_lms()[kind]
+    return config(**tiny_settings(config))
+
+
+def tiny_settings(config: type[transformers.PreTrainedConfig], sizes: Mapping[str, Any] = _SIZES) -> dict[str, Any]:
+    """Settings that make a configuration tiny, with those of its parts."""
+    names = {field.name for field in fields(config)} | set(config.attribute_map)
+    found: dict[str, Any] = {name: value for name, value in sizes.items() if name in names}
+    for name, part in config.sub_configs.items():
+        if isinstance(part, type) and part is not transformers.AutoConfig:
+            found[name] = tiny_settings(part)
+    return found | OVERRIDES.get(config.model_type, {})
+
+
+def build_tiny(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
+    """Save a random model of this configuration, with weights so large that attention decides what comes next."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(5.0)
+    model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    model.save_pretrained(path)
+    return model.eval()
