@@ -90,6 +90,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32},
     "mamba2": {"num_heads": 8},
     "got_ocr2": {"text_config": _SIZES},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "moshi": {"audio_vocab_size": 64},
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},

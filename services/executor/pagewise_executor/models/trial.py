@@ -40,8 +40,8 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
 
     text = config.get_text_config(decoder=True)
     name = f"{model} (model_type {config.model_type})"
-    if not trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{name} is of a type that transformers has no causal LM for; {SERVED}")
+    if not trust_remote_code and (text is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise ModelError(f"{name} has no causal LM in transformers, nor has its text part; {SERVED}")
     trial = _Trial()
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
@@ -139,10 +139,8 @@ class _Trial:
         self.calls.append(AttentionCall(module, query, key, value, attention_mask, sees, arguments))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    def _mask(
-        self, *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: object
-    ) -> torch.Tensor:
-        mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    def _mask(self, *_: object, mask_function: MaskFunction, **__: object) -> torch.Tensor:
+        mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device="meta")
         self._masks.append((mask, mask_function))
         return mask
 
