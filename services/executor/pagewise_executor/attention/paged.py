@@ -23,7 +23,8 @@ def paged_attention(
 
     query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], or with the first and the third
     dimension exchanged. ``s_aux`` [heads]: attention sinks. In a module with ``absorbed``, key and value are the
-    latents that the pool keeps. Returns [1, tokens, heads, head_dim of value], or [tokens, 1, heads, head_dim of value].
+    latents that the pool keeps. Returns [1, tokens, heads, head_dim of value], or [tokens, 1, heads, head_dim of
+    value].
     """
     layer: PagedLayer = module.paged_layer  # type: ignore[assignment]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

@@ -18,7 +18,6 @@ from pagewise_kernels.attention import (
     prefill_latents,
 )
 from pagewise_kernels.attention.config import latent_groups
-from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
