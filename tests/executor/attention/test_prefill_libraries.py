@@ -438,5 +438,5 @@ def test_libraries_leave_attention_chunks_to_triton(library: PrefillLibrary, cap
 
 def test_a_library_that_is_asked_for_by_name_is_not_dropped_with_the_triton_kernels() -> None:
     config, found = ExecutorConfig(attention="fa3"), Candidates(["triton"], [])
-    with pytest.raises(ModelError, match="--attention fa3: triton: heads of 320 are too"):
-        choose_kernels(config, found, [AttentionShape(1, 1, 320, BF16, 0.1)])
+    with pytest.raises(ModelError, match="--attention fa3: triton: heads of 640 are too"):
+        choose_kernels(config, found, [AttentionShape(1, 1, 640, BF16, 0.1)])

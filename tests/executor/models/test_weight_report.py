@@ -68,10 +68,10 @@ def test_models_of_all_families_are_served_whole_and_refused_without_one_of_thei
         text = refused(tmp_path)
         assert "its files lack 1 weight that the model has: " in text
         assert lost in text or lost.replace("embed_out", "lm_head") in text, "which of both depends on transformers"
-    edit_weights(tmp_path, lambda _: {f"language_model.{name}": weight for name, weight in whole.items()})
+    edit_weights(tmp_path, lambda _: {f"wrapped.{name}": weight for name, weight in whole.items()})
     text = refused(tmp_path)
     assert " more; they have " in text
-    assert "that it has no place for: language_model." in text
+    assert "that it has no place for: wrapped." in text
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
