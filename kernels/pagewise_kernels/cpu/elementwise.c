@@ -50,12 +50,6 @@ INLINE void norm_row(const struct rows *a, long row, int bf16) {
   }
 }
 
-INLINE floats silu_mul_of(floats gate, floats up, int bf16) {
-  floats power = gate * -LOG2E;
-  floats grown = exp2_of(select(power > 126.0f, all(126.0f), power));
-  return rounded(select(power > 126.0f, all(0), gate / (1.0f + grown)), bf16) * up;
-}
-
 INLINE void silu_row(const struct rows *a, long row, int bf16) {
   const void *gate = at(a->x, row * a->x_stride, bf16), *up = at(gate, a->size, bf16);
   void *out = (void *)at(a->out, row * a->size, bf16);

@@ -37,6 +37,9 @@ FUNCTIONS = {
     "pagewise_linear": [
         _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
+    "pagewise_experts": [
+        *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],
     "pagewise_linear_int8": [

@@ -13,34 +13,15 @@ struct linear {
   long rows, in, outs, x_stride, next;
 };
 
-// An item is ROW_BLOCK rows times one panel. Of both, what belongs to DEPTH_BLOCK inputs fits into the second level cache.
-enum { ROW_BLOCK = 96, DEPTH_BLOCK = 1024 };
-
-static void compute_block(const struct linear *a, long row, long rows, long first) {
-  long count = a->outs - first < PANEL ? a->outs - first : PANEL, columns = (count + VEC - 1) / VEC * VEC;
-  // Whole vectors are stored. Where these would reach over the end of a row, they go to a block of their own first.
-  float own[ROW_BLOCK * PANEL];
-  int direct = columns == count;
-  float *out = direct ? a->out + row * a->outs + first : own;
-  long stride = direct ? a->outs : PANEL;
-  if (a->bias)
-    for (long r = 0; r < rows; r++) memcpy(out + r * stride, a->bias + first, count * sizeof(float));
-  for (long k = 0; k < a->in; k += DEPTH_BLOCK) {
-    long depth = a->in - k < DEPTH_BLOCK ? a->in - k : DEPTH_BLOCK;
-    const float *panel = a->packed + first * a->in + k * PANEL;
-    product(rows, columns, depth, a->x + row * a->x_stride + k, a->x_stride, panel, depth, out, stride, k || a->bias);
-  }
-  if (!direct)
-    for (long r = 0; r < rows; r++)
-      memcpy(a->out + (row + r) * a->outs + first, own + r * PANEL, count * sizeof(float));
-}
-
+// An item is ROW_BLOCK rows times one panel.
 static void compute_blocks(void *data) {
   struct linear *a = data;
   long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK, item;
   while ((item = next_item(&a->next)) < panels * blocks) {
     long row = item / panels * ROW_BLOCK, rows = a->rows - row < ROW_BLOCK ? a->rows - row : ROW_BLOCK;
-    compute_block(a, row, rows, item % panels * PANEL);
+    long first = item % panels * PANEL, count = a->outs - first < PANEL ? a->outs - first : PANEL;
+    rows_by_panel(rows, count, a->in, a->x + row * a->x_stride, a->x_stride, a->packed + first * a->in,
+                  a->bias ? a->bias + first : 0, a->out + row * a->outs + first, a->outs);
   }
 }
 

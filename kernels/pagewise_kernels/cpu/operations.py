@@ -50,25 +50,39 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+    """Return weights float32 [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output.
+
+    Outputs lie in panels of as many as the registers of this processor hold at once.
+
+    Raises:
+        TypeError: the weights are not float32 on the CPU.
+    """
+    if weight.dim() < 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
+    panel = load_library().pagewise_panel()
+    weight = weight.detach()
+    *others, outs, ins = weight.shape
+    whole, rest = divmod(outs, panel)
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), torch.float32)
+    packed[..., :whole, :, :] = weight[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
+    packed[..., whole:, :, :rest] = weight[..., None, whole * panel :, :].transpose(-2, -1)
+    return packed
+
+
 class PackedWeight:
     """The weight [outs, ins] and the bias [outs] of a linear layer, in the layout that the product reads.
 
-    ``packed`` [panels, ins, panel]: the outputs in panels of as many as the registers of this processor hold at once.
+    ``packed`` [panels, ins, panel]: see ``pack_panels``.
 
     Raises:
         TypeError: the weight is not float32 on the CPU.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        if weight.dim() != 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
-            raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
         self._library = load_library()
-        panel = self._library.pagewise_panel()
+        self.packed = pack_panels(weight)
         self.outs, self.ins = weight.shape
-        whole, rest = divmod(self.outs, panel)
-        self.packed = huge_pages.zeros((whole + (rest > 0), self.ins, panel), torch.float32)
-        self.packed[:whole] = weight.detach()[: whole * panel].unflatten(0, (whole, panel)).transpose(1, 2)
-        self.packed[whole:, :, :rest] = weight.detach()[whole * panel :].t()
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 

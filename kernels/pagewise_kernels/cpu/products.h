@@ -74,6 +74,28 @@ static void product(long rows, long columns, long depth, const float *a, long ld
     product_of(rows, columns, depth, a, lda, b, panel_depth, c, ldc, 0);
 }
 
+// Of so many rows and one panel, what belongs to DEPTH_BLOCK inputs fits into the second level cache.
+enum { ROW_BLOCK = 96, DEPTH_BLOCK = 1024 };
+
+// out [rows, count] = x [rows, in] times a panel [in, PANEL], plus bias [count] unless it is NULL: at most ROW_BLOCK rows.
+INLINE void rows_by_panel(long rows, long count, long in, const float *x, long x_stride, const float *panel,
+                          const float *bias, float *out, long out_stride) {
+  long columns = (count + VEC - 1) / VEC * VEC;
+  // Whole vectors are stored. Where these would reach over the end of a row, they go to a block of their own first.
+  float own[ROW_BLOCK * PANEL];
+  int direct = columns == count;
+  float *to = direct ? out : own;
+  long stride = direct ? out_stride : PANEL;
+  if (bias)
+    for (long r = 0; r < rows; r++) memcpy(to + r * stride, bias, count * sizeof(float));
+  for (long k = 0; k < in; k += DEPTH_BLOCK) {
+    long depth = in - k < DEPTH_BLOCK ? in - k : DEPTH_BLOCK;
+    product(rows, columns, depth, x + k, x_stride, panel + k * PANEL, depth, to, stride, k || bias);
+  }
+  if (!direct)
+    for (long r = 0; r < rows; r++) memcpy(out + r * out_stride, own + r * PANEL, count * sizeof(float));
+}
+
 INLINE floats low_halves(floats a, floats b) {  // a0 b0 a1 b1 ...
 #if VEC == 16
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

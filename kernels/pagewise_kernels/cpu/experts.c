@@ -1,0 +1,115 @@
+// Mixtures of experts in float32: an expert multiplies the rows of all tokens that chose it by its packed weights at once.
+
+// As in linear.c: most experts have a row or a few.
+#define AHEAD (VEC == 8 ? 256 : 0)
+#include "products.h"
+
+// A pair is a token and an expert that it chose; pairs are in the order of experts, and of one expert in that of tokens.
+struct experts {
+  // x [tokens, hidden], each row at x_stride; gate_up [experts][2][panels of inner][hidden][PANEL]; down [experts][panels of
+  // hidden][inner][PANEL]; weights [tokens, top_k].
+  const float *x, *gate_up, *down, *weights;
+  // starts [experts + 1]: the first pair of each expert. active [experts]: the experts that have pairs. place [tokens,
+  // top_k]: the pair of each choice.
+  int64_t *starts, *active, *place;
+  // rows [pairs, hidden]: of x first, and then the outputs of the experts. activated [pairs, inner].
+  float *rows, *activated, *out;
+  long tokens, top_k, hidden, inner, num_active, next;
+};
+
+static long panels(long columns) { return (columns + PANEL - 1) / PANEL; }
+
+// An item is an expert and PANEL numbers of gate and of up.
+static void activate(void *data) {
+  struct experts *a = data;
+  long item, count = panels(a->inner), size = a->hidden * PANEL;
+  while ((item = next_item(&a->next)) < a->num_active * count) {
+    long expert = a->active[item / count], first = item % count * PANEL, last = a->starts[expert + 1];
+    long columns = a->inner - first < PANEL ? a->inner - first : PANEL;
+    const float *gate = a->gate_up + (expert * 2 * count + item % count) * size, *up = gate + count * size;
+    for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
+      float gates[ROW_BLOCK * PANEL], ups[ROW_BLOCK * PANEL];
+      long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
+      const float *x = a->rows + pair * a->hidden;
+      rows_by_panel(rows, PANEL, a->hidden, x, a->hidden, gate, 0, gates, PANEL);
+      rows_by_panel(rows, PANEL, a->hidden, x, a->hidden, up, 0, ups, PANEL);
+      for (long r = 0; r < rows; r++)
+        for (long i = 0; i < columns; i += VEC) {
+          floats value = silu_mul_of(load(gates, r * PANEL + i, 0), load(ups, r * PANEL + i, 0), 0);
+          store_some(a->activated + (pair + r) * a->inner, first + i, value, columns - i < VEC ? columns - i : VEC, 0);
+        }
+    }
+  }
+}
+
+// An item is an expert and PANEL numbers of its output.
+static void project(void *data) {
+  struct experts *a = data;
+  long item, count = panels(a->hidden);
+  while ((item = next_item(&a->next)) < a->num_active * count) {
+    long expert = a->active[item / count], first = item % count * PANEL, last = a->starts[expert + 1];
+    long columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
+    const float *panel = a->down + (expert * count + item % count) * a->inner * PANEL;
+    for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
+      long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
+      rows_by_panel(rows, columns, a->inner, a->activated + pair * a->inner, a->inner, panel, 0,
+                    a->rows + pair * a->hidden + first, a->hidden);
+    }
+  }
+}
+
+// An item is a token: its sum has the order of its choices, whatever other tokens there are.
+static void add_up(void *data) {
+  struct experts *a = data;
+  long token;
+  while ((token = next_item(&a->next)) < a->tokens) {
+    const int64_t *place = a->place + token * a->top_k;
+    const float *weights = a->weights + token * a->top_k;
+    for (long i = 0; i < a->hidden; i += VEC) {
+      long n = a->hidden - i < VEC ? a->hidden - i : VEC;
+      floats sum = {};
+      for (long k = 0; k < a->top_k; k++) sum += load_some(a->rows + place[k] * a->hidden, i, n, 0) * weights[k];
+      store_some(a->out + token * a->hidden, i, sum, n, 0);
+    }
+  }
+}
+
+// Below so many products of a phase, waking a thread costs more than it saves.
+enum { ALONE_EXPERTS = 1 << 19 };
+
+static void run_phase(struct experts *a, void (*phase)(void *), long products, long threads, parallel_fn parallel) {
+  a->next = 0;
+  run_team(parallel, products < ALONE_EXPERTS ? 1 : threads, phase, a);
+}
+
+// chosen [tokens, top_k]: numbers of experts. scratch: int64 [2 * experts + 1 + tokens * top_k]. rows, activated: scratch
+// too. Returns -1 if a number is of no expert, and else 0.
+EXPORT int pagewise_experts(const float *x, const float *gate_up, const float *down, const float *weights, long x_stride,
+                            const int64_t *chosen, int64_t *scratch, float *rows, float *activated, float *out,
+                            long tokens, long top_k, long num_experts, long hidden, long inner, long threads,
+                            parallel_fn parallel) {
+  long pairs = tokens * top_k;
+  int64_t *starts = scratch, *active = starts + num_experts + 1, *place = active + num_experts;
+  struct experts a = {x, gate_up, down, weights, starts, active, place, rows, activated, out, tokens, top_k, hidden, inner,
+                      0, 0};
+  memset(starts, 0, (num_experts + 1) * sizeof(int64_t));
+  for (long i = 0; i < pairs; i++) {
+    if (chosen[i] < 0 || chosen[i] >= num_experts) return -1;
+    starts[chosen[i] + 1]++;
+  }
+  for (long expert = 0; expert < num_experts; expert++) {
+    if (starts[expert + 1]) active[a.num_active++] = expert;
+    starts[expert + 1] += starts[expert];
+  }
+  for (long i = 0; i < pairs; i++) {
+    place[i] = starts[chosen[i]]++;
+    memcpy(rows + place[i] * hidden, x + i / top_k * x_stride, hidden * sizeof(float));
+  }
+  // Each start has moved to that of the next expert.
+  memmove(starts + 1, starts, num_experts * sizeof(int64_t));
+  starts[0] = 0;
+  run_phase(&a, activate, pairs * 2 * inner * hidden, threads, parallel);
+  run_phase(&a, project, pairs * inner * hidden, threads, parallel);
+  run_phase(&a, add_up, pairs * hidden, threads, parallel);
+  return 0;
+}
