@@ -215,7 +215,7 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families of which it does so, but for the experts, which only the Triton kernels compute."""
+"""Families of which it does so, but for the experts, which the Triton kernels and the operations in C compute."""
 
 
 def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:
