@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from pagewise_kernels.attention import (
@@ -10,9 +11,11 @@ from pagewise_kernels.attention import (
     DecodePlan,
     PrefillPlan,
     decode_attention,
+    decode_latents,
     prefill_attention,
+    prefill_latents,
 )
-from pagewise_kernels.attention.config import TileConfig, decode_configs
+from pagewise_kernels.attention.config import TileConfig, decode_configs, latent_groups
 from pagewise_kernels.attention.specialised import SPECIALISED, specialised_prefill_attention
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
@@ -136,6 +139,37 @@ def _add_other_shapes() -> None:
             CASES[f"{kind} d128 bf16 blocks of {block_size}"] = partial(
                 _attention, bf16, bf16, 32, 8, 128, kind, block_size=block_size
             )
+
+
+def _latents(dtype: torch.dtype, heads: int, latent: int, kind: str) -> None:
+    keys, q = _empty(64, 16, 1, 64 + latent, dtype=dtype), _empty(2048, heads, 64 + latent, dtype=dtype)
+    layer, out = KVLayer(keys, keys[..., 64:]), _empty(2048, heads, latent, dtype=dtype)
+    of_plan: dict[str, Any] = {
+        "heads": heads, "kv_heads": latent_groups(heads, dtype.itemsize, _META), "head_dim": latent, "rotated": 64,
+        "kv_dtype": dtype, "device": _META,
+    }  # fmt: skip
+    tables = _empty(8, 64, dtype=torch.int32)
+    if kind == "decode":
+        plan = DecodePlan(max_queries=8, **of_plan)
+        plan.plan(_empty(8, dtype=torch.int32))
+        decode_latents(q[:8], layer, tables, plan, out=out[:8], scale=0.1)
+        return
+    prefill_latents(q, layer, tables, PrefillPlan([Chunk(0, 0, 2048, 0)], **of_plan), out=out, scale=0.1)
+
+
+def _add_latents() -> None:
+    """DeepSeek V3, GLM-4.7-Flash and Mistral 4."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for kind, (name, dtype, heads, latent) in product(
+        ("decode", "prefill"),
+        [
+            ("512", bf16, 128, 512),
+            ("512 of 20 heads", bf16, 20, 512),
+            ("256", bf16, 32, 256),
+            ("512 fp32", fp32, 20, 512),
+        ],
+    ):
+        CASES[f"{kind} latents of {name}"] = partial(_latents, dtype, heads, latent, kind)
 
 
 def _specialised(heads: int, kv_heads: int, head_dim: int, block_size: int = 16) -> None:
@@ -318,6 +352,7 @@ def _sample(dtype: torch.dtype) -> None:
 _add_attention()
 _add_large_tiles()
 _add_other_shapes()
+_add_latents()
 _add_specialised()
 _add_sweep()
 _add_others()

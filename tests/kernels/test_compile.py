@@ -15,7 +15,7 @@ from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_S
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
 """Of the programs of a multiprocessor together, each of which takes 1 KiB more than its own."""
-NUM_KERNELS = 27
+NUM_KERNELS = 29
 VERSION = triton.__version__.rpartition(".")[0]
 EXPONENTIALS = 66
 """Of each thread of prefill by specialised warps, for a tile: 64 weights, and two for the sums of its rows so far."""

@@ -105,12 +105,13 @@ def latent_decode_attention_kernel(
             tl.store(part_totals + place, total, mask=valid)
             tl.debug_barrier()  # all threads have stored: see merge_if_last
             merge_if_last(
-                parts, part_highs, part_totals, first_part, count, arrivals, out, query, head, stride_on, stride_oh,
-                KV_HEADS, GROUP, ROWS, LATENT, DIM, PARTS,
+                parts, part_highs, part_totals, first_part, count, arrivals, out, query, head, None, 1.0,
+                stride_on, stride_oh, KV_HEADS, GROUP, ROWS, LATENT, DIM, PARTS, False, False,
             )  # fmt: skip
         else:
             o_at = row_offsets(query + rows // GROUP, rows, head, stride_on, stride_oh, GROUP)
-            tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
+            result = finish(acc, high, total, None, None, None, 1.0, False, False)
+            tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)
         unit = next_unit
         if unit >= 0:
             query, num_queries, row, start, stop, part, count, first_part, next_unit = fields_of(units, unit)
@@ -155,4 +156,5 @@ def latent_prefill_attention_kernel(
         )  # fmt: skip
         in_head = valid[:, None] & (dims < LATENT)[None, :]
         o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
-        tl.store(out + o_at[:, None] + dims[None, :], finish(acc, total).to(out.dtype.element_ty), mask=in_head)
+        result = finish(acc, high, total, None, None, None, 1.0, False, False)
+        tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)
