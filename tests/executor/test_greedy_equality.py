@@ -19,6 +19,7 @@ def test_greedy_tokens_equal_generate(family: str, block_size: int, kernels: str
     check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.parametrize(
     ("family", "block_size"),
     [
@@ -26,8 +27,10 @@ def test_greedy_tokens_equal_generate(family: str, block_size: int, kernels: str
         for i, family in enumerate(LATENTS)
     ],
 )
-def test_greedy_tokens_from_latents_equal_generate(family: str, block_size: int, tmp_path: Path) -> None:
-    check_family(family, tmp_path, "cpu", block_size, kernels="torch")
+def test_greedy_tokens_from_latents_equal_generate(family: str, block_size: int, kernels: str, tmp_path: Path) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])

@@ -6,21 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.sizing import sizing
+from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.errors import ModelError
+from pagewise_shared.errors import AdapterError, ModelError
 
+from tests.executor.adapters.test_adapters import check as check_adapters
+from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.executor.ranks.test_families import greedy
-from tests.executor.runners import build_runner
+from tests.executor.references import reference
+from tests.executor.runners import build_runner, peers_at
 from tests.executor.test_segments import check as check_segments
 from tests.executor.test_segments import load, rag_requests
 from tests.executor.test_triton import LENGTHS
 from tests.executor.test_triton import check as check_triton
-from tests.model_builders import build_model, spoil_weights
+from tests.lora_adapters import build_adapter, read
+from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +37,50 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_vector_is_kept_for_a_token(model_path: Path) -> None:
-    runner = build_runner(model_path, block_size=8, kernels="torch")
+    runner = build_runner(model_path, block_size=8)
     assert runner.info.bytes_per_block == 3 * 8 * (24 + 8) * 4, "3 layers, a latent of 24 and a rotated part of 8"
     runner.close()
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_latents_come_back_from_the_host_and_are_computed_again(model_path: Path, mode: str) -> None:
-    _, loaded = check_recovery(model_path, mode, 17, n=2, kernels="torch")  # type: ignore[arg-type]
+    _, loaded = check_recovery(model_path, mode, 17, n=2)  # type: ignore[arg-type]
     assert (loaded > 0) == (mode == "swap")
 
 
 def test_everything_mixed_at_random(model_path: Path) -> None:
-    check_mixture(model_path, 1, block_size=3, kernels="torch")
+    check_mixture(model_path, 1, block_size=3)
+
+
+def test_what_another_executor_and_a_disk_hold_is_used(model_path: Path, tmp_path: Path) -> None:
+    tiers = {"host_memory": "48KiB", "disk_cache": str(tmp_path)}
+    holder, fetcher = (build_runner(model_path, exchange=peers_at(), **tiers) for _ in range(2))
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (100, 41, 64)]
+    more = [[*prompt, 5, 6, 7] for prompt in prompts]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    expected = reference(model, prompts + more, [8] * 6, "cpu")
+    directory = PrefixDirectory()
+    first = [request(prompt, 8, name=f"a{i}") for i, prompt in enumerate(prompts)]
+    run_requests(holder, first, num_blocks=22, recovery="swap", directory=directory)
+    again = [request(prompt, 8, name=f"b{i}") for i, prompt in enumerate(more)]
+    scheduler, _ = run_requests(fetcher, again, recovery="swap", directory=directory)
+    assert [one.sequences[0].output_token_ids.tolist() for one in first + again] == expected
+    assert scheduler.kv.pool.counters.fetched > 0
+    assert scheduler.kv.pool.counters.fetch_failed == 0
+    assert list(tmp_path.rglob("*")), "the host has room for two or three blocks"
+    for runner in (holder, fetcher):
+        runner.close()
+
+
+def test_adapters_change_what_is_not_absorbed(model_path: Path, tmp_path: Path) -> None:
+    """The up-projection of latents is no linear layer of the model any more."""
+    runner = build_runner(model_path, enable_lora=True)
+    served = build_adapter(model_path, tmp_path / "served", target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"])
+    check_adapters(runner, model_path, {"served": served})
+    refused = build_adapter(model_path, tmp_path / "refused", target_modules=["kv_b_proj"])
+    with pytest.raises(AdapterError, match="kv_b_proj, which is no linear layer of this model"):
+        runner._adapters._host.read(read(refused), ())  # type: ignore[union-attr]
 
 
 def test_segments_are_moved(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Case:
     normed: bool = False
     has_sinks: bool = False
     attention_chunk: int | None = None
+    latent: int = 0
 
     def check(self, seed: int = 0) -> torch.Tensor:
         """Run it and compare it with the oracle; returns the result."""
@@ -62,6 +63,8 @@ class Case:
         tables = order.view(len(ends), most).int().numpy()
         tables[: self.sharing, : self.shared] = tables[0, : self.shared]
         keys, values = (self._pool(randn, num_blocks) for _ in range(2))
+        if self.latent:
+            values = keys[..., -self.latent :]
         rows, positions = self._tokens()
         slots = tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
         slots += positions % self.block_size
@@ -79,6 +82,8 @@ class Case:
         sharing = np.arange(self.sharing, dtype=np.int64)
         prefixes = [(0, self.sharing, self.shared * self.block_size)] if self.shared and self.sharing else []
         expected_keys, expected_values = keys.clone(), values.clone()
+        if self.latent:
+            v, expected_values = k[..., -self.latent :], expected_keys[..., -self.latent :]
         blocks, offsets = torch.from_numpy(slots // self.block_size), torch.from_numpy(slots % self.block_size)
         expected_keys[blocks, offsets], expected_values[blocks, offsets] = new_k.to(self.dtype), v
         step = CpuStep(
@@ -149,6 +154,8 @@ def cases(draw: st.DrawFn) -> Case:
     sharing = draw(st.integers(0, len(lengths)))
     most = min(lengths[:sharing] or [1]) - 1
     window = draw(st.none() | st.integers(1, 400))
+    head_dim = 2 * draw(st.integers(1, 80)) if draw(st.booleans()) else draw(st.sampled_from([16, 128, 256, 512]))
+    latent = draw(st.integers(0, head_dim - 1)) if kv_heads == 1 else 0
     return Case(
         lengths=tuple(lengths),
         chunks=tuple(chunks),
@@ -156,14 +163,15 @@ def cases(draw: st.DrawFn) -> Case:
         shared=draw(st.integers(0, most // block_size)),
         heads=kv_heads * draw(st.sampled_from([1, 2, 3, 8, 12])),
         kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 80)) if draw(st.booleans()) else draw(st.sampled_from([16, 128, 256, 512])),
+        head_dim=head_dim,
+        latent=latent,
         block_size=block_size,
         window=window,
         attention_chunk=draw(st.none() | st.integers(1, 400)) if window is None else None,
         softcap=draw(st.sampled_from([None, 5.0])),
         dtype=draw(st.sampled_from(TYPES)),
         heads_first=draw(st.booleans()),
-        rotated=draw(st.booleans()),
+        rotated=not latent and draw(st.booleans()),
         normed=draw(st.booleans()),
         has_sinks=draw(st.booleans()),
     )
@@ -197,6 +205,19 @@ def test_windows_and_softcaps(build: Variant, window: int | None, softcap: float
 def test_attention_chunks(build: Variant, attention_chunk: int) -> None:
     lengths, chunks = (1, 5, 64, 130, 700), ((0, 45), (90, 70))
     Case(lengths=lengths, chunks=chunks, attention_chunk=attention_chunk, block_size=16).check()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "latent"), [(4, 24), (20, 512), (128, 40), (192, 20)])
+def test_latents(build: Variant, dtype: torch.dtype, heads: int, latent: int) -> None:
+    Case(
+        lengths=(1, 5, 600, 70), chunks=((0, 45), (7, 9)), heads=heads, kv_heads=1, head_dim=latent + 64, latent=latent,
+        block_size=16, dtype=dtype,
+    ).check()  # fmt: skip
+    Case(
+        lengths=(200, 180, 140), heads=heads, kv_heads=1, head_dim=latent + 8, latent=latent, dtype=dtype, sharing=3,
+        shared=33,
+    ).check()  # fmt: skip
 
 
 def test_layers_that_share_k_and_v_write_none(build: Variant) -> None:
@@ -314,6 +335,11 @@ def test_what_does_not_fit_is_refused() -> None:
         step.attend(q, q, q, KVLayer(pool, pool), scale=1.0)
     with pytest.raises(TypeError, match="one type"):
         step.attend(q.half(), *torch.zeros(2, 1, 2, 16).half(), KVLayer(pool.half(), pool.half()), scale=1.0)
+    latents = torch.zeros(3, 4, 1, 700)
+    with pytest.raises(ValueError, match="4 heads of 700 with 1 KV heads are not supported"):
+        step.attend(
+            torch.zeros(1, 4, 700), latents[:1, 0], latents[:1, 0, :, 64:], KVLayer(latents, latents[..., 64:]), scale=1
+        )
     with pytest.raises(TypeError, match="one type"):
         rms_norm(q[0], torch.zeros(16).bfloat16(), 1e-5)
     with pytest.raises(ValueError, match="rows"):

@@ -38,7 +38,7 @@ def decode_config(
     ``rotated``: see ``latents``; 0: K and V are kept.
     """
     if rotated:
-        return latent_config(group, kv_bytes, device)
+        return latent_config(1, group, kv_bytes, device)
     rows = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(rows, 16, 4, 1)
@@ -67,7 +67,7 @@ def prefill_config(
 ) -> TileConfig:
     """For chunks of which the longest has ``longest`` queries. ``rotated``: see ``decode_config``."""
     if rotated:
-        return latent_config(group, kv_bytes, device)
+        return latent_config(longest, group, kv_bytes, device)
     smallest = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(smallest, 16, 4, 1)
@@ -111,13 +111,19 @@ def latent_groups(heads: int, kv_bytes: int, device: torch.device) -> int:
     return next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= most)
 
 
-def latent_config(group: int, kv_bytes: int, device: torch.device) -> TileConfig:
-    """For attention to latents, of ``group`` query heads at once."""
+def latent_config(queries: int, group: int, kv_bytes: int, device: torch.device) -> TileConfig:
+    """For attention to latents, of ``group`` query heads at once, each of up to ``queries`` neighbouring queries."""
     rows = max(16, power_of_two(group))
     if interpreted():
         return TileConfig(rows, 16, 4, 1)
     if kv_bytes == 4:
         return TileConfig(rows, 16, 8, 2, programs=1)
-    if rows >= 64:
-        return TileConfig(rows, 32, 8, 2, programs=1)
-    return TileConfig(rows, 32, 4, 2, programs=1)
+    if not is_hopper(device):
+        return TileConfig(rows, 32, 4, 3)
+    rows = max(rows, min(64, power_of_two(queries * group)))
+    # Where a tile has fewer rows than tokens, or 64 rows, warps share out its scores. Otherwise each computes them all.
+    if rows == 64:  # Two buffers of latents beside the queries take the shared memory.
+        return TileConfig(rows, 64, 8, 2 if queries > 1 else 3, programs=1)
+    if rows == 32:
+        return TileConfig(rows, 64, 8, 5, programs=1)
+    return TileConfig(rows, 64, 4, 3)

@@ -84,22 +84,27 @@ def latent_decode_attention_kernel(
     query, num_queries, row, start, stop, part, count, first_part, next_unit = fields_of(units, unit)
     while unit >= 0:
         table = tables + row.to(tl.int64) * stride_tables
+        heads = head * GROUP + tl.minimum(start, 0) + rows
         valid = rows < num_queries * GROUP
-        q_at = q + row_offsets(query + rows // GROUP, rows, head, stride_qn, stride_qh, GROUP)
+        q_at = q + query.to(tl.int64) * stride_qn + heads * stride_qh
         rotated_q = load_rows(q_at, valid, ROTATED, ROTATED_DIM, True).to(COMPUTE)
         tile_q = load_rows(q_at + ROTATED, valid, LATENT, DIM, True).to(COMPUTE)
         acc = tl.zeros([M, DIM], tl.float32)
         high = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
+        factor = scale * 1.4426950408889634
+        outer = stop // TILE * TILE
         acc, high, total = attend_latents(
-            acc, high, total, tile_q, rotated_q, None, keys, table, start, stop, stop, stride_b, stride_t,
-            scale * 1.4426950408889634,
+            acc, high, total, tile_q, rotated_q, None, keys, table, start, outer, stop, stride_b, stride_t, factor,
+            BLOCK_SIZE, LATENT, DIM, ROTATED, ROTATED_DIM, TILE, False, False, COMPUTE, PRECISION,
+        )  # fmt: skip
+        acc, high, total = attend_latents(
+            acc, high, total, tile_q, rotated_q, None, keys, table, outer, stop, stop, stride_b, stride_t, factor,
             BLOCK_SIZE, LATENT, DIM, ROTATED, ROTATED_DIM, TILE, True, False, COMPUTE, PRECISION,
         )  # fmt: skip
         in_head = valid[:, None] & (dims < LATENT)[None, :]
         if part >= 0:
-            place = tl.zeros([M], tl.int64) + first_part + part
-            place = place * (KV_HEADS * GROUP) + head * GROUP + rows % GROUP
+            place = (first_part + part).to(tl.int64) * (KV_HEADS * GROUP) + heads
             tl.store(parts + place[:, None] * LATENT + dims[None, :], acc, mask=in_head)
             tl.store(part_highs + place, high, mask=valid)
             tl.store(part_totals + place, total, mask=valid)
@@ -109,7 +114,7 @@ def latent_decode_attention_kernel(
                 stride_on, stride_oh, KV_HEADS, GROUP, ROWS, LATENT, DIM, PARTS, False, False,
             )  # fmt: skip
         else:
-            o_at = row_offsets(query + rows // GROUP, rows, head, stride_on, stride_oh, GROUP)
+            o_at = query.to(tl.int64) * stride_on + heads * stride_oh
             result = finish(acc, high, total, None, None, None, 1.0, False, False)
             tl.store(out + o_at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=in_head)
         unit = next_unit
@@ -126,7 +131,7 @@ def latent_prefill_attention_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Units times groups of query heads, which the programs of a fixed grid take in turns: see ``attention_kernel``."""
-    rows, dims = tl.arange(0, M), tl.arange(0, DIM)
+    dims = tl.arange(0, DIM)
     program = tl.program_id(0)
     wait_for_predecessor(PDL)
     for item in range(program, tl.load(num_units) * KV_HEADS, tl.num_programs(0)):
@@ -135,6 +140,7 @@ def latent_prefill_attention_kernel(
         first_query, num_queries = tl.load(unit), tl.load(unit + 1)
         table = tables + tl.load(unit + 2).to(tl.int64) * stride_tables
         start, stop = tl.load(unit + 3), tl.load(unit + 4)
+        rows = tl.arange(0, M) + tl.minimum(start, 0)
         queries = first_query + rows // GROUP
         valid = rows < num_queries * GROUP
         row_positions = tl.load(positions + queries, mask=valid, other=-1)

@@ -36,7 +36,7 @@ def decode_latents(
         )
     groups, config, parts = plan.parts.arrivals.shape[1], plan.config, plan.parts
     check_device(q, plan.units)
-    rows = power_of_two(q.shape[1] // groups)
+    rows = min(16, power_of_two(q.shape[1] // groups))
     launch(
         latent_decode_attention_kernel, (plan.programs,),
         q, layer.keys, out, parts.values, parts.highs, parts.totals, tables, plan.units, parts.arrivals,

@@ -24,7 +24,7 @@ struct step {
   struct item *items;
   long num_items, next, next_token;
   long *begin, *first_part, *num_parts, *unfinished;
-  float *sums, *highs, *totals;  // of parts: [parts, heads, dim] and [parts, heads]
+  float *sums, *highs, *totals;  // of parts: [parts, heads, value_dim] and [parts, heads]
 };
 
 static _Thread_local struct scratch scratch;
@@ -51,7 +51,7 @@ INLINE void rotate(float *x, const void *cos, const void *sin, long token, long 
 
 // Make the query or key ``to`` of ``from`` [dim].
 INLINE void new_head(const struct attention *a, const void *from, void *to, long token, long head, int bf16) {
-  float x[MAX_DIM];
+  float x[MAX_KEY];
   long dim = a->dim;
   floats squares = {};
   for (long d = 0; d < dim; d += VEC) {
@@ -85,7 +85,8 @@ INLINE void write_token(const struct attention *a, long token, int bf16) {
     void *key = (void *)at(a->keys, block * a->key_block + offset * a->key_slot + head * a->key_head, bf16);
     void *value = (void *)at(a->values, block * a->value_block + offset * a->value_slot + head * a->value_head, bf16);
     new_head(a, at(a->k, token * a->k_token + head * a->k_head, bf16), key, token, a->heads + head, bf16);
-    memcpy(value, at(a->v, token * a->v_token + head * a->v_head, bf16), a->dim * (bf16 ? 2 : 4));
+    if (a->value_dim == a->dim)
+      memcpy(value, at(a->v, token * a->v_token + head * a->v_head, bf16), a->dim * (bf16 ? 2 : 4));
   }
 }
 
@@ -108,7 +109,7 @@ static void write_tokens(void *data) {
 // mix, and the tiles of the context are the same for all.
 static long queries_of_item(const struct attention *a) {
   long group = a->heads / a->kv_heads, most = ROWS / group;
-  while (most * group > BAND) {
+  while (most > 1 && most * group > BAND) {
     long items = 0;
     for (long c = 0; c < a->chunks; c++) items += (a->chunk[c].size + most - 1) / most * a->kv_heads;
     if (items >= 4 * a->threads) break;
@@ -189,7 +190,7 @@ static long plan_parts(struct step *step) {
 
 INLINE void merge_parts(const struct step *step, long query, int bf16) {
   const struct attention *a = step->a;
-  long first = step->first_part[query], count = step->num_parts[query], dim = a->dim;
+  long first = step->first_part[query], count = step->num_parts[query], dim = a->value_dim;
   for (long head = 0; head < a->heads; head++) {
     float high = -__builtin_inff(), total = 0;
     for (long p = first; p < first + count; p++) {
@@ -217,17 +218,17 @@ INLINE void store_rows(struct step *step, const struct scratch *s, long query, l
   const struct attention *a = step->a;
   for (long r = 0; r < rows; r++) {
     const float *sums = s->sums + (row + r) * width;
-    long to = (query * a->heads + head + r) * a->dim;
+    long to = (query * a->heads + head + r) * a->value_dim;
     if (part >= 0) {
       long stored = (step->first_part[query] + part) * a->heads + head + r;
       step->highs[stored] = s->highs[row + r];
       step->totals[stored] = s->totals[row + r];
-      memcpy(step->sums + stored * a->dim, sums, a->dim * sizeof(float));
+      memcpy(step->sums + stored * a->value_dim, sums, a->value_dim * sizeof(float));
       continue;
     }
     floats factor = all(1.0f / with_sink(a, head + r, s->highs[row + r], s->totals[row + r]));
-    for (long d = 0; d < a->dim; d += VEC) {
-      long n = smaller(VEC, a->dim - d);
+    for (long d = 0; d < a->value_dim; d += VEC) {
+      long n = smaller(VEC, a->value_dim - d);
       store_some(a->out, to + d, load_some(sums, d, n, 0) * factor, n, bf16);
     }
   }
@@ -248,7 +249,7 @@ INLINE void compute_item(struct step *step, const struct item *item, int bf16) {
   const struct attention *a = step->a;
   struct scratch *s = &scratch;
   long group = a->heads / a->kv_heads;
-  if (item->kind == DECODE && a->dim % VEC == 0 && group <= MOST_ROWS_IN_PLACE) {
+  if (item->kind == DECODE && a->dim == a->value_dim && a->dim % VEC == 0 && group <= MOST_ROWS_IN_PLACE) {
     const int32_t *table = a->tables + a->rows[item->index] * a->table_stride;
     attend_in_place(a, s, item->index, table, item->head, item->last_head, item->low, item->high, bf16);
     long rows = (item->last_head - item->head) * group;
@@ -268,7 +269,7 @@ INLINE void compute_item(struct step *step, const struct item *item, int bf16) {
     for (long head = item->head; head < item->last_head; head++) {
       attend_tiles(a, s, &queries, table, head, item->low, item->high, bf16);
       for (long i = 0; i < item->count; i++)
-        store_rows(step, s, query_of(&queries, i), head * group, i * group, group, PANELS(a->dim), item->part, bf16);
+        store_rows(step, s, query_of(&queries, i), head * group, i * group, group, PANELS(a->value_dim), item->part, bf16);
     }
     if (item->kind == SHARED)
       for (long i = 0; i < item->count; i++) finish_part(step, members[i]);
@@ -303,7 +304,7 @@ static long num_products(const struct step *step) {
     const struct item *item = &step->items[i];
     tokens += item->count * (item->last_head - item->head) * (item->high - item->low);
   }
-  return tokens * (step->a->heads / step->a->kv_heads) * step->a->dim * 2;
+  return tokens * (step->a->heads / step->a->kv_heads) * (step->a->dim + step->a->value_dim);
 }
 
 // Returns 0, or -1 if there is no memory.
@@ -318,10 +319,10 @@ EXPORT int pagewise_attend(const struct attention *a) {
   long parts = plan_parts(&step);
   plan_items(&step);
   step.items = malloc(step.num_items * sizeof(struct item) + 1);
-  step.sums = malloc(parts * a->heads * (a->dim + 2) * sizeof(float) + 1);
+  step.sums = malloc(parts * a->heads * (a->value_dim + 2) * sizeof(float) + 1);
   int failed = !step.items || !step.sums;
   if (!failed) {
-    step.highs = step.sums + parts * a->heads * a->dim;
+    step.highs = step.sums + parts * a->heads * a->value_dim;
     step.totals = step.highs + parts * a->heads;
     plan_items(&step);
     // All of them before any attention: the queries of a chunk see its other tokens.

@@ -15,12 +15,14 @@ struct prefix {
 
 // Strides are in elements; that of the last dimension is 1.
 struct attention {
-  // q [tokens, heads, dim], k and v [tokens, kv_heads, dim], out [tokens, heads, dim] contiguous
+  // q [tokens, heads, dim], k [tokens, kv_heads, dim], v [tokens, kv_heads, value_dim], out [tokens, heads, value_dim]
+  // contiguous
   void *q;
   const void *k, *v;
   void *out;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  // keys and values [blocks, block_size, kv_heads, dim]
+  // keys [blocks, block_size, kv_heads, dim] and values [..., value_dim]. Where value_dim is not dim, they are latents: a
+  // value is a part of its key, and is not written.
   void *keys, *values;
   int64_t key_block, key_slot, key_head, value_block, value_slot, value_head;
   // slots [tokens] of the pool; tables [rows, table_stride]; decodes come first in the batch
@@ -31,7 +33,7 @@ struct attention {
   const struct chunk *chunk;
   const struct prefix *prefix;
   const int64_t *members;
-  int64_t heads, kv_heads, dim;
+  int64_t heads, kv_heads, dim, value_dim;
   int64_t bf16;
   int64_t window, attention_chunk;  // 0: none; at most one of them
   float scale, softcap;  // softcap 0: none
@@ -46,7 +48,8 @@ struct attention {
 };
 
 enum {
-  MAX_DIM = 512,
+  MAX_DIM = 512,  // of values, and of keys but for those of latents
+  MAX_KEY = 640,
   ROWS = 192,   // query rows that share packed keys and values
   BAND = 48,    // of them, so many are computed at once: a multiple of MR and of VEC
   TILE = 128,   // tokens of the context that are packed at once
@@ -56,11 +59,11 @@ enum {
 
 // What a thread works with. It lies in the thread's own memory, and so lives as long as the thread.
 struct scratch {
-  float q[ROWS * MAX_DIM];
+  float q[ROWS * MAX_KEY];
   float sums[ROWS * PANELS(MAX_DIM)];
   float scores[SCORES];
   float highs[ROWS], totals[ROWS];
-  float keys[MAX_DIM * PANELS(TILE)];
+  float keys[MAX_KEY * PANELS(TILE)];
   float values[TILE * PANELS(MAX_DIM)];
   const void *key_at[PIECE + VEC], *value_at[PIECE + VEC];
 } __attribute__((aligned(64)));

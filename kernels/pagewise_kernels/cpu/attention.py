@@ -12,7 +12,9 @@ from pagewise_kernels.cpu.operations import TYPES
 from pagewise_kernels.kv_layer import KVLayer
 
 MAX_HEAD_DIM = 512
-MAX_GROUP = 60
+MAX_KEY_DIM = 640
+"""The same of keys of which a part are their values: latents."""
+MAX_GROUP = 192
 """Query heads that may share a KV head."""
 
 Int32s = npt.NDArray[np.int32]
@@ -78,8 +80,8 @@ class CpuStep:
         All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
         ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
         each query head that takes part in its softmax without a value. ``attention_chunk``: a query sees the tokens of
-        its own chunk of so many tokens. Without ``write``, K and V are in the pool already. Returns
-        [tokens, heads, head_dim].
+        its own chunk of so many tokens. Without ``write``, K and V are in the pool already. Of a layer of latents, v is
+        not read. Returns [tokens, heads, head_dim of a value].
 
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.
@@ -87,7 +89,8 @@ class CpuStep:
         self._check(q, k, v, layer, rotation)
         if sinks is not None:
             sinks = _checked_sinks(sinks, q.shape[1])
-        out = empty(q.shape, q.dtype)
+        value_dim = layer.values.shape[3]
+        out = empty((*q.shape[:2], value_dim), q.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         a.q_token, a.q_head, _ = q.stride()
@@ -96,7 +99,7 @@ class CpuStep:
         a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
         a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.strides
         _, a.heads, a.dim = q.shape
-        a.kv_heads = layer.kv_heads
+        a.kv_heads, a.value_dim = layer.kv_heads, value_dim
         a.bf16 = q.dtype == torch.bfloat16
         a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
         a.attention_chunk, a.tokens = attention_chunk or 0, self.tokens if write else 0
@@ -116,15 +119,16 @@ class CpuStep:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, rotation: Rotation | None
     ) -> None:
         tokens, heads, dim = q.shape
-        new = (tokens, layer.kv_heads, layer.head_dim)
+        new = (tokens, layer.kv_heads)
         found, expected = (self.tokens, self.block_size, dim), (tokens, layer.block_size, layer.head_dim)
-        if (*found, k.shape, v.shape) != (*expected, new, new):
+        if (*found, k.shape, v.shape) != (*expected, (*new, layer.head_dim), (*new, layer.values.shape[3])):
             raise ValueError(
                 f"{self.tokens} tokens in blocks of {self.block_size}: q, k, v, keys and values cannot be "
                 f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}, {list(layer.keys.shape)} and "
                 f"{list(layer.values.shape)}"
             )
-        if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not 1 <= dim <= MAX_HEAD_DIM:
+        fits = 1 <= dim <= (MAX_KEY_DIM if layer.latent else MAX_HEAD_DIM) and layer.latent <= MAX_HEAD_DIM
+        if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not fits:
             raise ValueError(f"{heads} heads of {dim} with {layer.kv_heads} KV heads are not supported")
         if {q.dtype, k.dtype, v.dtype} != {layer.dtype} or q.dtype not in TYPES or q.device.type != "cpu":
             raise TypeError(

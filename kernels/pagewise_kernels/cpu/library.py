@@ -64,7 +64,7 @@ class AttentionArguments(ctypes.Structure):
             (_POINTER, "slots tables"),
             (_LONG, "table_stride block_size tokens decodes num_chunks num_prefixes"),
             (_POINTER, "rows lengths chunks prefixes members"),
-            (_LONG, "heads kv_heads dim bf16 window attention_chunk"),
+            (_LONG, "heads kv_heads dim value_dim bf16 window attention_chunk"),
             (ctypes.c_float, "scale softcap"),
             (_POINTER, "cos sin head_norm"),
             (ctypes.c_float, "norm_eps"),

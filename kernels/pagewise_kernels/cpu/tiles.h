@@ -58,7 +58,8 @@ INLINE void make_weights(float *scores, long rows, long count, float *highs, flo
 // Scores of rows first .. first + rows for the packed keys of positions tile .. tile + count, and their part of the sums.
 INLINE void attend_band(const struct attention *a, struct scratch *s, const struct queries *queries, long first, long rows,
                         long tile, long count) {
-  long group = a->heads / a->kv_heads, dim = a->dim, width = PANELS(dim), causal = queries->position >= 0;
+  long group = a->heads / a->kv_heads, dim = a->dim, value_dim = a->value_dim, width = PANELS(value_dim);
+  long causal = queries->position >= 0;
   if (causal) {
     // What none of the rows sees is left out.
     long begin = first_seen(a, queries->position + first / group);
@@ -67,7 +68,7 @@ INLINE void attend_band(const struct attention *a, struct scratch *s, const stru
     if (count <= 0) return;
   }
   long columns = (count + VEC - 1) / VEC * VEC;
-  product(rows, columns, dim, s->q + first * width, width, s->keys, dim, s->scores, TILE, 0);
+  product(rows, columns, dim, s->q + first * PANELS(dim), PANELS(dim), s->keys, dim, s->scores, TILE, 0);
   if (a->softcap > 0)
     for (long r = 0; r < rows; r++)
       for (long t = 0; t < columns; t += VEC)
@@ -84,28 +85,29 @@ INLINE void attend_band(const struct attention *a, struct scratch *s, const stru
     for (long i = 0; i < n; i++) {
       float *sums = s->sums + (first + r + i) * width;
       if (shrink[i] != 1)
-        for (long d = 0; d < dim; d += VEC) store(sums, d, load(sums, d, 0) * shrink[i], 0);
+        for (long d = 0; d < value_dim; d += VEC) store(sums, d, load(sums, d, 0) * shrink[i], 0);
     }
   }
-  product(rows, (dim + VEC - 1) / VEC * VEC, count, s->scores, TILE, s->values, TILE, s->sums + first * width, width, 1);
+  long wide = (value_dim + VEC - 1) / VEC * VEC;
+  product(rows, wide, count, s->scores, TILE, s->values, TILE, s->sums + first * width, width, 1);
 }
 
-// Leaves in s->sums [rows, PANELS(dim)] the weighted sums over context tokens low .. high, with s->highs and s->totals: a
-// row for each query and each head of the KV head. At most ROWS rows.
+// Leaves in s->sums [rows, PANELS(value_dim)] the weighted sums over context tokens low .. high, with s->highs and
+// s->totals: a row for each query and each head of the KV head. At most ROWS rows.
 INLINE void attend_tiles(const struct attention *a, struct scratch *s, const struct queries *queries,
                          const int32_t *table, long kv_head, long low, long high, int bf16) {
-  long group = a->heads / a->kv_heads, rows = queries->count * group, dim = a->dim, width = PANELS(dim);
+  long group = a->heads / a->kv_heads, rows = queries->count * group, dim = a->dim;
   floats factor = all(score_scale(a));
   for (long r = 0; r < rows; r++) {
     const void *q = at(a->q, query_of(queries, r / group) * a->q_token + (kv_head * group + r % group) * a->q_head, bf16);
     for (long d = 0; d < dim; d += VEC)
-      store(s->q + r * width, d, load_some(q, d, smaller(VEC, dim - d), bf16) * factor, 0);
+      store(s->q + r * PANELS(dim), d, load_some(q, d, smaller(VEC, dim - d), bf16) * factor, 0);
   }
   for (long r = 0; r < rows; r += VEC) {
     store(s->highs, r, all(-__builtin_inff()), 0);
     store(s->totals, r, all(0), 0);
   }
-  memset(s->sums, 0, rows * width * sizeof(float));
+  memset(s->sums, 0, rows * PANELS(a->value_dim) * sizeof(float));
   // Of a chunk, tiles lie at multiples of TILE, so that no sum depends on which queries are computed together.
   for (long tile = queries->position < 0 ? low : low / TILE * TILE; tile < high; tile += TILE) {
     long count = smaller(TILE, high - tile), unseen = greater(0, low - tile);
@@ -115,7 +117,7 @@ INLINE void attend_tiles(const struct attention *a, struct scratch *s, const str
       s->value_at[i] = s->value_at[unseen];
     }
     pack_keys(s->key_at, count, dim, s->keys, dim, bf16);
-    pack_values(s->value_at, count, dim, s->values, TILE, bf16);
+    pack_values(s->value_at, count, a->value_dim, s->values, TILE, bf16);
     // The scores of a band stay in the first level cache.
     for (long band = 0; band < rows; band += BAND)
       attend_band(a, s, queries, band, smaller(BAND, rows - band), tile, count);

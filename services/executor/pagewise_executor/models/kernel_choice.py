@@ -183,11 +183,11 @@ def _error_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _error_for_cpu_kernels(layers: Sequence[AttentionShape]) -> str:
-    from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM
+    from pagewise_kernels.cpu.attention import MAX_GROUP, MAX_HEAD_DIM, MAX_KEY_DIM
 
-    if any(layer.latent for layer in layers):
-        return "they do not attend to latents (MLA)"
-    head_dim = max(layer.head_dim for layer in layers)
+    if any(layer.latent > MAX_HEAD_DIM or layer.head_dim > MAX_KEY_DIM for layer in layers if layer.latent):
+        return f"latents are too large, up to {MAX_HEAD_DIM} in keys of {MAX_KEY_DIM} are supported"
+    head_dim = max(0 if layer.latent else layer.head_dim for layer in layers)
     group = max(layer.heads // layer.kv_heads for layer in layers)
     if head_dim > MAX_HEAD_DIM:
         return f"heads of {head_dim} are too large, up to {MAX_HEAD_DIM} are supported"

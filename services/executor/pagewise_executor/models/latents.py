@@ -13,7 +13,6 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.attention.absorbed import Absorbed
-from pagewise_executor.models.weight_files import first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,32 +37,21 @@ def latent_sizes(module: Any) -> tuple[int, int]:
     return int(module.qk_rope_head_dim), int(module.kv_lora_rank)
 
 
-def check_latents(config: ExecutorConfig, model_config: "PretrainedConfig", text: Any) -> None:
-    """Check the attention of a model whose configuration has latents, before its weights are read.
+def check_latents(config: ExecutorConfig, text: "PretrainedConfig", model: nn.Module) -> None:
+    """Check the attention of a model that computes latents, before its weights are read.
 
-    ``model_config``, ``text``: the content of config.json, and its part for the language model.
+    ``text``: the configuration of the language model. ``model``: it, without weights.
 
     Raises:
         ModelError: the model computes something else beside them, this version of transformers has no ``expand_kv``, or
             an option is not for latents.
     """
-    if getattr(text, "kv_lora_rank", None) is None:
-        return
-    from transformers import AutoModelForCausalLM
-
     name = f"{config.model} (model_type {text.model_type}) has multi-head latent attention (MLA)"
-    if config.kv_dtype == "fp8":
-        raise ModelError(f"--kv-dtype fp8: {name}, whose latents are kept in the type of the model only")
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                model_config, trust_remote_code=config.trust_remote_code
-            )
-    except ValueError as error:
-        raise ModelError(f"{name}, and transformers cannot build it: {first_line(error)}") from error
-    for module in model.modules():
-        if keeps_latents(module) and (why := _unfit(module)):
+    for module in filter(keeps_latents, model.modules()):
+        if why := _unfit(module):
             raise ModelError(f"{name} {why}")
+        if config.kv_dtype == "fp8":
+            raise ModelError(f"--kv-dtype fp8: {name}, whose latents are kept in the type of the model only")
 
 
 def _unfit(module: Any) -> str:
