@@ -121,8 +121,9 @@ def latent_config(queries: int, group: int, kv_bytes: int, device: torch.device)
     if not is_hopper(device):
         return TileConfig(rows, 32, 4, 3)
     rows = max(rows, min(64, power_of_two(queries * group)))
-    # Where a tile has fewer rows than tokens, or 64 rows, warps share out its scores. Otherwise each computes them all.
-    if rows == 64:  # Two buffers of latents beside the queries take the shared memory.
+    # Of fewer than 64 rows, warps share out the scores if a tile has more tokens than rows, or else each computes all.
+    # With 64, two buffers of 64 tokens beside the queries take all of the shared memory.
+    if rows == 64:
         return TileConfig(rows, 64, 8, 2 if queries > 1 else 3, programs=1)
     if rows == 32:
         return TileConfig(rows, 64, 8, 5, programs=1)

@@ -33,6 +33,15 @@ def load_rows(at, there, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
+def unknown_zero(at):
+    """Zero, which the compiler does not know, from a number at ``at`` that is not negative.
+
+    Addresses that depend on it are computed where it is read, and not kept in registers all through the loops before.
+    """
+    return tl.minimum(tl.load(at, volatile=True), 0)
+
+
+@triton.jit
 def attend_latents(
     acc, high, total, q, rotated_q, row_positions, keys, table, start, stop, end, stride_b, stride_t, factor,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr,
@@ -77,14 +86,15 @@ def latent_decode_attention_kernel(
 
     A unit has one query, or none in a program without work. See ``decode_attention_kernel``.
     """
-    rows, dims = tl.arange(0, M), tl.arange(0, DIM)
+    dims = tl.arange(0, DIM)
     program = tl.program_id(0)
     head, unit = program % KV_HEADS, program // KV_HEADS
     wait_for_predecessor(PDL)
     query, num_queries, row, start, stop, part, count, first_part, next_unit = fields_of(units, unit)
     while unit >= 0:
         table = tables + row.to(tl.int64) * stride_tables
-        heads = head * GROUP + tl.minimum(start, 0) + rows
+        rows = tl.arange(0, M) + tl.minimum(start, 0)
+        heads = head * GROUP + rows
         valid = rows < num_queries * GROUP
         q_at = q + query.to(tl.int64) * stride_qn + heads * stride_qh
         rotated_q = load_rows(q_at, valid, ROTATED, ROTATED_DIM, True).to(COMPUTE)
@@ -102,6 +112,8 @@ def latent_decode_attention_kernel(
             acc, high, total, tile_q, rotated_q, None, keys, table, outer, stop, stop, stride_b, stride_t, factor,
             BLOCK_SIZE, LATENT, DIM, ROTATED, ROTATED_DIM, TILE, True, False, COMPUTE, PRECISION,
         )  # fmt: skip
+        rows = tl.arange(0, M) + unknown_zero(units + unit * 9 + 3)  # where it starts, see fields_of
+        heads, valid = head * GROUP + rows, rows < num_queries * GROUP
         in_head = valid[:, None] & (dims < LATENT)[None, :]
         if part >= 0:
             place = (first_part + part).to(tl.int64) * (KV_HEADS * GROUP) + heads
@@ -140,7 +152,7 @@ def latent_prefill_attention_kernel(
         first_query, num_queries = tl.load(unit), tl.load(unit + 1)
         table = tables + tl.load(unit + 2).to(tl.int64) * stride_tables
         start, stop = tl.load(unit + 3), tl.load(unit + 4)
-        rows = tl.arange(0, M) + tl.minimum(start, 0)
+        rows = tl.arange(0, M)
         queries = first_query + rows // GROUP
         valid = rows < num_queries * GROUP
         row_positions = tl.load(positions + queries, mask=valid, other=-1)
@@ -160,6 +172,8 @@ def latent_prefill_attention_kernel(
             acc, high, total, tile_q, rotated_q, row_positions, keys, table, outer, stop, stop, stride_b, stride_t,
             factor, BLOCK_SIZE, LATENT, DIM, ROTATED, ROTATED_DIM, TILE, True, True, COMPUTE, PRECISION,
         )  # fmt: skip
+        rows = tl.arange(0, M) + unknown_zero(unit + 3)
+        queries, valid = first_query + rows // GROUP, rows < num_queries * GROUP
         in_head = valid[:, None] & (dims < LATENT)[None, :]
         o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)
         result = finish(acc, high, total, None, None, None, 1.0, False, False)
