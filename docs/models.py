@@ -72,7 +72,7 @@ def refusal(config: transformers.PreTrainedConfig) -> str:
 
 def reason_of(error: str) -> str:
     """The part of a refusal between the name of the model and the families that are served."""
-    return error.partition(") ")[2].removesuffix(f"; {SERVED}")
+    return error.partition(")")[2].lstrip().removesuffix(f"; {SERVED}")
 
 
 def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
@@ -103,7 +103,8 @@ def memory_table() -> str:
             rows.append(f"| {name} | `{kind}` | refused | |")
             continue
         layers = [attention_shape(one, text, torch.bfloat16) for one in attention_modules(name, model, text)]
-        size = bytes_per_block([(one.kv_heads, one.head_dim) for one in layers], 1, torch.bfloat16) / 1024
+        kept = [layers[source].kv_shape for source in sorted(set(kv_sources(modules, text)))]
+        size = bytes_per_block(kept, 1, torch.bfloat16) / 1024
         windows = sum(one.window is not None for one in layers)
         rows.append(f"| {name} | `{kind}` | {size:,.5g} KiB | {f'{windows} of {len(layers)}' if windows else ''} |")
     return "\n".join(

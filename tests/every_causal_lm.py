@@ -50,6 +50,9 @@ _SIZES: dict[str, Any] = {
     "max_seq_len": 512,
     "model_max_length": 512,
     "sliding_window": 9,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "attention_chunk_size": 16,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
     "shared_intermediate_size": 64,
@@ -72,6 +75,9 @@ _SIZES: dict[str, Any] = {
 }
 """Sizes by the name that configurations have for them."""
 
+_KINDS = ["sliding_attention", "full_attention"]
+_GEMMA4 = {"num_hidden_layers": 4, "layer_types": 2 * _KINDS, "global_head_dim": 32}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
@@ -79,19 +85,54 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ctrl": {"dff": 80},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 80, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 9},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 32},
     "mamba2": {"num_heads": 8},
-    "got_ocr2": {"text_config": _SIZES},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dots3_note_vision_encoder": {"num_hidden_layers": 42, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + _KINDS,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma3_text": {"layer_types": 2 * _KINDS},
+    "laguna": {"layer_types": 2 * _KINDS},
+    "mellum": {"layer_types": 2 * _KINDS},
+    "dots1": {"layer_types": 2 * _KINDS, "n_shared_experts": 1},
+    "gemma4_text": _GEMMA4 | {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8},
+    "gemma4_unified_text": _GEMMA4,
+    "gemma4_vision": {"position_embedding_size": 64},
+    "gemma4_unified_vision": {"mm_embed_dim": 64, "mm_posemb_size": 64},
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "vocab_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 4,
+        }
+    },
+    "got_ocr2_vision": {"image_size": 64, "mlp_dim": 80, "output_channels": 16},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
-    "moshi": {"audio_vocab_size": 64},
+    "doge": {"sliding_window": None},
+    "moshi": {"audio_vocab_size": 64, "sliding_window": 512},
+    "phimoe": {"sliding_window": 512},
+    "qwen2_moe": {"use_sliding_window": False},
+    "phi4_multimodal_audio": {
+        "num_blocks": 1,
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 32,
+    },
     "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -118,12 +159,19 @@ def tiny_config(kind: str) -> transformers.PreTrainedConfig:
 
 def tiny_settings(config: type[transformers.PreTrainedConfig], sizes: Mapping[str, Any] = _SIZES) -> dict[str, Any]:
     """Settings that make a configuration tiny, with those of its parts."""
+    own = OVERRIDES.get(config.model_type, {})
     names = {field.name for field in fields(config)} | set(config.attribute_map)
     found: dict[str, Any] = {name: value for name, value in sizes.items() if name in names}
+    if "kv_lora_rank" in names:
+        found["num_key_value_heads"] = found["num_attention_heads"]  # latents are expanded to all heads
+    found |= own
     for name, part in config.sub_configs.items():
-        if isinstance(part, type) and part is not transformers.AutoConfig:
-            found[name] = tiny_settings(part)
-    return found | OVERRIDES.get(config.model_type, {})
+        if part is transformers.AutoConfig:
+            kind = own.get(name, {}).get("model_type")
+            part = transformers.CONFIG_MAPPING[kind] if kind else type(getattr(config(), name))
+        if isinstance(part, type) and issubclass(part, transformers.PreTrainedConfig):
+            found[name] = {"model_type": part.model_type} | tiny_settings(part) | own.get(name, {})
+    return found
 
 
 def build_tiny(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:

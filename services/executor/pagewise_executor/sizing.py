@@ -66,9 +66,9 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
+    check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    check_latents(config, text, model)
     header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
     weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)

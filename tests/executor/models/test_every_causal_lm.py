@@ -54,7 +54,7 @@ def check_tokens(config: transformers.PreTrainedConfig, path: Path) -> None:
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in _LENGTHS]
     expected = reference(model, prompts, [length for _, length in _LENGTHS], "cpu")
     assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
-    runner = build_runner(path, kernels="torch", host_memory="0")
+    runner = build_runner(path, kernels="torch")
     requests = [request(prompt, _LENGTHS[i][1], f"r{i}") for i, prompt in enumerate(prompts)]
     run_requests(runner, requests, num_blocks=9, max_num_batched_tokens=11)
     assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected

@@ -32,7 +32,7 @@ def test_the_text_part_generates_what_the_whole_model_does(
     prompts = [[(7 * i) % 190 + 3 for i in range(length)] for length in (23, 5)]
     expected = reference(model, prompts, [16, 16], "cpu")
     caplog.set_level(logging.INFO)
-    runner = build_runner(tmp_path, kernels="torch", host_memory="0")
+    runner = build_runner(tmp_path, kernels="torch")
     assert f"is a multimodal model ({kind}): its text part alone is served" in caplog.text
     assert "no place for" not in caplog.text
     requests = [request(prompt, 16, f"r{i}") for i, prompt in enumerate(prompts)]

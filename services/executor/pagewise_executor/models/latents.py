@@ -5,7 +5,7 @@ to the attention function. Only this method is replaced. How families make, rota
 """
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -13,9 +13,6 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.attention.absorbed import Absorbed
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
@@ -37,21 +34,22 @@ def latent_sizes(module: Any) -> tuple[int, int]:
     return int(module.qk_rope_head_dim), int(module.kv_lora_rank)
 
 
-def check_latents(config: ExecutorConfig, text: "PretrainedConfig", model: nn.Module) -> None:
-    """Check the attention of a model that computes latents, before its weights are read.
-
-    ``text``: the configuration of the language model. ``model``: it, without weights.
+def check_latents(config: ExecutorConfig, text: Any) -> None:
+    """Check that the options are for latents, if the language model with the configuration ``text`` has any.
 
     Raises:
-        ModelError: the model computes something else beside them, this version of transformers has no ``expand_kv``, or
-            an option is not for latents.
+        ModelError: they are not.
     """
-    name = f"{config.model} (model_type {text.model_type}) has multi-head latent attention (MLA)"
-    for module in filter(keeps_latents, model.modules()):
-        if why := _unfit(module):
-            raise ModelError(f"{name} {why}")
-        if config.kv_dtype == "fp8":
-            raise ModelError(f"--kv-dtype fp8: {name}, whose latents are kept in the type of the model only")
+    if getattr(text, "kv_lora_rank", None) is not None and config.kv_dtype == "fp8":
+        raise ModelError(
+            f"--kv-dtype fp8: {config.model} (model_type {text.model_type}) has multi-head latent attention (MLA), whose "
+            "latents are kept in the type of the model only"
+        )
+
+
+def unfit_latents(model: nn.Module) -> str:
+    """Return why latents of a model cannot be kept, as a part of a sentence; empty: they can, or it has none."""
+    return next((why for module in model.modules() if keeps_latents(module) and (why := _unfit(module))), "")
 
 
 def _unfit(module: Any) -> str:

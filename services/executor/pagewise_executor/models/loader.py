@@ -114,10 +114,10 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
     text = model_config.get_text_config(decoder=True)
     check_supported(config.model, model_config, text)
+    check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     if checkpoint is None:
-        tried = try_without_weights(config.model, model_config, dtype, trust_remote_code=config.trust_remote_code)
-        check_latents(config, text, tried)
+        try_without_weights(config.model, model_config, dtype, trust_remote_code=config.trust_remote_code)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)

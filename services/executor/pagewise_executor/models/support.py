@@ -101,12 +101,12 @@ def _not_causal(call: AttentionCall, shape: AttentionShape) -> bool:
 
 def _unequal(call: AttentionCall, shape: AttentionShape) -> str:
     key, value = call.key.shape, call.value.shape
-    return "" if key == value or shape.latent else f"{key[1]} heads of {key[-1]} and {value[1]} of {value[-1]}"
+    if key[1] == value[1] and value[-1] == (shape.latent or key[-1]):
+        return ""
+    return f"{key[1]} heads of {key[-1]} and {value[1]} of {value[-1]}"
 
 
 def _other_shape(call: AttentionCall, shape: AttentionShape) -> str:
-    if shape.latent:  # the trial expands latents to heads
-        return ""
     window = call.arguments.get("sliding_window")
     # The scale is not compared: OPT scales its queries itself, and every backend uses the scale of the call.
     found = {
@@ -192,7 +192,7 @@ def check_supported(model: str, config: object, text: object) -> None:
             raise ModelError(f"{named} has no {name}, so it is no decoder with layers of attention; {SERVED}")
         if type(value) is not int or value < 1:
             raise ModelError(
-                f"{named}: config.json is unusable: {name} is {value!r}, and not a positive number; {SERVED}"
+                f"{named} has a config.json that is unusable: {name} is {value!r}, and not a positive number; {SERVED}"
             )
 
 

@@ -55,7 +55,7 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
         )
     except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
         raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
-    if found.model_type == "mistral4":
+    if found.get_text_config(decoder=True).model_type == "mistral4":
         register_mistral4()
     return text_part(config.model, found)
 

@@ -15,6 +15,7 @@ import torch
 from pagewise_shared.errors import ModelError
 from torch import nn
 
+from pagewise_executor.models.latents import absorb_latents, unfit_latents
 from pagewise_executor.models.support import SERVED, AttentionCall, attention_modules, attention_shape, refuse_call
 from pagewise_executor.models.weight_files import first_line
 
@@ -30,6 +31,8 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
     """Return the model that transformers builds for ``config``, on the meta device, after it was tried.
+
+    Its attention modules attend to latents if they compute any.
 
     ``model``: its name, for errors. ``config``: of transformers; of the whole model, not of one rank's part.
 
@@ -50,6 +53,9 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
         own = isinstance(error, KeyError) and error.args == (_NAME,)
         why = "it chooses its attention from a list of its own" if own else first_line(error) or type(error).__name__
         raise ModelError(f"{name} cannot be built with paged attention: {why}; {SERVED}") from error
+    if why := unfit_latents(skeleton):
+        raise ModelError(f"{name} has multi-head latent attention (MLA) {why}; {SERVED}")
+    absorb_latents(skeleton)
     failure = trial.run(skeleton)
     if stateful := trial.stateful_modules(skeleton):
         raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {', '.join(stateful)}; {SERVED}")
@@ -111,8 +117,7 @@ class _Trial:
         try:
             if missing := [name for name in given if not _takes(skeleton, name)]:
                 return TypeError(f"its forward pass does not take {missing[0]}")
-            with torch.device("meta"):
-                logits = skeleton(input_ids=tokens, use_cache=False, **given).logits
+            logits = skeleton(input_ids=tokens, use_cache=False, **given).logits
             if logits.shape[:2] != (1, len(kept)):
                 return TypeError(f"for {len(kept)} tokens of a prompt it returns logits of shape {list(logits.shape)}")
         except Exception as error:  # models raise many kinds
@@ -137,7 +142,9 @@ class _Trial:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         sees = next((sees for mask, sees in self._masks if mask is attention_mask), None)
         self.calls.append(AttentionCall(module, query, key, value, attention_mask, sees, arguments))
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        absorbed: Any = getattr(module, "absorbed", None)
+        size = value.shape[-1] if absorbed is None else absorbed.from_latents.shape[-1]
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], size), None
 
     def _mask(self, *_: object, mask_function: MaskFunction, **__: object) -> torch.Tensor:
         mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device="meta")
