@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from pagewise_executor.kv.kv_pool import bytes_per_block
-from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported
+from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.text_part import text_part
 from pagewise_executor.models.trial import try_without_weights
 from pagewise_shared.errors import ModelError
@@ -34,31 +34,35 @@ def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int | 
     return sizes | {"num_key_value_heads": kv_heads} | ({"head_dim": head_dim} if head_dim else {})
 
 
+_GEMMA4 = {"global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+
 REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3.1 8B": ("llama", _sizes(32, 4096, 32, 8)),
     "Llama 3.1 70B": ("llama", _sizes(80, 8192, 64, 8)),
-    "Mistral 7B": ("mistral", _sizes(32, 4096, 32, 8)),
-    "Mistral Small 3 24B": ("mistral", _sizes(40, 5120, 32, 8, 128)),
+    "Llama 4 Scout": ("llama4_text", _sizes(48, 5120, 40, 8, 128)),
+    "Mistral 7B v0.3": ("mistral", _sizes(32, 4096, 32, 8) | {"sliding_window": None}),
+    "Mistral Small 4": ("mistral4", _sizes(36, 4096, 32, 32) | {"kv_lora_rank": 256, "qk_rope_head_dim": 64}),
     "Mixtral 8x7B": ("mixtral", _sizes(32, 4096, 32, 8)),
     "Qwen2.5 7B": ("qwen2", _sizes(28, 3584, 28, 4)),
     "Qwen2.5 72B": ("qwen2", _sizes(80, 8192, 64, 8)),
-    "Qwen3 8B": ("qwen3", _sizes(36, 4096, 32, 8, 128)),
-    "Qwen3 32B": ("qwen3", _sizes(64, 5120, 64, 8, 128)),
     "Qwen3 30B-A3B": ("qwen3_moe", _sizes(48, 2048, 32, 4, 128)),
     "Qwen3 235B-A22B": ("qwen3_moe", _sizes(94, 4096, 64, 4, 128)),
-    "Gemma 2 9B": ("gemma2", _sizes(42, 3584, 16, 8, 256)),
-    "Gemma 2 27B": ("gemma2", _sizes(46, 4608, 32, 16, 128)),
+    "Gemma 3 4B": ("gemma3_text", _sizes(34, 2560, 8, 4, 256)),
     "Gemma 3 12B": ("gemma3_text", _sizes(48, 3840, 16, 8, 256)),
     "Gemma 3 27B": ("gemma3_text", _sizes(62, 5376, 32, 16, 128)),
-    "Phi-4 14B": ("phi3", _sizes(40, 5120, 40, 10)),
-    "OLMo 2 7B": ("olmo2", _sizes(32, 4096, 32, 32)),
-    "GLM-4.5-Air": ("glm4_moe", _sizes(46, 4096, 96, 8, 128)),
+    "Gemma 4 26B-A4B": ("gemma4_text", _sizes(30, 2816, 16, 8, 256) | _GEMMA4 | {"num_global_key_value_heads": 2}),
+    "Gemma 4 31B": ("gemma4_text", _sizes(60, 5376, 32, 16, 256) | _GEMMA4 | {"num_global_key_value_heads": 4}),
+    "OLMo 3 7B": ("olmo3", _sizes(32, 4096, 32, 32)),
     "GLM-4.5": ("glm4_moe", _sizes(92, 5120, 96, 8, 128)),
+    "GLM-4.7-Flash": ("glm4_moe_lite", _sizes(47, 2048, 20, 20) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "MiniMax-M2": ("minimax_m2", _sizes(62, 3072, 48, 8, 128)),
     "gpt-oss 20B": ("gpt_oss", _sizes(24, 2880, 64, 8, 64)),
     "gpt-oss 120B": ("gpt_oss", _sizes(36, 2880, 64, 8, 64)),
-    "DeepSeek V3": ("deepseek_v3", {}),
+    "DeepSeek V3, R1": ("deepseek_v3", _sizes(61, 7168, 128, 128) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    "Kimi K2": ("deepseek_v3", _sizes(61, 7168, 64, 64) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
 }
-"""Families and sizes of well-known models; the other settings are the defaults of transformers."""
+"""Families and sizes of well-known models, by their config.json; what is not here has no effect on the memory of a
+token, and is the default of transformers."""
 
 
 def refusal(config: transformers.PreTrainedConfig) -> str:
@@ -94,22 +98,21 @@ def families_table() -> str:
 
 
 def memory_table() -> str:
-    """The KV of a token at real sizes."""
+    """The K and V of a token at real sizes, in layers with a window or attention chunks and in others."""
     rows = []
     for name, (kind, sizes) in REAL.items():
-        try:
-            model, text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
-        except ModelError:
-            rows.append(f"| {name} | `{kind}` | refused | |")
-            continue
-        layers = [attention_shape(one, text, torch.bfloat16) for one in attention_modules(name, model, text)]
-        kept = [layers[source].kv_shape for source in sorted(set(kv_sources(modules, text)))]
-        size = bytes_per_block(kept, 1, torch.bfloat16) / 1024
-        windows = sum(one.window is not None for one in layers)
-        rows.append(f"| {name} | `{kind}` | {size:,.5g} KiB | {f'{windows} of {len(layers)}' if windows else ''} |")
-    return "\n".join(
-        ["| model | model_type | KV of a token in bfloat16 | layers with a window |", "|---|---|---|---|", *rows]
-    )
+        model, text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
+        modules = attention_modules(name, model, text)
+        layers = [attention_shape(one, text, torch.bfloat16) for one in modules]
+        kept = [layers[source] for source in sorted(set(kv_sources(modules, text)))]
+        within = [one for one in kept if one.window is not None or one.attention_chunk is not None]
+        every, some = (
+            f"{bytes_per_block([one.kv_shape for one in which], 1, torch.bfloat16) / 1024:,.5g} KiB" if which else ""
+            for which in (kept, within)
+        )
+        rows.append(f"| {name} | `{kind}` | {len(kept)} | {every} | {len(within) or ''} | {some} |")
+    head = "| model | model_type | layers | KV of a token | with a window | their KV |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
 
 
 TABLES: dict[str, Callable[[], str]] = {"families": families_table, "memory": memory_table}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from pagewise_executor.models.latents import register_mistral4
 
 from tests.model_builders import VOCAB_SIZE
 
@@ -98,7 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "gemma3n_text": {
         "num_hidden_layers": 5,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + _KINDS,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", *_KINDS],
         "num_kv_shared_layers": 2,
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "hidden_size_per_layer_input": 8,
@@ -148,6 +149,7 @@ PARAMETERS = 3_000_000
 
 def causal_lms() -> dict[str, type[transformers.PreTrainedConfig]]:
     """The configurations that transformers has a causal LM for, by model_type."""
+    register_mistral4()
     return {config.model_type: config for config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING}
 
 

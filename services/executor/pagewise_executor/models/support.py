@@ -75,7 +75,7 @@ class AttentionCall:
     Fields:
         query, key, value: [1, heads, tokens, head_dim].
         mask: the layer's; None: it has none. ``sees``: whether a query at a position sees a key at another by that
-            mask, from (sequence, head, query's position, key's position); None: the model made the mask itself.
+            mask, from (sequence, head, positions of queries, of keys); None: the model made the mask itself.
         arguments: all others, by name.
     """
 
@@ -84,7 +84,7 @@ class AttentionCall:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
-    sees: Callable[[int, int, torch.Tensor, torch.Tensor], Any] | None
+    sees: Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor] | None
     arguments: dict[str, Any]
 
 
@@ -140,17 +140,21 @@ def _other_mask(call: AttentionCall, shape: AttentionShape) -> str:
     if call.sees is None:
         return "one that it makes itself"
     window = _effective(call, call.arguments.get("sliding_window"))
-    queries = {0, 1, 5, 100, 8191, 100_003} | ({window - 1, window, window + 1, 3 * window + 1} if window else set())
-    for query in sorted(one for one in queries if one < _longest(call)):
-        first = max(0, query - window + 1) if window else 0
-        for key in sorted({0, 1, first - 1, first, query // 2, query - 1, query, query + 1, query + 7} - {-1}):
-            try:
-                seen = bool(call.sees(0, 0, torch.tensor(query), torch.tensor(key)))
-            except Exception as error:  # the function may need data of the prompt
-                return f"one that depends on the prompt ({type(error).__name__})"
-            if seen != (first <= key <= query):
-                return f"one by which a token at position {query} {'sees' if seen else 'does not see'} that at {key}"
-    return ""
+    places = {0, 1, 5, 100, 8191, 100_003} | ({window - 1, window, window + 1, 3 * window + 1} if window else set())
+    queries = torch.tensor(sorted(one for one in places if one < _longest(call)))[:, None]
+    firsts = (queries - window + 1).clamp(min=0) if window else torch.zeros_like(queries)
+    ends = [firsts - 1, firsts, queries - 1, queries, queries + 1, queries + 7]
+    keys = torch.cat([torch.zeros_like(queries), queries // 2, *ends], -1).clamp(min=0)
+    try:
+        seen = call.sees(0, 0, queries, keys).expand_as(keys)
+        wrong = (seen != ((firsts <= keys) & (keys <= queries))).nonzero().tolist()
+    except Exception as error:  # the function may need data of the prompt
+        return f"one that depends on the prompt ({type(error).__name__})"
+    if not wrong:
+        return ""
+    row, column = wrong[0]
+    verb = "sees" if seen[row, column] else "does not see"
+    return f"one by which a token at position {int(queries[row])} {verb} that at {int(keys[row, column])}"
 
 
 _REFUSED_CALLS: tuple[tuple[Callable[[AttentionCall, AttentionShape], Any], str], ...] = (

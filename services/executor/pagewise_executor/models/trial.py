@@ -61,7 +61,9 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
         raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {', '.join(stateful)}; {SERVED}")
     if failure is not None:
         log.debug("%s cannot be tried", model, exc_info=failure)
-        raise ModelError(f"{name} cannot be tried without its weights: {first_line(failure)}; {SERVED}") from failure
+        # The errors of tensors without data are of several types, and name the meta device.
+        why = "its steps depend on the content of tensors" if "meta" in str(failure) else first_line(failure)
+        raise ModelError(f"{name} cannot be tried without its weights: {why}; {SERVED}") from failure
     modules = attention_modules(name, skeleton, text)
     if [call.module for call in trial.calls] != modules:
         raise ModelError(
