@@ -395,6 +395,7 @@ class NewSequence(Piece, frozen=True):
         root: the parent hash of its first block.
         constraints: index in ``StepPlan.constraints``, which complete ``sampling``; -1: none.
         adapter: the slot of its adapter, which is loaded; -1: none.
+        windows: its tables in the groups of windowed layers: index of the first block, and blocks (int32 bytes).
     """
 
     row: int
@@ -406,6 +407,7 @@ class NewSequence(Piece, frozen=True):
     root: bytes = b""
     constraints: int = -1
     adapter: int = -1
+    windows: tuple[tuple[int, bytes], ...] = ()
 
 
 class RemoteTier(Piece, frozen=True):
@@ -431,6 +433,7 @@ class BlockCopies(Piece, frozen=True):
             device occurs more than once, its last source counts. Blocks of a tier without ids are indices in ``names``.
         peer: the other executor that the source belongs to; None: the executor itself.
         names: of copies from and to a tier without ids, the names of the blocks there (``pack_names``).
+        group: the group of layers.
     """
 
     source: int
@@ -438,6 +441,7 @@ class BlockCopies(Piece, frozen=True):
     pairs: bytes
     peer: RemoteTier | None = None
     names: bytes = b""
+    group: int = 0
 
 
 class SegmentMove(Piece, frozen=True):
@@ -487,6 +491,8 @@ class StepPlan(Message, frozen=True):
             behind the one that was sampled for it, and samples one token behind each. It keeps them up to the first
             that differs from the draft, and discards the K and V of the rest. The results of all earlier steps have
             arrived.
+        windows: blocks added at the ends of tables of windowed layers (int32 bytes: row, group, block). A row's
+            blocks before the window of its next token may be other rows' from the next step on.
     """
 
     epoch: int
@@ -500,6 +506,7 @@ class StepPlan(Message, frozen=True):
     constraints: tuple[TokenConstraints, ...] = ()
     moves: tuple[SegmentMove, ...] = ()
     drafts: tuple[tuple[int, bytes], ...] = ()
+    windows: bytes = b""
 
 
 class CancelCopies(Message, frozen=True):

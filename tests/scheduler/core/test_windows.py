@@ -1,0 +1,115 @@
+"""Groups of windowed layers: blocks behind the window go, prefixes begin at snapshots, and all share one arena."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, WindowShape
+
+from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.driving import check_states, executor_for, expected_tokens, run
+
+
+def create(
+    num_pages: int,
+    pages: int,
+    windows: tuple[WindowShape, ...],
+    *,
+    budget: int = 32,
+    seqs: int = 8,
+    block_size: int = 4,
+) -> Scheduler:
+    shape = ArenaShape(num_pages, pages, windows, 2 * budget)
+    return Scheduler(
+        num_blocks=num_pages // pages,
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=budget,
+        shape=shape,
+    )
+
+
+def check_arena(scheduler: Scheduler) -> None:
+    """Pages add up, and without requests everything that is held may be evicted."""
+    kv = scheduler.kv
+    check_states(kv.pool)
+    arena = kv._arena
+    used = kv.pool.num_used * kv.pool.pages_per_block  # type: ignore[attr-defined]
+    used += sum(group.num_used * group.pages_per_block for group in kv.windows)
+    assert 0 <= arena.num_free == arena.num_pages - used
+    for group in kv.windows:
+        held = [0] * group.num_blocks
+        for snapshot in group.at.values():
+            for block in snapshot.blocks:
+                held[block] += 1
+        assert held == group._snapshots
+        assert group.num_cached == sum(1 for block in range(group.num_blocks) if held[block] and not group.users(block))
+        free = set(group._free)
+        assert len(free) == len(group._free)
+        assert all((block in free) == (not held[block] and not group.users(block)) for block in range(group.num_blocks))
+    if not scheduler.requests and not scheduler.steps_in_flight:
+        assert kv.num_available == arena.num_pages
+
+
+def test_a_sequence_keeps_its_window_alone() -> None:
+    scheduler = create(200, 1, (WindowShape(8, 1),))
+    executor = executor_for(scheduler)
+    request = create_request(prompt=40, max_tokens=60)
+    scheduler.add(request)
+    run(scheduler, executor)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+    check_arena(scheduler)
+    assert scheduler.kv.pool.num_used == 99 // 4
+    assert scheduler.kv.windows[0].num_used <= 2 * 3
+
+
+def test_a_prompt_begins_at_a_snapshot() -> None:
+    scheduler = create(200, 1, (WindowShape(8, 1),))
+    executor = executor_for(scheduler)
+    first = create_request(prompt=[*range(40)], max_tokens=12)
+    scheduler.add(first)
+    run(scheduler, executor)
+    answer = first.sequences[0].output_token_ids.tolist()
+    for tokens, cached in (([*range(40), *answer, 7, 7], 48), ([*range(40), 9, 9], 40), ([*range(30), 9, 9], 0)):
+        request = create_request(prompt=tokens, max_tokens=3)
+        scheduler.add(request)
+        run(scheduler, executor)
+        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+        assert request.num_cached_tokens == cached
+    check_arena(scheduler)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_all_tokens_are_right_whatever_shares_the_arena(data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 2**32))
+    rng = random.Random(seed)
+    windows = tuple(
+        WindowShape(rng.choice((1, 3, 4, 8, 13)), rng.choice((1, 2, 5))) for _ in range(rng.choice((1, 1, 2)))
+    )
+    pages, budget = rng.choice((1, 2, 5)), rng.choice((3, 8, 32))
+    scheduler = create(10**6, pages, windows, budget=budget)
+    # So small that sequences preempt each other, and large enough for the longest one alone.
+    longest = 40
+    num_pages = scheduler.kv.room_for(longest) + rng.randrange(0, 60)
+    scheduler = create(num_pages, pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)))
+    executor = executor_for(scheduler)
+    base = [rng.randrange(1000) for _ in range(30)]
+    requests = []
+    for _ in range(rng.choice((1, 4, 12))):
+        shared = base[: rng.randrange(0, 25)]
+        prompt = [*shared, *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
+        request = create_request(
+            prompt=prompt, max_tokens=rng.randrange(1, longest - len(prompt)), n=rng.choice((1, 1, 2))
+        )
+        requests.append(request)
+        scheduler.add(request)
+        if rng.random() < 0.3:
+            run(scheduler, executor, depth=rng.choice((1, 2)))
+            check_arena(scheduler)
+    run(scheduler, executor)
+    for request in requests:
+        for sequence in request.sequences:
+            assert sequence.output_token_ids.tolist() == expected_tokens(request)
+    check_arena(scheduler)
