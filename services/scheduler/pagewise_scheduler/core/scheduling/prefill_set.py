@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
@@ -264,7 +265,7 @@ class PrefillSet:
         self._kv, self._waiting, self._recoveries = scheduler.kv, scheduler.waiting, scheduler.recoveries
         self._limits, self._plan, self._features = scheduler.limits, scheduler.plan, scheduler.features
         self._free_rows, self._num_rows = scheduler.free_rows, len(scheduler.free_rows)
-        self._newest_in_flight = lambda: scheduler.newest_in_flight
+        self._scheduler = proxy(scheduler)  # see ``Scheduler.features``
         self.num_queries = self.num_hits = 0
         self.admission, self.activity = Admission(self._kv, self._waiting), Activity()
         self._held: set[RequestSequence] = set()
@@ -382,7 +383,7 @@ class PrefillSet:
 
     def _grow_windows(self, sequence: RequestSequence, start: int) -> None:
         """Let a sequence hold the windows of its scheduled tokens from ``start`` on."""
-        kv, stop, newest = self._kv, sequence.num_scheduled_tokens, self._newest_in_flight()
+        kv, stop, newest = self._kv, sequence.num_scheduled_tokens, self._scheduler.newest_in_flight
         added, copies = kv.grow_windows(sequence.table, start, stop, newest)
         self._plan.copy(copies)
         if sequence in self._members:  # else its whole tables join

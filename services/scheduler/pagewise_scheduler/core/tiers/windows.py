@@ -78,7 +78,7 @@ class WindowGroup:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
         self._values = _SnapshotValues(policy)
-        self._queue = EvictionQueue(self._values, self._rank)  # type: ignore[arg-type]
+        self._queue = EvictionQueue[Snapshot](self._values, self._rank)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self.num_retiring = 0
         arena.members.append(self)
@@ -186,7 +186,7 @@ class WindowGroup:
 
     def _use(self, snapshot: Snapshot) -> None:
         snapshot.last_used, snapshot.kind = self._policy.tick(), snapshot.node.kind
-        self._queue.push(snapshot, NEAREST)  # type: ignore[arg-type]
+        self._queue.push(snapshot, NEAREST)
         self._queue.shrink(len(self.at))
 
     def forget(self, node: CachedBlock) -> None:
@@ -214,7 +214,7 @@ class WindowGroup:
         while (snapshot := self._queue.pop()) is not None and all(map(self._users.__getitem__, snapshot.blocks)):
             in_use.append(snapshot)
         for one in in_use:
-            self._queue.push(one, NEAREST)  # type: ignore[arg-type]
+            self._queue.push(one, NEAREST)
         if snapshot is None:
             return False
         self.forget(snapshot.node)
