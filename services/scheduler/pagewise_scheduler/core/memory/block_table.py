@@ -8,10 +8,14 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 @dataclass(slots=True)
 class WindowTable:
-    """The blocks of a sequence in a group of windowed layers: ``blocks``, the first of which is block ``first``."""
+    """The blocks of a sequence in a group of windowed layers: ``blocks``, the first of which is block ``first``.
+
+    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none.
+    """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
+    source: int = -1
 
     @property
     def end(self) -> int:

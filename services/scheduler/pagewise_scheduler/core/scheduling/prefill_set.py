@@ -373,7 +373,7 @@ class PrefillSet:
             held = len(table.blocks)
             sequence.num_scheduled_tokens += size
             if kv.windows:
-                self._grow_windows(sequence, start)
+                self.grow_windows(sequence, start, sequence.num_scheduled_tokens)
             added, copies = kv.grow(table, sequence.num_scheduled_tokens)
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
@@ -381,12 +381,11 @@ class PrefillSet:
             budget -= sequence.num_to_compute(size)
         return chunks
 
-    def _grow_windows(self, sequence: RequestSequence, start: int) -> None:
-        """Let a sequence hold the windows of its scheduled tokens from ``start`` on."""
-        kv, stop, newest = self._kv, sequence.num_scheduled_tokens, self._scheduler.newest_in_flight
-        added, copies = kv.grow_windows(sequence.table, start, stop, newest)
+    def grow_windows(self, sequence: RequestSequence, start: int, stop: int) -> None:
+        """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
+        added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
         self._plan.copy(copies)
-        if sequence in self._members:  # else its whole tables join
+        if sequence in self._members or sequence.status is SequenceStatus.DECODE:  # else its whole tables join
             self._plan.set_windows(sequence.row, added)
 
     def _started(self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float) -> Chunks:
@@ -461,9 +460,7 @@ class PrefillSet:
         self._take_row(sequence)
         sequence.num_scheduled_tokens += size
         if kv.windows:
-            self._plan.copy_windows(kv.window_copies)
-            kv.window_copies = []
-            self._grow_windows(sequence, prefix.num_tokens)
+            self.grow_windows(sequence, prefix.num_tokens, sequence.num_scheduled_tokens)
         self._join(sequence, prefix.num_tokens)
         self._note(sequence, prefix, plan, now)
         return size

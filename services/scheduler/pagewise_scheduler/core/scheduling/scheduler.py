@@ -309,11 +309,8 @@ class Scheduler:
         for sequence in due:
             self.plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
         for sequence in due if self.kv.windows else ():
-            table = sequence.table
-            start = table.num_slots - table.block_size
-            added, copies = self.kv.grow_windows(table, start, table.num_slots, self.newest_in_flight)
-            self.plan.copy(copies)
-            self.plan.set_windows(sequence.row, added)
+            num_slots = sequence.table.num_slots
+            self.prefilling.grow_windows(sequence, num_slots - self.kv.block_size, num_slots)
         return True
 
     def _make_room(self) -> bool:

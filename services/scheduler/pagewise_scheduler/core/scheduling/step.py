@@ -27,7 +27,6 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
 from pagewise_scheduler.core.requests.request import FinishReason, Request, RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import CostModel
 from pagewise_scheduler.core.tiers.tier import Copies
-from pagewise_scheduler.core.tiers.windows import WindowCopy
 
 _GOOD_STEPS_TO_WIDEN = 16
 
@@ -242,7 +241,7 @@ class PlanBuilder:
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
         self._windows: list[tuple[int, int, int]] = []
-        self._window_copies: list[WindowCopy] = []
+        self._window_copies: dict[tuple[int, int], int] = {}  # by group and target block
 
     def leave(self, row: int) -> None:
         """The row's sequence leaves. Drops the changes that the next plan had for it."""
@@ -256,10 +255,9 @@ class PlanBuilder:
                 self._constraints.clear()
                 self.joined_bytes = 0
             self.copies.give_up(unpack_int32s(joined.blocks))
-            held = {
-                (group, block) for group, (_, blocks) in enumerate(joined.windows, 1) for block in unpack_int32s(blocks)
-            }
-            self._window_copies = [copy for copy in self._window_copies if (copy.group, copy.target) not in held]
+            for group, (_, blocks) in enumerate(joined.windows, 1):
+                for block in unpack_int32s(blocks) if self._window_copies else ():
+                    self._window_copies.pop((group, block), None)
         self._tables = [change for change in self._tables if change[0] != row]
         self.computed = [computed for computed in self.computed if computed[0] != row]
         self._windows = [change for change in self._windows if change[0] != row]
@@ -278,10 +276,6 @@ class PlanBuilder:
     def set_windows(self, row: int, added: Iterable[tuple[int, int]]) -> None:
         """The row's tables of windowed layers have these further blocks: groups and blocks."""
         self._windows += [(row, group, block) for group, block in added]
-
-    def copy_windows(self, copies: "Iterable[WindowCopy]") -> None:
-        """Make these copies inside the device, before anything is computed."""
-        self._window_copies += copies
 
     def join(self, sequence: RequestSequence, num_computed_tokens: int, root: BlockHash) -> None:
         """The sequence takes its row, with the blocks it holds now. ``root``: the hash before its first block."""
@@ -306,6 +300,10 @@ class PlanBuilder:
         )
         self.joined_bytes += _size(joined)
         self._joined.append(joined)
+        for group, one in enumerate(sequence.table.windows, 1):
+            if one.source >= 0:
+                self._window_copies[group, one.blocks[-1]] = one.source
+                one.source = -1
 
     @property
     def moves_enough(self) -> bool:
@@ -339,10 +337,11 @@ class PlanBuilder:
         return plan
 
 
-def _in_groups(copies: list[WindowCopy]) -> Iterator[BlockCopies]:
+def _in_groups(sources: dict[tuple[int, int], int]) -> Iterator[BlockCopies]:
+    """The copies inside the device in each group of windowed layers. ``sources``: by group and target block."""
     by_group: dict[int, list[int]] = {}
-    for copy in copies:
-        by_group.setdefault(copy.group, []).extend((copy.source, copy.target))
+    for (group, target), source in sources.items():
+        by_group.setdefault(group, []).extend((source, target))
     for group, pairs in by_group.items():
         yield BlockCopies(DEVICE, DEVICE, pack_int32s(pairs), group=group)
 

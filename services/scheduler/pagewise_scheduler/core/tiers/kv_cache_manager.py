@@ -22,7 +22,7 @@ from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import WindowCopy, WindowGroup
+from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _RECOVERABLE = attrgetter("recoverable")
 
@@ -76,8 +76,7 @@ class KVCacheManager:
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
 
     ``shape``: set for a model with several groups of layers. Then ``num_available``, ``num_taken``, ``num_missing`` and
-    ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed layers;
-    ``window_copies``: copies inside them that ``take`` wants made.
+    ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed layers.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class KVCacheManager:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
         self.windows: tuple[WindowGroup, ...] = ()
-        self.window_copies: list[WindowCopy] = []
         if self._shape is None:
             self.pool = BlockPool(num_blocks, tree, policy, counters, below)
         else:
@@ -373,9 +371,8 @@ class KVCacheManager:
         for group, one in zip(self.windows, table.windows, strict=True):
             (target,), copies = group.reserve(1)
             made += copies
-            self.window_copies.append(WindowCopy(group.number, one.blocks[-1], target))
             group.release(one.blocks[-1:])
-            one.blocks[-1] = target
+            one.source, one.blocks[-1] = one.blocks[-1], target
         return made
 
     def take_snapshots(self, table: BlockTable) -> None:
@@ -476,7 +473,7 @@ class KVCacheManager:
             self.take_snapshots(table)
             for group, one in zip(self.windows, table.windows, strict=True):
                 group.drop(one.blocks, in_flight_step)
-                one.first, one.blocks = 0, []
+                one.first, one.blocks, one.source = 0, [], -1
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 

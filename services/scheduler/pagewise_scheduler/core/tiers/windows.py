@@ -8,21 +8,12 @@ of the prefix tree. A prefix can be begun with at its snapshots alone.
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
-
-
-class WindowCopy(NamedTuple):
-    """A copy between blocks of a group, inside the device."""
-
-    group: int
-    source: int
-    target: int
 
 
 class Snapshot:
