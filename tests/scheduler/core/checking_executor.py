@@ -65,6 +65,7 @@ class Row:
     logprobs: int | None = None
     limit: int = ONE_ROPE
     windows: list[dict[int, int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
 
 class CheckingExecutor:
@@ -152,6 +153,7 @@ class CheckingExecutor:
             self.rows[new.row].windows = [
                 dict(enumerate(unpack_int32s(blocks).tolist(), first)) for first, blocks in new.windows
             ]
+            self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
             known = len(self.rows[new.row].tokens)
             is_long = known > self.short_rope_len
             self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len
@@ -163,8 +165,9 @@ class CheckingExecutor:
             self.rows[row].blocks[index : index + 1] = [block]
         added = unpack_int32s(plan.windows).tolist()
         for row, group, block in zip(added[::3], added[1::3], added[2::3], strict=True):
-            table = self.rows[row].windows[group - 1]
-            table[max(table, default=-1) + 1] = block
+            ends = self.rows[row].ends
+            self.rows[row].windows[group - 1][ends[group - 1]] = block
+            ends[group - 1] += 1
         for row_held in self.rows.values():
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)

@@ -77,7 +77,8 @@ def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, lim
 
 def assert_all_free(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_retiring == 0
-    assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+    assert all(group.num_used == group.num_cached for group in scheduler.kv.windows)
     assert scheduler.requests == []
 
 

@@ -3,16 +3,21 @@
 import random
 from collections import deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import invariant
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
+from tests.scheduler.core import checking_executor
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.driving import check_states, executor_for, expected_tokens, run
+from tests.scheduler.core.rules import check_rules
+from tests.scheduler.core.test_memory_rules import MemoryRules, SpeculationRules
 
 
 def create(
@@ -83,7 +88,7 @@ def test_a_prompt_begins_at_a_snapshot() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
-    """Sequences share prefixes, are preempted and aborted, and steps fail, in an arena that hardly holds the longest."""
+    """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
     rng = random.Random(seed)
     windows = tuple(
         WindowShape(rng.choice((1, 3, 4, 8, 13)), rng.choice((1, 2, 5))) for _ in range(rng.choice((1, 1, 2)))
@@ -129,3 +134,31 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
             if sequence.finish_reason != "abort":
                 assert sequence.output_token_ids.tolist() == expected_tokens(request)
     check_arena(scheduler)
+
+
+class WindowRules(MemoryRules):
+    """The memory rules with groups of windowed layers."""
+
+    has_segments = False
+
+    def shape(self, num_blocks: int, budget: int) -> ArenaShape:
+        rng = random.Random(f"{num_blocks} {budget}")
+        windows = tuple(WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5))) for _ in range(rng.choice((1, 2))))
+        pages = rng.choice((1, 2, 5))
+        return ArenaShape(
+            num_blocks * (pages + sum(one.pages_per_block for one in windows)), pages, windows, 2 * budget
+        )
+
+    @invariant()
+    def arena_adds_up(self) -> None:
+        check_arena(self.scheduler)
+
+
+class WindowSpeculationRules(WindowRules):
+    speculative = SpeculationRules.speculative
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_memory_rules_hold_with_windows(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", drafts)
+    check_rules(WindowSpeculationRules if drafts else WindowRules, 60)
