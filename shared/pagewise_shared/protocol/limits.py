@@ -31,6 +31,8 @@ MAX_ADAPTERS = 1024
 """Adapters that a fleet may serve."""
 MAX_TIERS = 128
 """Tiers in the Hello of an executor."""
+MAX_GROUPS = 16
+"""Groups of layers in the Hello of an executor."""
 MAX_PROMPTS = 1 << 16
 """Prompts of one request, and outputs of one prompt."""
 MAX_JOINED_BYTES = 16 * 1024 * 1024

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_ROWS, MAX_TIERS
+from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_ROWS, MAX_TIERS
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
 PROTOCOL_MAJOR = 5
@@ -110,6 +110,21 @@ class TierInfo(Piece, frozen=True):
     identity: str = ""
 
 
+class LayerGroup(Piece, frozen=True):
+    """Layers of a model whose blocks hold the same tokens. The first group has the layers that see all tokens.
+
+    Fields:
+        num_layers: with K and V of their own. pages_per_block: pages of the arena that a block of the group takes.
+        window: tokens that a query sees, itself included; 0: all of them. chunked: contexts are cut into chunks of
+            ``window`` tokens, and a query sees the tokens of its own chunk only.
+    """
+
+    num_layers: int
+    pages_per_block: int
+    window: int = 0
+    chunked: bool = False
+
+
 class Hello(Message, frozen=True):
     """An executor asks to join. It repeats this, with growing pauses, until Welcome or Refused arrives.
 
@@ -136,6 +151,9 @@ class Hello(Message, frozen=True):
         short_rope_len: maximum tokens of a sequence that uses the short factors of LongRoPE. All KV of a longer
             sequence has the long factors, so a sequence that outgrows this limit leaves its row and joins again without
             KV. 0: the factors do not depend on the length.
+        groups: the groups of layers, if there are several. They share ``num_pages`` pages of ``page_bytes`` bytes. A
+            group has as many blocks as there are pages for; ``num_blocks`` and ``bytes_per_block`` are the first
+            group's.
     """
 
     protocol_major: int
@@ -165,6 +183,9 @@ class Hello(Message, frozen=True):
     adapters: AdapterCapacity = NO_ADAPTERS
     max_grammars: int = 0
     short_rope_len: int = 0
+    groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
+    num_pages: int = 0
+    page_bytes: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):
@@ -395,6 +416,7 @@ class NewSequence(Piece, frozen=True):
         root: the parent hash of its first block.
         constraints: index in ``StepPlan.constraints``, which complete ``sampling``; -1: none.
         adapter: the slot of its adapter, which is loaded; -1: none.
+        windows: its tables in the groups of windowed layers: index of the first block, and blocks (int32 bytes).
     """
 
     row: int
@@ -406,6 +428,7 @@ class NewSequence(Piece, frozen=True):
     root: bytes = b""
     constraints: int = -1
     adapter: int = -1
+    windows: tuple[tuple[int, bytes], ...] = ()
 
 
 class RemoteTier(Piece, frozen=True):
@@ -431,6 +454,7 @@ class BlockCopies(Piece, frozen=True):
             device occurs more than once, its last source counts. Blocks of a tier without ids are indices in ``names``.
         peer: the other executor that the source belongs to; None: the executor itself.
         names: of copies from and to a tier without ids, the names of the blocks there (``pack_names``).
+        group: the group of layers.
     """
 
     source: int
@@ -438,6 +462,7 @@ class BlockCopies(Piece, frozen=True):
     pairs: bytes
     peer: RemoteTier | None = None
     names: bytes = b""
+    group: int = 0
 
 
 class SegmentMove(Piece, frozen=True):
@@ -487,6 +512,11 @@ class StepPlan(Message, frozen=True):
             behind the one that was sampled for it, and samples one token behind each. It keeps them up to the first
             that differs from the draft, and discards the K and V of the rest. The results of all earlier steps have
             arrived.
+        windows: blocks added at the ends of tables of windowed layers (int32 bytes: row, group, block). A row's
+            blocks before the window of its next token may be other rows' from the next step on.
+        unmapped: blocks whose pages go to other blocks in this step (int32 bytes: tier, group, block). An executor with
+            several groups gives pages to a block when a plan names it first, and keeps them until the block is
+            unmapped. Sources of the plan's copies still lie in their pages; all else follows the new mapping.
     """
 
     epoch: int
@@ -500,6 +530,8 @@ class StepPlan(Message, frozen=True):
     constraints: tuple[TokenConstraints, ...] = ()
     moves: tuple[SegmentMove, ...] = ()
     drafts: tuple[tuple[int, bytes], ...] = ()
+    windows: bytes = b""
+    unmapped: bytes = b""
 
 
 class CancelCopies(Message, frozen=True):

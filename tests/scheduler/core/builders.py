@@ -9,7 +9,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.host import HostTier
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
@@ -42,6 +42,7 @@ def create_scheduler(
     max_adapters: int = 0,
     max_adapter_rank: int = 8,
     short_rope_len: int = ONE_ROPE,
+    shape: ArenaShape | None = None,
 ) -> Scheduler:
     return Scheduler(
         num_blocks=num_blocks,
@@ -55,6 +56,7 @@ def create_scheduler(
         salted=salted,
         features=FeatureOptions(AdapterCapacity(max_adapters, max_adapter_rank), speculative=speculative),
         short_rope_len=short_rope_len,
+        shape=shape,
     )
 
 
@@ -74,7 +76,7 @@ def recoveries_of(scheduler: Scheduler) -> list[Recovery]:
 def evict(scheduler: Scheduler, count: int) -> None:
     """Somebody takes blocks for a moment, and what was cached in them goes."""
     kv = scheduler.kv
-    blocks, copies = kv.pool.reserve(min(count, kv.num_available))
+    blocks, copies = kv.pool.reserve(min(count, kv.pool.num_available))
     scheduler.plan.copy(copies)
     kv.pool.release(blocks)
 

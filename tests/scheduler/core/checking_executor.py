@@ -7,7 +7,7 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
@@ -64,6 +64,8 @@ class Row:
     root: bytes
     logprobs: int | None = None
     limit: int = ONE_ROPE
+    windows: list[dict[int, int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
 
 class CheckingExecutor:
@@ -76,7 +78,8 @@ class CheckingExecutor:
     had back. Copies do not wait for them: none may be loaded over what they touch, or stored that they write.
     """
 
-    def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
+    def __init__(self, num_blocks: Mapping[int, int], block_size: int, windows: tuple[int, ...] = ()) -> None:
+        self.window_sizes = windows
         self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
@@ -96,6 +99,7 @@ class CheckingExecutor:
             self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
         self.epoch = epoch
         self.rows: dict[int, Row] = {}
+        self.windowed: list[dict[int, Content]] = [{} for _ in self.window_sizes]
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.touched: dict[int, set[int]] = {}  # by each step in flight
@@ -128,6 +132,10 @@ class CheckingExecutor:
                 del blocks[step]
             blocks[plan.step] = set()
         for copies in plan.copies:
+            if copies.group:
+                held = self.windowed[copies.group - 1]
+                held.update({target: dict(held[source]) for source, target in pairs(copies.pairs)})
+                continue
             self._check_copies(plan.step, copies)
             self._copy(plan, copies)
         for row in plan.left:
@@ -142,6 +150,10 @@ class CheckingExecutor:
                 new.root,
                 new.sampling.logprobs,
             )
+            self.rows[new.row].windows = [
+                dict(enumerate(unpack_int32s(blocks).tolist(), first)) for first, blocks in new.windows
+            ]
+            self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
             known = len(self.rows[new.row].tokens)
             is_long = known > self.short_rope_len
             self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len
@@ -151,6 +163,11 @@ class CheckingExecutor:
             assert 0 <= block < self.num_blocks[DEVICE]
             assert 0 <= index <= len(self.rows[row].blocks)
             self.rows[row].blocks[index : index + 1] = [block]
+        added = unpack_int32s(plan.windows).tolist()
+        for row, group, block in zip(added[::3], added[1::3], added[2::3], strict=True):
+            ends = self.rows[row].ends
+            self.rows[row].windows[group - 1][ends[group - 1]] = block
+            ends[group - 1] += 1
         for row_held in self.rows.values():
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)
@@ -357,6 +374,7 @@ class CheckingExecutor:
             if row.tokens[position] & MOVED:
                 continue  # what is there is checked below
             self.num_computed += 1
+            self._compute_windows(row, position)
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             self.written[self.last_step].add(block)
             assert self.holders[block] == 1, "a shared block is written"
@@ -371,6 +389,16 @@ class CheckingExecutor:
         if append:
             row.tokens.append(next_token(tuple(row.tokens)))
         return row.tokens[-1]
+
+    def _compute_windows(self, row: Row, position: int) -> None:
+        """Write a token into the windowed layers, and check that it finds the tokens that it sees."""
+        size = self.block_size
+        for window, held, table in zip(self.window_sizes, self.windowed, row.windows, strict=True):
+            block = table[position // size]
+            held.setdefault(block, {})[position % size] = (row.root, tuple(row.tokens[: position + 1]))
+            for seen in range(max(0, position - window + 1), position + 1):
+                found = held[table[seen // size]][seen % size]
+                assert found == (row.root, tuple(row.tokens[: seen + 1])), "this windowed block holds something else"
 
     def _verify(self, row: Row, draft: list[int]) -> list[int]:
         """Compute a draft too, and draw behind each of its tokens. What was not drawn stays in the slots."""

@@ -40,7 +40,8 @@ def expected_beams(request: Request) -> list[list[int]]:
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
-    executor = CheckingExecutor(tiers, block_size=scheduler.kv.block_size)
+    windows = tuple(group.window for group in scheduler.kv.windows)
+    executor = CheckingExecutor(tiers, scheduler.kv.block_size, windows)
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor
@@ -76,7 +77,8 @@ def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, lim
 
 def assert_all_free(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_retiring == 0
-    assert scheduler.kv.num_available == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+    assert all(group.num_used == group.num_cached for group in scheduler.kv.windows)
     assert scheduler.requests == []
 
 

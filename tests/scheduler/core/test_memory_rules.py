@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import DEVICE, StepResult
@@ -48,6 +49,11 @@ class MemoryRules(RuleBasedStateMachine):
 
     speculative: SpeculativeConfig | None = None
     short_rope_len = ONE_ROPE
+    has_segments = True
+
+    def shape(self, num_blocks: int, budget: int) -> ArenaShape | None:
+        """The groups of layers."""
+        return None
 
     @initialize(
         block_size=st.integers(1, 5),
@@ -85,6 +91,7 @@ class MemoryRules(RuleBasedStateMachine):
             eviction=eviction,  # type: ignore[arg-type]
             speculative=self.speculative,
             short_rope_len=self.short_rope_len,
+            shape=self.shape(num_blocks, budget),
         )
         self.scheduler = self.create()
         for tier in self.scheduler.kv.pool.lower:
@@ -129,7 +136,7 @@ class MemoryRules(RuleBasedStateMachine):
         boundary: int,
     ) -> None:
         prompt, ranges = [*range(head)], []
-        for document in documents if self.short_rope_len == ONE_ROPE else []:
+        for document in documents if self.has_segments else []:
             ranges.append((len(prompt), len(prompt) + len(document)))
             prompt += [*document, *[1] * gap]
         request = create_request(prompt=[*prompt, *tail], max_tokens=max_tokens, n=n, priority=priority)
@@ -228,7 +235,8 @@ class MemoryRules(RuleBasedStateMachine):
         tables = sum(len(sequence.table.blocks) for sequence in sequences)
         references = sum(pool.references(block) for block in range(pool.num_blocks))
         held = scheduler.features.segments.num_held
-        assert references == scheduler.kv.num_retiring + tables + scheduler.recoveries.transfers.num_loading + held
+        retiring = sum(len(blocks) for _, blocks in scheduler.kv._retiring)
+        assert references == retiring + tables + scheduler.recoveries.transfers.num_loading + held
         most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:
             # Tokens known, those that steps are drawing, and those that were drafted and not drawn.
@@ -287,7 +295,7 @@ def test_the_memory_rules_hold_with_drafts_over_200_000_operations(monkeypatch: 
 class LongRopeRules(MemoryRules):
     """The same with sequences that outgrow the short factors of LongRoPE; there are no segments then."""
 
-    short_rope_len = 12
+    short_rope_len, has_segments = 12, False
 
 
 class LongRopeSpeculationRules(LongRopeRules):

@@ -212,7 +212,7 @@ class BeamGroups(Feature):
     def _fork(self, table: BlockTable, num_computed: int) -> BlockTable:
         """A table that shares the blocks of ``table``; empty if there is no block for a copy of the last one."""
         fork = self._kv.new_table(table.cache_salt, table.owner)
-        if table.blocks and self._kv.num_available > 1:
+        if table.blocks and self._kv.num_available > self._kv.num_for_next:
             prefix = self._kv.fork(table, num_computed)
             self._plan.copy(self._kv.take(fork, prefix))
         return fork

@@ -151,8 +151,9 @@ class Drafting(Feature):
         """The part of a draft for which there are slots. Allocates further blocks only if that leaves a block for each
         decode, and the blocks that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
-        missing = table.blocks_missing(num_tokens + len(draft))
-        if missing and missing + len(self._decoding) + self.scheduler.prefilling.blocks_owed() > kv.num_available:
+        missing, each = table.blocks_missing(num_tokens + len(draft)), kv.num_for_next
+        others = each * len(self._decoding) + self.scheduler.prefilling.blocks_owed()
+        if missing and each * missing + others > kv.num_available:
             draft = draft[: table.num_slots - num_tokens]
         elif missing:
             # Full blocks are cached when a sequence gets its next block. If drafts always bring the block, it is here.
@@ -161,6 +162,8 @@ class Drafting(Feature):
             added, copies = kv.grow(table, num_tokens + len(draft))
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
+            if kv.windows:
+                self.scheduler.prefilling.grow_windows(sequence, num_tokens - 1, num_tokens + len(draft))
         return draft
 
     def counts(self) -> dict[str, int]:

@@ -1,7 +1,26 @@
-"""A sequence's page table: which block holds its tokens."""
+"""A sequence's page tables: which block holds its tokens."""
+
+from dataclasses import dataclass, field
 
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+
+
+@dataclass(slots=True)
+class WindowTable:
+    """The blocks of a sequence in a group of windowed layers: ``blocks``, the first of which is block ``first``.
+
+    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none.
+    """
+
+    first: int = 0
+    blocks: list[int] = field(default_factory=list)
+    source: int = -1
+
+    @property
+    def end(self) -> int:
+        """The number of blocks up to the last one that it holds."""
+        return self.first + len(self.blocks)
 
 
 class BlockTable:
@@ -9,17 +28,20 @@ class BlockTable:
 
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
-    of the sequence.
+    of the sequence. ``windows``: its tables in the groups of windowed layers.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner")
+    __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner", "windows")
 
-    def __init__(self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None) -> None:
+    def __init__(
+        self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None, num_windows: int = 0
+    ) -> None:
         self.block_size = block_size
         self.cache_salt = cache_salt
         self.owner = owner
         self.blocks: list[int] = []
         self.last_node: CachedBlock | None = None
+        self.windows = tuple(WindowTable() for _ in range(num_windows)) if num_windows else ()
 
     @property
     def num_slots(self) -> int:

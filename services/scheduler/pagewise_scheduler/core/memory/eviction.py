@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
@@ -34,6 +34,32 @@ def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = 
 
 REDUNDANT, NEAREST = 0, 1
 """The ranks of evictable blocks: a higher tier has the content as well; or this is the highest tier that has it."""
+
+
+class Evictable(Protocol):
+    """Memory that is evicted as a unit. ``last_used``: the tick of its last release."""
+
+    last_used: int
+
+
+EvictableT = TypeVar("EvictableT", bound=Evictable)
+_ContraT = TypeVar("_ContraT", contravariant=True)
+
+
+class Ordering(Protocol[_ContraT]):
+    """The part of ``EvictionPolicy`` that a queue needs."""
+
+    def group(self, block: _ContraT) -> int:
+        """See ``EvictionPolicy.group``."""
+        ...
+
+    def order(self, block: _ContraT) -> float:
+        """See ``EvictionPolicy.order``."""
+        ...
+
+    def value(self, block: _ContraT) -> float:
+        """See ``EvictionPolicy.value``."""
+        ...
 
 
 class EvictionPolicy(Protocol):
@@ -147,20 +173,20 @@ class CostAware:
         self._history.used(blocks, ending)
 
 
-def _never(block: CachedBlock) -> None:
+def _never(block: object) -> None:
     """Say of a block that it may not be evicted."""
 
 
 _Key = tuple[int, int]
 """A rank, and a group of the policy's."""
 
-_Entry = tuple[float, int, int, CachedBlock]
+_Entry = tuple[float, int, int, EvictableT]
 """The policy's order, a number that no other has, the tick of the block's last release, the block."""
 
 _POPS_BETWEEN_LOOKS = 128
 
 
-class EvictionQueue:
+class EvictionQueue(Generic[EvictableT]):
     """Blocks of one tier that may be evicted now, the lowest ``rank`` first, then by the policy.
 
     Nothing is taken out when a block stops being evictable: its entry is stale, and skipped when its turn comes.
@@ -173,12 +199,12 @@ class EvictionQueue:
     ``price``: the value of the block that was taken last, or of the first block of its group a moment before.
     """
 
-    def __init__(self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None]) -> None:
+    def __init__(self, policy: Ordering[EvictableT], rank_of: Callable[[EvictableT], int | None]) -> None:
         self._policy = policy
         self._rank_of = rank_of
-        self._groups: dict[_Key, list[_Entry]] = {}  # none of them empty
+        self._groups: dict[_Key, list[_Entry[EvictableT]]] = {}  # none of them empty
         self._worth: list[tuple[int, float, _Key]] = []  # rank, value of the first block, group: one of each group
-        self._valued: dict[_Key, CachedBlock] = {}
+        self._valued: dict[_Key, EvictableT] = {}
         self._size = self._tie = 0
         self.price = 0.0
         self._until_look = _POPS_BETWEEN_LOOKS
@@ -190,7 +216,7 @@ class EvictionQueue:
         self._valued.clear()
         self._rank_of = _never
 
-    def push(self, block: CachedBlock, rank: int) -> None:
+    def push(self, block: EvictableT, rank: int) -> None:
         """A block may be evicted from now on."""
         self._tie += 1
         self._size += 1
@@ -203,7 +229,7 @@ class EvictionQueue:
         else:
             heapq.heappush(group, entry)
 
-    def pop(self) -> CachedBlock | None:
+    def pop(self) -> EvictableT | None:
         """Take the block that goes first; None if none may be evicted."""
         block = self.peek()
         if block is not None:
@@ -217,7 +243,7 @@ class EvictionQueue:
                 self._look_at_all()
         return block
 
-    def peek(self) -> CachedBlock | None:
+    def peek(self) -> EvictableT | None:
         """The block that goes first, left where it is; None if none may be evicted."""
         while self._worth:
             key = self._worth[0][2]
@@ -227,13 +253,13 @@ class EvictionQueue:
             self._look_at_first()
         return None
 
-    def first(self, count: int) -> list[CachedBlock]:
+    def first(self, count: int) -> list[EvictableT]:
         """The blocks that go first as things are now, at most ``count``; fewer if most entries are stale.
 
         Looks at a few entries of each group, from the top of its heap on.
         """
-        found: list[CachedBlock] = []
-        seen: set[CachedBlock] = set()
+        found: list[EvictableT] = []
+        seen: set[EvictableT] = set()
         heap = [self._candidate(key, 0) for key in self._groups]
         heapq.heapify(heap)
         left = 64 + 16 * count
@@ -265,11 +291,11 @@ class EvictionQueue:
             self._size = sum(map(len, self._groups.values()))
             self._look_at_all()
 
-    def _is_live(self, key: _Key, entry: _Entry) -> bool:
+    def _is_live(self, key: _Key, entry: _Entry[EvictableT]) -> bool:
         # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
         return entry[2] == entry[3].last_used and self._rank_of(entry[3]) == key[0]
 
-    def _first(self, key: _Key) -> CachedBlock | None:
+    def _first(self, key: _Key) -> EvictableT | None:
         """The first block of a group, which is forgotten if it has none."""
         group = self._groups[key]
         while group:

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
@@ -228,7 +229,8 @@ class Admission:
         """The longest prefix of a sequence, or None if its known tokens take more than ``room`` blocks beside it."""
         kv, num_tokens = self._kv, sequence.num_tokens
         # A first output has no blocks to share but the cached ones: often enough to see that it does not fit.
-        if kv.blocks_for(num_tokens) - len(sequence.path) > room and sequence is sequence.request.sequences[0]:
+        least = kv.blocks_for(num_tokens) - len(sequence.path)
+        if least > room and sequence is sequence.request.sequences[0]:
             return None
         prefix = self._longest_prefix(sequence)
         if kv.num_taken(prefix, num_tokens) > room:
@@ -237,20 +239,19 @@ class Admission:
 
     def _longest_prefix(self, sequence: RequestSequence) -> CachedPrefix:
         if sequence.sampling.prompt_logprobs is not None:
-            return CachedPrefix([], -1, 0, 0)  # they come from computing the prompt
+            return self._kv.nothing()  # they come from computing the prompt
         if self._shares_with_first(sequence):
             return self._kv.fork(sequence.request.sequences[0].table, sequence.num_tokens - 1)
         start = len(sequence.path) * self._kv.block_size
         stop = min(start + self._kv.block_size, sequence.num_tokens - 1)
         return self._kv.begin_with(sequence.cache_salt, list(sequence.path), sequence.tokens_between(start, stop))
 
-    @staticmethod
-    def _shares_with_first(sequence: RequestSequence) -> bool:
+    def _shares_with_first(self, sequence: RequestSequence) -> bool:
         """Whether a sequence begins with its whole prompt, because the first output of its request holds it."""
         first = sequence.request.sequences[0]
         if sequence is first or sequence.output_token_ids or first.table.cache_salt != sequence.cache_salt:
             return False
-        return first.row >= 0 and first.prefilled
+        return first.row >= 0 and first.prefilled and self._kv.can_fork(first.table, sequence.num_tokens - 1)
 
 
 class PrefillSet:
@@ -264,6 +265,7 @@ class PrefillSet:
         self._kv, self._waiting, self._recoveries = scheduler.kv, scheduler.waiting, scheduler.recoveries
         self._limits, self._plan, self._features = scheduler.limits, scheduler.plan, scheduler.features
         self._free_rows, self._num_rows = scheduler.free_rows, len(scheduler.free_rows)
+        self._scheduler = proxy(scheduler)  # see ``Scheduler.features``
         self.num_queries = self.num_hits = 0
         self.admission, self.activity = Admission(self._kv, self._waiting), Activity()
         self._held: set[RequestSequence] = set()
@@ -363,18 +365,28 @@ class PrefillSet:
         chunks: Chunks = []
         for sequence in members:
             table = sequence.table
-            room = table.num_slots - sequence.num_scheduled_tokens + self._kv.num_available * self._kv.block_size
+            start, kv = sequence.num_scheduled_tokens, self._kv
+            room = table.num_slots - start + kv.num_available // kv.num_for_next * kv.block_size
             size = min(self._size(sequence, budget), room)
             if size <= 0:
                 continue
             held = len(table.blocks)
             sequence.num_scheduled_tokens += size
-            added, copies = self._kv.grow(table, sequence.num_scheduled_tokens)
+            if kv.windows:
+                self.grow_windows(sequence, start, sequence.num_scheduled_tokens)
+            added, copies = kv.grow(table, sequence.num_scheduled_tokens)
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
             chunks.append(self._chunk(sequence, size))
             budget -= sequence.num_to_compute(size)
         return chunks
+
+    def grow_windows(self, sequence: RequestSequence, start: int, stop: int) -> None:
+        """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
+        added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
+        self._plan.copy(copies)
+        if sequence in self._members or sequence.status is SequenceStatus.DECODE:  # else its whole tables join
+            self._plan.set_windows(sequence.row, added)
 
     def _started(self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float) -> Chunks:
         """Start waiting sequences and schedule their first chunks, while all their known tokens fit beside the running
@@ -399,7 +411,7 @@ class PrefillSet:
                 chunks.append(self._chunk(sequence, size))
                 budget -= sequence.num_to_compute(size)
             self.admission.computing_too(sequence)
-            owed += sequence.table.blocks_missing(sequence.num_tokens)
+            owed += self._kv.num_missing(sequence.table, sequence.num_tokens)
         return chunks
 
     def _chunk(self, sequence: RequestSequence, size: int) -> tuple[RequestSequence, int]:
@@ -414,7 +426,7 @@ class PrefillSet:
 
     def blocks_owed(self) -> int:
         """The number of blocks that members have yet to take for their known tokens."""
-        return sum(sequence.table.blocks_missing(sequence.num_tokens) for sequence in self._members)
+        return sum(self._kv.num_missing(sequence.table, sequence.num_tokens) for sequence in self._members)
 
     def _note_computing(self, in_flight: Sequence[StepInFlight]) -> None:
         """Report to admission which prompts are being computed, also by steps in flight, or fetched."""
@@ -447,6 +459,8 @@ class PrefillSet:
         self._plan.copy(kv.grow(table, num_tokens)[1])
         self._take_row(sequence)
         sequence.num_scheduled_tokens += size
+        if kv.windows:
+            self.grow_windows(sequence, prefix.num_tokens, sequence.num_scheduled_tokens)
         self._join(sequence, prefix.num_tokens)
         self._note(sequence, prefix, plan, now)
         return size
@@ -466,7 +480,8 @@ class PrefillSet:
     def _watermark(self, running: int) -> int:
         """Blocks that stay free at admission: at least one for every running sequence, so that none is preempted when
         it crosses its next block boundary."""
-        return max(running, int(self._kv.pool.num_blocks * _WATERMARK)) if running else 0
+        kv = self._kv
+        return max(running, int(kv.pool.num_blocks * _WATERMARK)) * kv.num_for_next if running else 0
 
     def _note(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
         request = sequence.request

@@ -29,7 +29,7 @@ from pagewise_scheduler.core.scheduling.step import (
     take_tokens,
 )
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode, RecoveryPolicy
 from pagewise_scheduler.core.tiers.transfers import Loads
@@ -50,6 +50,7 @@ class Scheduler:
     steps and copies, measured when it started. ``recovery``: the way in which KV returns from lower tiers and peers.
     ``virtual_tokens``: service of each API key, shared with other schedulers. ``features``: abilities of the executor
     that features need. ``short_rope_len``: most tokens of a sequence with the short factors of LongRoPE.
+    ``shape``: of the device memory of a model with several groups of layers.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Scheduler:
         salted: bool = True,
         features: FeatureOptions = FeatureOptions(),  # noqa: B008 - it is frozen
         short_rope_len: int = ONE_ROPE,
+        shape: ArenaShape | None = None,
     ) -> None:
         self.epoch, self.max_model_len = epoch, min(max_model_len, longest_sequence(block_size))
         sizes = {number: size for number, size in (tiers or {}).items() if size}
@@ -77,7 +79,7 @@ class Scheduler:
         policy = RecoveryPolicy(model, recovery)
         self.kv = KVCacheManager(
             num_blocks, block_size, {number: (size, model.tiers[number]) for number, size in sizes.items()},
-            make_policy(eviction, model, num_blocks), policy, model_fingerprint, salted=salted,
+            make_policy(eviction, model, num_blocks), policy, model_fingerprint, salted=salted, shape=shape,
         )  # fmt: skip
         self.recoveries = Recoveries(self.kv, model, policy)
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
@@ -145,7 +147,7 @@ class Scheduler:
         if segments:
             slots += self.features.segments.num_slots(segments)
             longest = max(longest, self.features.segments.longest_original(segments))
-        return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
+        return self.kv.fits(slots) and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request. If it already has sequences with tokens (from another executor), it continues from them.
@@ -296,7 +298,8 @@ class Scheduler:
                 self.cache_full_blocks(sequence, sequence.num_tokens - 1)
         # Preempt until there is a block for each. Blocks of steps in flight (``num_retiring``) become available
         # without preemption when these steps come back.
-        while (needed := len(due_now := self.decoding.blocks_due(step))) > self.kv.num_available:
+        each = self.kv.num_for_next
+        while (needed := each * len(due_now := self.decoding.blocks_due(step))) > self.kv.num_available:
             if needed > self.kv.num_available + self.kv.num_retiring and not self._make_room():
                 self.preempt(self._victim(), "decoding sequences need blocks", *due_now)
             elif self.steps_in_flight:
@@ -305,6 +308,9 @@ class Scheduler:
         self.plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
         for sequence in due:
             self.plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
+        for sequence in due if self.kv.windows else ():
+            num_slots = sequence.table.num_slots
+            self.prefilling.grow_windows(sequence, num_slots - self.kv.block_size, num_slots)
         return True
 
     def _make_room(self) -> bool:
@@ -389,6 +395,8 @@ class Scheduler:
             # A sequence that was preempted or has ended meanwhile has cached its blocks then.
             if sequence.came_back(num_computed):
                 self.cache_full_blocks(sequence, num_computed)
+                if self.kv.windows and sequence in step.completed:
+                    self.kv.take_snapshots(sequence.table)
         taken = take_logprobs(step, result, output)
         for feature in self.features.in_use:
             tokens = feature.verify(step, tokens)

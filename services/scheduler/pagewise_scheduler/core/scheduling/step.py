@@ -240,6 +240,8 @@ class PlanBuilder:
         self.drafts: Drafts = {}
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
+        self._windows: list[tuple[int, int, int]] = []
+        self._window_copies: dict[tuple[int, int], int] = {}  # by group and target block
 
     def leave(self, row: int) -> None:
         """The row's sequence leaves. Drops the changes that the next plan had for it."""
@@ -253,8 +255,12 @@ class PlanBuilder:
                 self._constraints.clear()
                 self.joined_bytes = 0
             self.copies.give_up(unpack_int32s(joined.blocks))
+            for group, (_, blocks) in enumerate(joined.windows, 1):
+                for block in unpack_int32s(blocks) if self._window_copies else ():
+                    self._window_copies.pop((group, block), None)
         self._tables = [change for change in self._tables if change[0] != row]
         self.computed = [computed for computed in self.computed if computed[0] != row]
+        self._windows = [change for change in self._windows if change[0] != row]
         self.moves = [move for move in self.moves if move.row != row]
         self.drafts = {sequence: draft for sequence, draft in self.drafts.items() if sequence.row != row}
 
@@ -266,6 +272,10 @@ class PlanBuilder:
     def set_blocks(self, row: int, index: int, blocks: list[int]) -> None:
         """The row's block table has ``blocks`` from ``index`` on."""
         self._tables += [(row, number, block) for number, block in enumerate(blocks, index)]
+
+    def set_windows(self, row: int, added: Iterable[tuple[int, int]]) -> None:
+        """The row's tables of windowed layers have these further blocks: groups and blocks."""
+        self._windows += [(row, group, block) for group, block in added]
 
     def join(self, sequence: RequestSequence, num_computed_tokens: int, root: BlockHash) -> None:
         """The sequence takes its row, with the blocks it holds now. ``root``: the hash before its first block."""
@@ -286,9 +296,14 @@ class PlanBuilder:
             root=root,
             constraints=constraints,
             adapter=sequence.request.adapter_slot,
+            windows=tuple((one.first, pack_int32s(one.blocks)) for one in sequence.table.windows),
         )
         self.joined_bytes += _size(joined)
         self._joined.append(joined)
+        for group, one in enumerate(sequence.table.windows, 1):
+            if one.source >= 0:
+                self._window_copies[group, one.blocks[-1]] = one.source
+                one.source = -1
 
     @property
     def moves_enough(self) -> bool:
@@ -302,6 +317,8 @@ class PlanBuilder:
         """
         # Loads come last: they may overwrite the sources of demotions and of copies inside the device.
         copies = (*self.copies.take(), *loads) if self.copies or loads else ()
+        if self._window_copies:
+            copies = (*copies, *_in_groups(self._window_copies))
         plan = StepPlan(
             epoch=epoch,
             step=step,
@@ -314,16 +331,27 @@ class PlanBuilder:
             constraints=tuple(self._constraints),
             moves=tuple(self.moves),
             drafts=tuple((sequence.row, draft.tobytes()) for sequence, draft in self.drafts.items()),
+            windows=pack_int32s([*chain.from_iterable(self._windows)]) if self._windows else b"",
         )
         self.clear()
         return plan
+
+
+def _in_groups(sources: dict[tuple[int, int], int]) -> Iterator[BlockCopies]:
+    """The copies inside the device in each group of windowed layers. ``sources``: by group and target block."""
+    by_group: dict[int, list[int]] = {}
+    for (group, target), source in sources.items():
+        by_group.setdefault(group, []).extend((source, target))
+    for group, pairs in by_group.items():
+        yield BlockCopies(DEVICE, DEVICE, pack_int32s(pairs), group=group)
 
 
 def _size(joined: NewSequence) -> int:
     """An upper bound on the bytes of a sequence in a plan, without constraints that it shares with other sequences."""
     grammar = joined.sampling.grammar
     size = len(grammar) if grammar.isascii() else len(grammar.encode())
-    return len(joined.tokens) + len(joined.blocks) + size + SEQUENCE_OVERHEAD_BYTES
+    windows = sum(len(blocks) for _, blocks in joined.windows)
+    return len(joined.tokens) + len(joined.blocks) + windows + size + SEQUENCE_OVERHEAD_BYTES
 
 
 class StepLimits:

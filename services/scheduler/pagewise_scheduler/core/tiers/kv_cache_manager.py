@@ -5,23 +5,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
+from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.eviction_history import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
+from pagewise_scheduler.core.tiers.arena import Arena, SharedBlockPool
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _RECOVERABLE = attrgetter("recoverable")
+
+
+class WindowShape(NamedTuple):
+    """A group of windowed layers: the tokens that a query sees, itself included, and the pages of a block."""
+
+    window: int
+    pages_per_block: int
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaShape:
+    """The device memory of a model with several groups: ``num_pages`` pages, of which a block of the full layers takes
+    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time."""
+
+    num_pages: int
+    pages_per_block: int
+    windows: tuple[WindowShape, ...]
+    most_tokens: int
 
 
 @dataclass(slots=True)
@@ -30,6 +51,7 @@ class CachedPrefix:
 
     ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
+    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too.
     """
 
     blocks: list[CachedBlock]
@@ -38,6 +60,7 @@ class CachedPrefix:
     num_tokens: int
     offloaded: list[CachedBlock] = field(default_factory=list)
     gap: int = 0
+    windows: tuple[WindowTable, ...] = ()
 
 
 class KVCacheManager:
@@ -51,6 +74,9 @@ class KVCacheManager:
     ``tiers``: the tiers with ids by number, with the device; ``hashed``: the tiers without ids. ``eviction_history``:
     the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
+
+    ``shape``: set for a model with several groups of layers. Then ``num_available``, ``num_taken``, ``num_missing`` and
+    ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed layers.
     """
 
     def __init__(
@@ -63,10 +89,11 @@ class KVCacheManager:
         model_fingerprint: str = "",
         *,
         salted: bool = True,
+        shape: ArenaShape | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
-        self.block_size = block_size
+        self.block_size, self._shape = block_size, shape
         self.capacity_tokens = num_blocks * block_size
         self._lower = lower or {}
         self._demotion = demotion
@@ -74,7 +101,7 @@ class KVCacheManager:
         self.eviction_history = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
-        self.num_retiring = 0
+        self._num_retiring = 0
 
     def _build_tiers(
         self, num_blocks: int, policy: EvictionPolicy, counters: MemoryCounters, model_fingerprint: str
@@ -90,13 +117,72 @@ class KVCacheManager:
             else:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
-        self.pool = BlockPool(num_blocks, tree, policy, counters, below)
+        self.windows: tuple[WindowGroup, ...] = ()
+        if self._shape is None:
+            self.pool = BlockPool(num_blocks, tree, policy, counters, below)
+        else:
+            self.pool = self._shared_pool(self._shape, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
+
+    def _shared_pool(
+        self, shape: ArenaShape, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
+    ) -> BlockPool:
+        self._arena = arena = Arena(shape.num_pages)
+        pool = SharedBlockPool(shape.num_pages // shape.pages_per_block, tree, policy, counters, below)
+        pool.share(arena, shape.pages_per_block, self._forget_snapshots)
+        self.windows = tuple(
+            WindowGroup(number, one.window, one.pages_per_block, self.block_size, shape.most_tokens, arena, policy)
+            for number, one in enumerate(shape.windows, 1)
+        )
+        return pool
+
+    def _forget_snapshots(self, node: CachedBlock) -> None:
+        for group in self.windows:
+            group.forget(node)
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
-        return self.pool.num_available
+        return self.pool.num_available if self._shape is None else self._arena.num_available
+
+    @property
+    def num_retiring(self) -> int:
+        """Blocks that are retiring."""
+        if self._shape is None:
+            return self._num_retiring
+        windows = sum(group.num_retiring * group.pages_per_block for group in self.windows)
+        return self._num_retiring * self._shape.pages_per_block + windows
+
+    def room_for(self, num_tokens: int) -> int:
+        """By how much ``num_available`` falls at most if a sequence holds ``num_tokens`` tokens of its own."""
+        if self._shape is None:
+            return self.blocks_for(num_tokens)
+        windows = sum(group.blocks_for(num_tokens) * group.pages_per_block for group in self.windows)
+        return self.blocks_for(num_tokens) * self._shape.pages_per_block + windows
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens fits if it has the memory to itself."""
+        if self._shape is None:
+            return num_tokens <= self.capacity_tokens
+        return self.room_for(num_tokens) <= self._shape.num_pages
+
+    def num_missing(self, table: BlockTable, num_tokens: int) -> int:
+        """By how much ``num_available`` falls at most if ``table`` grows to ``num_tokens`` tokens."""
+        missing = table.blocks_missing(num_tokens)
+        if self._shape is None:
+            return missing
+        windows = zip(self.windows, table.windows, strict=True)
+        further = (
+            max(0, group.blocks_for(num_tokens) - len(one.blocks)) * group.pages_per_block for group, one in windows
+        )
+        return missing * self._shape.pages_per_block + sum(further)
+
+    @property
+    def num_for_next(self) -> int:
+        """By how much ``num_available`` falls at most if a sequence gets its next block."""
+        if self._shape is None:
+            return 1
+        return self._shape.pages_per_block + sum(group.pages_per_block for group in self.windows)
 
     @property
     def usage(self) -> float:
@@ -109,7 +195,7 @@ class KVCacheManager:
 
     def new_table(self, cache_salt: str | None = None, owner: RequestRef | None = None) -> BlockTable:
         """An empty block table of the request ``owner`` that shares the cache of ``cache_salt``."""
-        return BlockTable(self.block_size, cache_salt, owner)
+        return BlockTable(self.block_size, cache_salt, owner, len(self.windows))
 
     def cache_tier(self, number: int) -> HostTier | None:
         """The tier of that number below the device, if the executor has it."""
@@ -169,6 +255,8 @@ class KVCacheManager:
         on_device = len(blocks)
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
+        if self.windows:
+            return self._begin_at_snapshot(blocks[:on_device])
         if on_device < len(blocks):
             further = blocks[on_device:]
             gap = sum(1 for _ in takewhile(lambda node: not node.num_tiers, further))
@@ -183,13 +271,40 @@ class KVCacheManager:
                 found.num_tokens += found.partial_tokens
         return found
 
+    def nothing(self) -> CachedPrefix:
+        """Return the prefix of a sequence that begins with nothing."""
+        return CachedPrefix([], -1, 0, 0, windows=tuple(WindowTable() for _ in self.windows))
+
+    def _begin_at_snapshot(self, blocks: list[CachedBlock]) -> CachedPrefix:
+        """The longest of these prefixes of which every group of windowed layers has a snapshot."""
+        length = len(blocks)
+        while length and not all(blocks[length - 1] in group.at for group in self.windows):
+            length -= 1
+        del blocks[length:]
+        windows = tuple(self._window_of(group, blocks[-1] if blocks else None) for group in self.windows)
+        return CachedPrefix(blocks, -1, 0, length * self.block_size, windows=windows)
+
+    @staticmethod
+    def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
+        held = group.at[node].blocks if node is not None else []
+        return WindowTable(node.depth - len(held) if node is not None else 0, [*held])
+
+    def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
+        windows = zip(self.windows, table.windows, strict=True)
+        return all(one.first <= group.first_needed(num_tokens) for group, one in windows)
+
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
         """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
         full, rest = divmod(num_tokens, self.block_size)
         assert table.num_known >= full
         blocks = [node for node in ancestors(table.last_node) if node.depth <= full]
         blocks.reverse()
-        return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
+        last, windows = self.blocks_for(num_tokens), list[WindowTable]()
+        for group, one in zip(self.windows, table.windows, strict=True):
+            first = max(one.first, group.first_needed(num_tokens))
+            windows.append(WindowTable(first, one.blocks[first - one.first : last - one.first]))
+        return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens, windows=tuple(windows))
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
@@ -197,11 +312,21 @@ class KVCacheManager:
         shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
         # The source of the copy must not be evicted to make room for the copy.
         kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
-        return self.blocks_for(num_tokens) - shared + kept
+        if self._shape is None:
+            return self.blocks_for(num_tokens) - shared + kept
+        windows = 0
+        for group, one in zip(self.windows, prefix.windows or (WindowTable(),) * len(self.windows), strict=True):
+            in_use = sum(1 for block in one.blocks if group.users(block))
+            windows += (group.blocks_for(num_tokens) - in_use + kept) * group.pages_per_block
+        return (self.blocks_for(num_tokens) - shared + kept) * self._shape.pages_per_block + windows
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.offloaded, prefix.gap)
+        if self.windows and prefix.partial_tokens:
+            return self._begin_at_snapshot([*prefix.blocks])
+        return CachedPrefix(
+            prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.offloaded, prefix.gap, prefix.windows
+        )
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
@@ -214,6 +339,8 @@ class KVCacheManager:
         shared = [node.block for node in prefix.blocks]
         self.pool.pin(shared)
         table.last_node = prefix.blocks[-1] if prefix.blocks else None
+        if self.windows:
+            return self._take_windows(table, prefix, shared)
         if not prefix.partial_tokens:
             table.blocks = shared
             return ()
@@ -224,6 +351,35 @@ class KVCacheManager:
         self.pool.release([source])
         table.blocks = [*shared, target]
         return (*copies, (DEVICE, source, DEVICE, target))
+
+    def _take_windows(self, table: BlockTable, prefix: CachedPrefix, shared: list[int]) -> Copies:
+        """Begin a table as ``take`` does, with the windows of the prefix."""
+        for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
+            group.pin(held.blocks)
+            one.first, one.blocks = held.first, held.blocks
+            if not prefix.partial_tokens and prefix.blocks and prefix.blocks[-1] in group.at:
+                group.used(prefix.blocks[-1])
+        table.blocks = shared
+        if not prefix.partial_tokens:
+            return ()
+        self.pool.pin([prefix.partial_block])
+        (target,), copies = self._reserve(1, [table])
+        made = [*copies, (DEVICE, prefix.partial_block, DEVICE, target)]
+        self.pool.release([prefix.partial_block])
+        table.blocks.append(target)
+        self.pool.counters.copied += 1
+        for group, one in zip(self.windows, table.windows, strict=True):
+            (target,), copies = group.reserve(1)
+            made += copies
+            group.release(one.blocks[-1:])
+            one.source, one.blocks[-1] = one.blocks[-1], target
+        return made
+
+    def take_snapshots(self, table: BlockTable) -> None:
+        """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
+        if table.last_node is not None and table.last_node.depth:
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.take_snapshot(table.last_node, one)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -272,6 +428,22 @@ class KVCacheManager:
         table.blocks += added
         return added, copies
 
+    def grow_windows(
+        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
+    ) -> tuple[list[tuple[int, int]], Copies]:
+        """Let the table hold in each group of windowed layers what the tokens from ``start`` to ``num_tokens`` see.
+
+        The blocks before that are dropped, at once or when ``in_flight_step`` returns. Returns the groups and blocks
+        that were added, and copies as ``grow`` does.
+        """
+        copies: list[BlockCopy] = []
+        added: list[tuple[int, int]] = []
+        for group, one in zip(self.windows, table.windows, strict=True):
+            end = one.end
+            copies += group.grow(one, start, num_tokens, in_flight_step)
+            added += [(group.number, block) for block in one.blocks[end - one.first :]]
+        return added, copies
+
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
         """Let each table have one block more; returns copies as ``grow`` does.
 
@@ -297,6 +469,11 @@ class KVCacheManager:
         """
         if ending is not None and self.pool.policy.learns:
             self.pool.policy.used(reversed(list(ancestors(table.last_node))), ending)
+        if table.windows:
+            self.take_snapshots(table)
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.drop(one.blocks, in_flight_step)
+                one.first, one.blocks, one.source = 0, [], -1
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 
@@ -308,15 +485,17 @@ class KVCacheManager:
             self.pool.release(reversed(blocks))
         else:
             self._retiring.append((in_flight_step, blocks))
-            self.num_retiring += len(blocks)
+            self._num_retiring += len(blocks)
 
     def step_returned(self, step: int) -> None:
         """Steps up to and including ``step`` have returned: the blocks that they touched may be reused."""
         retiring = self._retiring
         while retiring and retiring[0][0] <= step:
             blocks = retiring.popleft()[1]
-            self.num_retiring -= len(blocks)
+            self._num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
+        for group in self.windows:
+            group.step_returned(step)
 
     def close(self, reason: LossReason = "executor lost") -> None:
         """The executor is gone, or all its KV is: drop the prefix tree and the tiers at once.

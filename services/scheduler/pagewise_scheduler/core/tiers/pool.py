@@ -65,7 +65,7 @@ class Pool:
         # A stack: the block freed last is used next, while the caches may still hold it.
         self._free = list(range(num_blocks - 1, -1, -1))
         self.num_cached = 0
-        self._evictable = EvictionQueue(policy, self._rank)
+        self._evictable = EvictionQueue[CachedBlock](policy, self._rank)
 
     @property
     def num_free(self) -> int:

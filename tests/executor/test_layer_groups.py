@@ -1,0 +1,50 @@
+"""Groups of layers and their pages."""
+
+import pytest
+import torch
+from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
+
+
+def layout_of(kinds: list[KVLayerKind], max_model_len: int = 131072) -> PageLayout | None:
+    return page_layout(kinds, 16, torch.bfloat16, max_model_len)
+
+
+def alternating(
+    full: int, windowed: int, shape: tuple[int, int], window: int, full_shape: tuple[int, int] | None = None
+) -> list[KVLayerKind]:
+    return [KVLayerKind(full_shape or shape)] * full + [KVLayerKind(shape, window)] * windowed
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pages"),
+    [
+        pytest.param(alternating(10, 52, (16, 128), 1024), (5, 26), id="Gemma 3 27B"),
+        pytest.param(alternating(8, 40, (8, 256), 1024), (1, 5), id="Gemma 3 12B"),
+        pytest.param(alternating(5, 29, (4, 256), 1024), (5, 29), id="Gemma 3 4B"),
+        pytest.param(alternating(10, 50, (16, 256), 1024, (4, 512)), (1, 10), id="Gemma 4 31B"),
+        pytest.param(alternating(12, 12, (8, 64), 128), (1, 1), id="gpt-oss 20B"),
+        pytest.param(alternating(8, 24, (32, 128), 4096), (1, 3), id="OLMo 3 7B"),
+    ],
+)
+def test_pages_waste_at_most_2_percent(kinds: list[KVLayerKind], pages: tuple[int, ...]) -> None:
+    layout = layout_of(kinds)
+    assert layout is not None
+    assert layout.waste <= 0.02
+    assert tuple(group.pages_per_block for group in layout.groups) == pages
+    assert sorted(index for group in layout.groups for index in group.layers) == list(range(len(kinds)))
+
+
+def test_models_whose_layers_all_see_the_same_tokens_have_one_group() -> None:
+    assert layout_of([KVLayerKind((8, 128))] * 32) is None
+    assert layout_of([KVLayerKind((8, 128), 4096)] * 32) is None
+    assert layout_of([KVLayerKind((8, 128)), KVLayerKind((8, 128), 4096)], max_model_len=4096) is None
+
+
+def test_without_full_layers_the_largest_window_counts_as_full() -> None:
+    layout = layout_of([KVLayerKind((8, 128), 4096), KVLayerKind((8, 128), 512)])
+    assert layout is not None
+    assert [group.window for group in layout.groups] == [0, 512]
+
+
+def test_layers_of_unequal_shapes_that_see_the_same_tokens_are_not_grouped() -> None:
+    assert layout_of([KVLayerKind((8, 128)), KVLayerKind((8, 64)), KVLayerKind((8, 128), 512)]) is None
