@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
+from pagewise_scheduler.core.tiers.windows import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
-from pagewise_scheduler.core.tiers.windows import WindowShape
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
@@ -39,6 +39,7 @@ def create(
 def check_arena(scheduler: Scheduler) -> None:
     """Pages add up, and without requests everything that is held may be evicted."""
     kv = scheduler.kv
+    assert isinstance(kv, GroupedKVCacheManager)
     check_states(kv.pool)
     arena = kv._arena
     used = kv.pool.num_used * kv.pool.pages_per_block  # type: ignore[attr-defined]
