@@ -119,7 +119,7 @@ class GroupedKVCacheManager(KVCacheManager):
         return taken
 
     def take_unmapped(self) -> bytes:
-        """The blocks that have lost their pages since the last call, as ``StepPlan.unmapped`` has them."""
+        """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
         blocks, self._arena.unmapped = self._arena.unmapped, {}
         return pack_int32s([number for block in blocks for number in (DEVICE, *block)]) if blocks else b""
 

@@ -357,7 +357,7 @@ class KVCacheManager:
         """Drop the references of a table's windows as ``free`` does."""
 
     def take_unmapped(self) -> bytes:
-        """The blocks that have lost their pages since the last call, as ``StepPlan.unmapped`` has them."""
+        """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
         return b""
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
