@@ -8,10 +8,10 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.windows import WindowShape
 
 from tests.core_requests import change
+from tests.scheduler.core.arenas import check_arena, create
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for, run
-from tests.scheduler.core.test_windows import check_arena, create
 
 WINDOWS = (WindowShape(8, 3), WindowShape(16, 1, chunked=True))
 
