@@ -5,6 +5,7 @@ request gets the tokens it would get alone, every block is in one state, referen
 """
 
 import gc
+import random
 import tracemalloc
 from collections import deque
 
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 )
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import DEVICE, StepResult
@@ -29,6 +30,7 @@ from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.core_requests import change
 from tests.scheduler.core import checking_executor
+from tests.scheduler.core.arenas import check_arena
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import next_candidates
 from tests.scheduler.core.driving import (
@@ -219,6 +221,7 @@ class MemoryRules(RuleBasedStateMachine):
         self.scheduler, self.epoch = self.create(), 1
         if device_is_lost:
             inventory[DEVICE] = {}
+            self.executor.mapped.clear()
         self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)
@@ -340,3 +343,34 @@ def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
         assert serve(3000) - before < 50_000
     finally:
         tracemalloc.stop()
+
+
+class WindowRules(MemoryRules):
+    """The memory rules with groups of windowed layers."""
+
+    has_segments = False
+
+    def shape(self, num_blocks: int, budget: int) -> ArenaShape:
+        rng = random.Random(f"{num_blocks} {budget}")
+        windows = tuple(
+            WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5)), rng.random() < 0.3)
+            for _ in range(rng.choice((1, 2)))
+        )
+        pages = rng.choice((1, 2, 5))
+        return ArenaShape(
+            num_blocks * (pages + sum(one.pages_per_block for one in windows)), pages, windows, 2 * budget
+        )
+
+    @invariant()
+    def arena_adds_up(self) -> None:
+        check_arena(self.scheduler)
+
+
+class WindowSpeculationRules(WindowRules):
+    speculative = SpeculationRules.speculative
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_memory_rules_hold_with_windows(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", drafts)
+    check_rules(WindowSpeculationRules if drafts else WindowRules, 60)

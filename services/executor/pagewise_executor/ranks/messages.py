@@ -10,6 +10,7 @@ from pagewise_shared.protocol import (
     CancelCopies,
     Copied,
     Found,
+    GroupedStepPlan,
     Inventory,
     LoadAdapter,
     LookUp,
@@ -114,7 +115,7 @@ class Failed(Message, frozen=True):
     final: bool = False
 
 
-ToRank = StepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Stop
+ToRank = StepPlan | GroupedStepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Stop
 FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | AdapterLoaded
 
 ToNode = Heartbeat | Rejected | Admitted

@@ -13,7 +13,7 @@ from weakref import proxy
 
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
@@ -22,7 +22,7 @@ from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMP
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue, queue_time
 from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
 from pagewise_scheduler.core.scheduling.step import Chunks, StepInFlight
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
 
 if TYPE_CHECKING:
@@ -297,6 +297,8 @@ class PrefillSet:
         self._take_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
         sequence.request.account.served += OUTPUT_WEIGHT
+        if self._kv.windows:  # blocks behind the windows go before the plan names them, not with the chunk
+            self.grow_windows(sequence, sequence.num_tokens - 1, sequence.num_tokens - 1)
         self._join(sequence, sequence.num_tokens - 1)
         return True
 
@@ -481,7 +483,7 @@ class PrefillSet:
         """Blocks that stay free at admission: at least one for every running sequence, so that none is preempted when
         it crosses its next block boundary."""
         kv = self._kv
-        return max(running, int(kv.pool.num_blocks * _WATERMARK)) * kv.num_for_next if running else 0
+        return max(running * kv.num_for_next, int(kv.num_total * _WATERMARK)) if running else 0
 
     def _note(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
         request = sequence.request
