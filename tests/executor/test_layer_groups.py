@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, KVCacheManager, WindowShape
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
 
 
@@ -54,11 +56,11 @@ def test_layers_of_unequal_shapes_that_see_the_same_tokens_are_not_grouped() -> 
     assert layout_of([KVLayerKind((8, 128)), KVLayerKind((8, 64)), KVLayerKind((8, 128), 512)]) is None
 
 
-def manager(layout: PageLayout, num_pages: int, step_tokens: int) -> KVCacheManager:
+def manager(layout: PageLayout, num_pages: int, in_flight: int) -> KVCacheManager:
     """The scheduler's memory of such a model."""
     full, *windowed = layout.groups
     windows = tuple(WindowShape(group.window, group.pages_per_block) for group in windowed)
-    shape = ArenaShape(num_pages, full.pages_per_block, windows, MAX_STEPS_IN_FLIGHT * step_tokens)
+    shape = ArenaShape(num_pages, full.pages_per_block, windows, in_flight)
     return KVCacheManager(num_pages // full.pages_per_block, layout.block_size, shape=shape)
 
 
@@ -67,20 +69,24 @@ def manager(layout: PageLayout, num_pages: int, step_tokens: int) -> KVCacheMana
     st.lists(st.sampled_from((0, 0, 1, 7, 16, 100, 1024)), min_size=2, max_size=12),
     st.integers(12, 3000), st.integers(1, 400), st.integers(1, 5000),
 )  # fmt: skip
-def test_the_scheduler_counts_the_same_pages(windows: list[int], num_pages: int, step_tokens: int, tokens: int) -> None:
+def test_the_scheduler_counts_the_same_pages(windows: list[int], num_pages: int, in_flight: int, tokens: int) -> None:
     layout = layout_of([KVLayerKind((8, 128), window) for window in windows])
     if layout is None:
         layout = single_group([(8, 128)] * len(windows), 16, torch.bfloat16)
-    kv = manager(layout, num_pages, step_tokens)
-    assert kv.room_for(tokens) == layout.pages_for(tokens, step_tokens)
-    longest = layout.longest_sequence(num_pages, step_tokens)
+    kv = manager(layout, num_pages, in_flight)
+    assert kv.room_for(tokens) == layout.pages_for(tokens, in_flight)
+    longest = layout.longest_sequence(num_pages, in_flight)
     assert not longest or kv.fits(longest)
     assert not kv.fits(longest + 1)
-    fitting = layout.sequences_that_fit(num_pages, tokens, step_tokens)
+    fitting = layout.sequences_that_fit(num_pages, tokens, in_flight)
     assert (fitting >= 1) == kv.fits(tokens)
     if fitting >= 1:
-        assert layout.pages_for_all(int(fitting), tokens, step_tokens) <= num_pages
-        assert layout.pages_for_all(int(fitting) + 1, tokens, step_tokens) > num_pages
+        assert layout.pages_for_all(int(fitting), tokens, in_flight) <= num_pages
+        assert layout.pages_for_all(int(fitting) + 1, tokens, in_flight) > num_pages
+
+
+def test_executor_and_scheduler_agree_on_the_steps_in_flight() -> None:
+    assert STEPS_IN_FLIGHT == MAX_STEPS_IN_FLIGHT
 
 
 def test_a_long_sequence_of_gemma_3_27b_takes_a_sixth() -> None:
@@ -90,4 +96,4 @@ def test_a_long_sequence_of_gemma_3_27b_takes_a_sixth() -> None:
     whole = single_group([one.shape for one in kinds], 16, torch.bfloat16)
     before = whole.pages_for(131_072) * whole.page_bytes
     assert layout.pages_for(131_072) * layout.page_bytes < before / 5.9
-    assert layout.pages_for(131_072, 2048) * layout.page_bytes < before / 5
+    assert layout.pages_for(131_072, 2 * 2048) * layout.page_bytes < before / 5

@@ -120,11 +120,11 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     graphs = len(sizes) * len(layers) * BYTES_PER_LAYER if config.cuda_graphs else 0
     allowed = int(gpu_memory * config.gpu_memory_utilization)
     pool = allowed - weights - CONTEXT_BYTES - steps - graphs
-    pages, step_tokens = max(0, pool) // memory.page_bytes, limits.max_num_batched_tokens
-    tokens = memory.longest_sequence(pages, step_tokens)
+    pages, in_flight = max(0, pool) // memory.page_bytes, limits.tokens_in_flight
+    tokens = memory.longest_sequence(pages, in_flight)
     longest = min(longest, tokens or longest) if config.max_model_len == "auto" else longest
     lengths = sorted({min(SHORT, longest), longest})
-    sequences = tuple(_sequence(memory, pages, length, step_tokens) for length in lengths)
+    sequences = tuple(_sequence(memory, pages, length, in_flight) for length in lengths)
     return Sizing(
         allowed=allowed,
         weights=weights,
@@ -160,9 +160,9 @@ def _kind(layer: AttentionShape) -> KVLayerKind:
     return KVLayerKind(layer.kv_shape, layer.window or chunk or 0, chunk is not None)
 
 
-def _sequence(memory: PageLayout, pages: int, tokens: int, step_tokens: int) -> SequenceSizing:
-    decoding, prefilling = (memory.page_bytes * memory.pages_for(tokens, most) for most in (0, step_tokens))
-    return SequenceSizing(tokens, decoding, prefilling, round(memory.sequences_that_fit(pages, tokens, step_tokens), 1))
+def _sequence(memory: PageLayout, pages: int, tokens: int, in_flight: int) -> SequenceSizing:
+    decoding, prefilling = (memory.page_bytes * memory.pages_for(tokens, most) for most in (0, in_flight))
+    return SequenceSizing(tokens, decoding, prefilling, round(memory.sequences_that_fit(pages, tokens, in_flight), 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

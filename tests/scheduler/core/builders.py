@@ -9,8 +9,9 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.host import HostTier
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
+from pagewise_scheduler.core.tiers.windows import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.config.options import EvictionName

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 

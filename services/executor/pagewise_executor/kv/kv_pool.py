@@ -291,7 +291,7 @@ def pool_size(
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
         if layout is not None:
-            pages = layout.pages_for_all(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+            pages = layout.pages_for_all(config.max_num_seqs, max_model_len, config.tokens_in_flight)
             useful = pages * layout.page_bytes
         if device.type == "cuda":
             room = _cuda_room(config, device, free, reserved)

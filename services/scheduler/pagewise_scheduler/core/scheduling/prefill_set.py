@@ -481,7 +481,7 @@ class PrefillSet:
         """Blocks that stay free at admission: at least one for every running sequence, so that none is preempted when
         it crosses its next block boundary."""
         kv = self._kv
-        return max(running, int(kv.pool.num_blocks * _WATERMARK)) * kv.num_for_next if running else 0
+        return max(running * kv.num_for_next, int(kv.num_total * _WATERMARK)) if running else 0
 
     def _note(self, sequence: RequestSequence, prefix: CachedPrefix, plan: RecoveryPlan, now: float) -> None:
         request = sequence.request

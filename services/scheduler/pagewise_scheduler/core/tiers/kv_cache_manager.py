@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
@@ -22,27 +21,9 @@ from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import WindowGroup
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowGroup
 
 _RECOVERABLE = attrgetter("recoverable")
-
-
-class WindowShape(NamedTuple):
-    """A group of windowed layers: the tokens that a query sees, itself included, and the pages of a block."""
-
-    window: int
-    pages_per_block: int
-
-
-@dataclass(slots=True, frozen=True)
-class ArenaShape:
-    """The device memory of a model with several groups: ``num_pages`` pages, of which a block of the full layers takes
-    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time."""
-
-    num_pages: int
-    pages_per_block: int
-    windows: tuple[WindowShape, ...]
-    most_tokens: int
 
 
 @dataclass(slots=True)
@@ -75,8 +56,9 @@ class KVCacheManager:
     the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
 
-    ``shape``: set for a model with several groups of layers. Then ``num_available``, ``num_taken``, ``num_missing`` and
-    ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed layers.
+    ``shape``: set for a model with several groups of layers. Then ``num_total``, ``num_available``, ``num_taken``,
+    ``num_missing`` and ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed
+    layers.
     """
 
     def __init__(
@@ -144,6 +126,11 @@ class KVCacheManager:
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
         return self.pool.num_available if self._shape is None else self._arena.num_available
+
+    @property
+    def num_total(self) -> int:
+        """Blocks of the device."""
+        return self.pool.num_blocks if self._shape is None else self._shape.num_pages
 
     @property
     def num_retiring(self) -> int:

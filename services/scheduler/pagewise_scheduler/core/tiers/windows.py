@@ -8,12 +8,32 @@ of the prefix tree. A prefix can be begun with at its snapshots alone.
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
+
+
+class WindowShape(NamedTuple):
+    """A group of windowed layers: the tokens that a query sees, itself included, and the pages of a block."""
+
+    window: int
+    pages_per_block: int
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaShape:
+    """The device memory of a model with several groups: ``num_pages`` pages, of which a block of the full layers takes
+    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time."""
+
+    num_pages: int
+    pages_per_block: int
+    windows: tuple[WindowShape, ...]
+    most_tokens: int
 
 
 class Snapshot:
