@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.windows import MARGIN, ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core import checking_executor
 from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import check_states, executor_for, expected_tokens, run
 from tests.scheduler.core.rules import check_rules
 from tests.scheduler.core.test_memory_rules import MemoryRules, SpeculationRules
@@ -45,7 +46,7 @@ def check_arena(scheduler: Scheduler) -> None:
     assert 0 <= arena.num_free == arena.num_pages - used
     for group in kv.windows:
         held = [0] * group.num_blocks
-        for snapshot in group.at.values():
+        for snapshot in set(group.at.values()):
             for block in snapshot.blocks:
                 held[block] += 1
         assert held == group._snapshots
@@ -57,32 +58,44 @@ def check_arena(scheduler: Scheduler) -> None:
         assert kv.num_available == arena.num_pages
 
 
-def test_a_sequence_keeps_its_window_alone() -> None:
-    scheduler = create(200, 1, (WindowShape(8, 1),))
-    executor = executor_for(scheduler)
-    request = create_request(prompt=40, max_tokens=60)
+def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3) -> Request:
+    """Serve a request alone, and check its tokens."""
+    request = create_request(prompt=prompt, max_tokens=max_tokens)
     scheduler.add(request)
     run(scheduler, executor)
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     check_arena(scheduler)
-    assert scheduler.kv.pool.num_used == 99 // 4
-    assert scheduler.kv.windows[0].num_used <= 2 * 3
+    return request
+
+
+def test_a_sequence_keeps_its_window_alone() -> None:
+    scheduler = create(200, 1, (WindowShape(8, 1),))
+    begin(scheduler, executor_for(scheduler), [*range(140)], 60)
+    assert scheduler.kv.pool.num_used == 199 // 4
+    assert scheduler.kv.windows[0].num_used <= 2 * 3 + MARGIN // 4
 
 
 def test_a_prompt_begins_at_a_snapshot() -> None:
-    scheduler = create(200, 1, (WindowShape(8, 1),))
+    scheduler = create(400, 1, (WindowShape(8, 1),))
     executor = executor_for(scheduler)
-    first = create_request(prompt=[*range(40)], max_tokens=12)
-    scheduler.add(first)
-    run(scheduler, executor)
+    first = begin(scheduler, executor, [*range(200)], 12)
     answer = first.sequences[0].output_token_ids.tolist()
-    for tokens, cached in (([*range(40), *answer, 7, 7], 48), ([*range(40), 9, 9], 40), ([*range(30), 9, 9], 0)):
-        request = create_request(prompt=tokens, max_tokens=3)
-        scheduler.add(request)
-        run(scheduler, executor)
-        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-        assert request.num_cached_tokens == cached
-    check_arena(scheduler)
+    for tokens, cached in (
+        ([*range(200), *answer, 7, 7], 208),
+        ([*range(200), 9, 9], 200),
+        ([*range(200 - MARGIN), 9, 9], 200 - MARGIN),
+        ([*range(199 - MARGIN), 9, 9], 0),
+    ):
+        assert begin(scheduler, executor, tokens).num_cached_tokens == cached
+
+
+def test_the_second_prompt_that_leaves_a_path_takes_a_snapshot_there() -> None:
+    scheduler = create(1000, 1, (WindowShape(8, 1), WindowShape(13, 2)))
+    executor = executor_for(scheduler)
+    shared = [*range(400)]
+    for number, cached in enumerate((0, 0, 400, 400)):
+        own = [1000 * (number + 1) + i for i in range(100)]
+        assert begin(scheduler, executor, [*shared, *own]).num_cached_tokens == cached
 
 
 @settings(max_examples=40, deadline=None)

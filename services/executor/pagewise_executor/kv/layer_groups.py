@@ -20,6 +20,8 @@ _MOST_WASTE = 0.02
 _BLOCKS_BEHIND = 3
 """Blocks that a table keeps beside its window: two for a snapshot at the last full block, and the block that a step
 begins to fill while steps in flight still read the first."""
+_MARGIN = 64
+"""Tokens before the window at the end of a prompt that its snapshot has too."""
 
 
 class KVLayerKind(NamedTuple):
@@ -74,6 +76,7 @@ class PageLayout:
         blocks, pages = -(-num_tokens // self.block_size), 0
         for group in self.groups:
             seen = -(-(group.window - 1 + in_flight) // self.block_size) + _BLOCKS_BEHIND
+            seen += -(-_MARGIN // self.block_size) if in_flight else 0
             pages += group.pages_per_block * (min(blocks, seen) if group.window else blocks)
         return pages
 

@@ -28,10 +28,11 @@ class BlockTable:
 
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
-    of the sequence. ``windows``: its tables in the groups of windowed layers.
+    of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which snapshots of
+    these are to be taken while its prompt is computed, in order.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner", "windows")
+    __slots__ = ("block_size", "blocks", "cache_salt", "due", "last_node", "owner", "windows")
 
     def __init__(
         self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None, num_windows: int = 0
@@ -40,6 +41,7 @@ class BlockTable:
         self.cache_salt = cache_salt
         self.owner = owner
         self.blocks: list[int] = []
+        self.due: list[int] = []
         self.last_node: CachedBlock | None = None
         self.windows = tuple(WindowTable() for _ in range(num_windows)) if num_windows else ()
 

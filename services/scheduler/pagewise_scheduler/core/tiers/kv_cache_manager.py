@@ -32,7 +32,8 @@ class CachedPrefix:
 
     ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
-    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too.
+    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
+    number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
     """
 
     blocks: list[CachedBlock]
@@ -42,6 +43,7 @@ class CachedPrefix:
     offloaded: list[CachedBlock] = field(default_factory=list)
     gap: int = 0
     windows: tuple[WindowTable, ...] = ()
+    junction: int = 0
 
 
 class KVCacheManager:
@@ -264,17 +266,17 @@ class KVCacheManager:
 
     def _begin_at_snapshot(self, blocks: list[CachedBlock]) -> CachedPrefix:
         """The longest of these prefixes of which every group of windowed layers has a snapshot."""
-        length = len(blocks)
+        length = junction = len(blocks)
         while length and not all(blocks[length - 1] in group.at for group in self.windows):
             length -= 1
         del blocks[length:]
         windows = tuple(self._window_of(group, blocks[-1] if blocks else None) for group in self.windows)
-        return CachedPrefix(blocks, -1, 0, length * self.block_size, windows=windows)
+        return CachedPrefix(blocks, -1, 0, length * self.block_size, windows=windows, junction=junction)
 
     @staticmethod
     def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
-        held = group.at[node].blocks if node is not None else []
-        return WindowTable(node.depth - len(held) if node is not None else 0, [*held])
+        held = group.blocks_at(node) if node is not None else None
+        return WindowTable(node.depth - len(held), held) if node is not None and held is not None else WindowTable()
 
     def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
@@ -362,6 +364,23 @@ class KVCacheManager:
             one.source, one.blocks[-1] = one.blocks[-1], target
         return made
 
+    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
+
+        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
+        """
+        end, begin = num_tokens // self.block_size, len(prefix.blocks)
+        table.due = [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
+        table.due += [end] if begin < end else []
+
+    def take_due_snapshots(self, table: BlockTable) -> None:
+        """Take the snapshots whose nodes the table has reached."""
+        while table.due and table.due[0] <= table.num_known:
+            depth = table.due.pop(0)
+            node = next(one for one in ancestors(table.last_node) if one.depth == depth)
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.take_snapshot(node, one)
+
     def take_snapshots(self, table: BlockTable) -> None:
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
@@ -427,7 +446,7 @@ class KVCacheManager:
         added: list[tuple[int, int]] = []
         for group, one in zip(self.windows, table.windows, strict=True):
             end = one.end
-            copies += group.grow(one, start, num_tokens, in_flight_step)
+            copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
             added += [(group.number, block) for block in one.blocks[end - one.first :]]
         return added, copies
 
@@ -461,6 +480,7 @@ class KVCacheManager:
             for group, one in zip(self.windows, table.windows, strict=True):
                 group.drop(one.blocks, in_flight_step)
                 one.first, one.blocks, one.source = 0, [], -1
+            table.due = []
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
 
