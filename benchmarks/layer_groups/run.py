@@ -9,7 +9,6 @@ import random
 from array import array
 from collections import deque
 from itertools import count
-from math import log2
 from typing import Any
 
 import torch
@@ -77,13 +76,15 @@ class Watched(Scheduler):
 
 
 def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[str, float]:
-    """Serve prompts of 128 to 129,024 tokens, and return in per cent of the memory: the largest share that lies in used
-    pages and holds no layer, and the largest share that was available when a sequence was preempted for lack of it."""
+    """Serve prompts of 128 to 65,536 tokens with answers of 256 to 8,192.
+
+    Returns in per cent of the memory: the largest share that lies in used pages and holds no layer, and the largest
+    share that was available when a sequence was preempted for lack of it.
+    """
     rng, layout = random.Random(seed), model.layout
     scheduler = scheduler_of(model, num_bytes, STEP_TOKENS, grouped=True, kind=Watched)
     for number in range(num_requests):
-        tokens = int(2 ** rng.uniform(7, log2(LENGTHS[-1])))
-        scheduler.add(request_of(number, tokens, int(2 ** rng.uniform(0, log2(OUTPUT_TOKENS)))))
+        scheduler.add(request_of(number, int(2 ** rng.uniform(7, 16)), int(2 ** rng.uniform(8, 13))))
     results, wasted = deque[StepResult](), 0
     empty = [
         group.pages_per_block * layout.page_bytes
@@ -104,7 +105,7 @@ def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=int, default=64, help="memory for KV (default: 64)")
-    parser.add_argument("--requests", type=int, default=300, help="of the load of short and long sequences")
+    parser.add_argument("--requests", type=int, default=60, help="of the load of short and long sequences")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     num_bytes, rows = args.gib << 30, list[dict[str, Any]]()
