@@ -103,7 +103,7 @@ def memory_table() -> str:
             rows.append(f"| {name} | `{kind}` | refused | |")
             continue
         layers = [attention_shape(one, text, torch.bfloat16) for one in attention_modules(name, model, text)]
-        size = bytes_per_block([(one.kv_heads, one.head_dim) for one in layers], 1, torch.bfloat16) / 1024
+        size = bytes_per_block([one.kv_shape for one in layers], 1, torch.bfloat16) / 1024
         windows = sum(one.window is not None for one in layers)
         rows.append(f"| {name} | `{kind}` | {size:,.5g} KiB | {f'{windows} of {len(layers)}' if windows else ''} |")
     return "\n".join(
