@@ -26,9 +26,10 @@ UNLIMITED = 8.0
 """Million tokens: more than all prompts and answers of the trace have, without those that they share."""
 
 
-def hit_rate(model: Model, num_bytes: int, *, grouped: bool) -> float:
+def hit_rate(model: Model, num_bytes: int, num_requests: int, *, grouped: bool) -> float:
     """The share of the trace's blocks that were cached."""
-    trace = [replace(one, num_output_tokens=min(one.num_output_tokens, OUTPUT_TOKENS)) for one in load("agentic")]
+    requests = load("agentic")[:num_requests]
+    trace = [replace(one, num_output_tokens=min(one.num_output_tokens, OUTPUT_TOKENS)) for one in requests]
     costs = llama_3_8b(BLOCK_SIZE).prefill
     scheduler = scheduler_of(
         model, num_bytes, STEP_TOKENS, grouped=grouped, kind=Scheduler, costs=costs, eviction="cost"
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Gemma 3 27B", "gpt-oss-20b"])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.1, 0.2, 0.5, UNLIMITED], help="of tokens")
+    parser.add_argument("--requests", type=int, default=843, help="the first of the trace (default: all)")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -51,7 +53,7 @@ def main() -> None:
     for name, millions in tqdm(cases, desc="replaying", unit=" sizes", disable=None):
         model = MODELS[name]
         num_bytes = int(millions * 1e6) * model.before
-        full, groups = (hit_rate(model, num_bytes, grouped=one) for one in (False, True))
+        full, groups = (hit_rate(model, num_bytes, args.requests, grouped=one) for one in (False, True))
         rows.append(
             {
                 "model": name,
@@ -62,7 +64,7 @@ def main() -> None:
         )
         print(f"{name:<16}{millions:>11g}M{num_bytes / 2**30:>8.1f}{100 * full:>12.2f}%{100 * groups:>8.2f}%")
     if args.json:
-        numbers = {"step_tokens": STEP_TOKENS, "output_tokens": OUTPUT_TOKENS, "rows": rows}
+        numbers = {"step_tokens": STEP_TOKENS, "output_tokens": OUTPUT_TOKENS, "requests": args.requests, "rows": rows}
         write_record(args.json, numbers, clock="virtual")
 
 
