@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling import scheduler
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Copies
 
 Reservation = Literal["max", "pow2", "oracle"]

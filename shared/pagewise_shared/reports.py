@@ -249,10 +249,25 @@ class RequestReport(RequestLine, kw_only=True, omit_defaults=True):
     resumed: float | None = None
 
 
+class WindowReport(Struct):
+    """Blocks of a group of windowed layers, each of ``pages_per_block`` pages.
+
+    ``window``: tokens that a query sees; if ``chunked``, tokens of a chunk. ``cached``: held by ``snapshots`` only.
+    """
+
+    window: int
+    chunked: bool
+    pages_per_block: int
+    cached: int
+    in_use: int
+    snapshots: int
+
+
 class DeviceReport(Struct):
     """Blocks of the device by state. ``retiring``: references that end when a step in flight returns.
 
-    ``lent``: references of other executors, which read the blocks; the blocks are in use meanwhile.
+    ``lent``: references of other executors, which read the blocks; the blocks are in use meanwhile. If the model has
+    several groups of layers, all but ``lent`` counts pages, and ``windows`` has the groups of windowed layers.
     """
 
     num_blocks: int
@@ -261,6 +276,7 @@ class DeviceReport(Struct):
     in_use: int
     retiring: int
     lent: int
+    windows: list[WindowReport] = []
 
 
 class BlockCounts(Struct):

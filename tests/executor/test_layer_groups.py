@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
-from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
 
@@ -56,12 +56,12 @@ def test_layers_of_unequal_shapes_that_see_the_same_tokens_are_not_grouped() -> 
     assert layout_of([KVLayerKind((8, 128)), KVLayerKind((8, 64)), KVLayerKind((8, 128), 512)]) is None
 
 
-def manager(layout: PageLayout, num_pages: int, in_flight: int) -> KVCacheManager:
+def manager(layout: PageLayout, num_pages: int, in_flight: int) -> GroupedKVCacheManager:
     """The scheduler's memory of such a model."""
     full, *windowed = layout.groups
     windows = tuple(WindowShape(group.window, group.pages_per_block) for group in windowed)
     shape = ArenaShape(num_pages, full.pages_per_block, windows, in_flight)
-    return KVCacheManager(num_pages // full.pages_per_block, layout.block_size, shape=shape)
+    return GroupedKVCacheManager(shape, layout.block_size)
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,11 +75,9 @@ def test_the_scheduler_counts_the_same_pages(windows: list[int], num_pages: int,
         layout = single_group([(8, 128)] * len(windows), 16, torch.bfloat16)
     kv = manager(layout, num_pages, in_flight)
     assert kv.room_for(tokens) == layout.pages_for(tokens, in_flight)
-    longest = layout.longest_sequence(num_pages, in_flight)
-    assert not longest or kv.fits(longest)
-    assert not kv.fits(longest + 1)
+    assert kv.capacity_tokens == layout.longest_sequence(num_pages, in_flight)
     fitting = layout.sequences_that_fit(num_pages, tokens, in_flight)
-    assert (fitting >= 1) == kv.fits(tokens)
+    assert (fitting >= 1) == (tokens <= kv.capacity_tokens)
     if fitting >= 1:
         assert layout.pages_for_all(int(fitting), tokens, in_flight) <= num_pages
         assert layout.pages_for_all(int(fitting) + 1, tokens, in_flight) > num_pages

@@ -176,7 +176,9 @@ class Metrics:
         self.kv_cache_usage_perc = self._gauge(
             "kv_cache_usage_perc", "Share of the KV blocks that are in use; 1 means all."
         )
-        self.kv_blocks = self._labelled(Gauge, "kv_blocks", "KV blocks by tier and state.", "tier", "state")
+        self.kv_blocks = self._labelled(
+            Gauge, "kv_blocks", "KV blocks by tier and state; pages if layers have several groups.", "tier", "state"
+        )
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
         self.executors = ExecutorGauges(self.model_name)
@@ -353,7 +355,9 @@ class ExecutorGauges(Collector):
         running = self._family("requests_running", "Sequences in an executor's running batch.")
         waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
         usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
-        blocks = self._family("kv_blocks", "KV blocks of an executor's device by state.", "state")
+        blocks = self._family(
+            "kv_blocks", "KV blocks of an executor's device by state; pages if layers have several groups.", "state"
+        )
         tasks = self._family("tasks", "Tasks of an executor's event loop.")
         fallback = self._family(
             "fallback",

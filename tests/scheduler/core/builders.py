@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from itertools import count
 
 from pagewise_scheduler.core.features.registry import FeatureOptions
+from pagewise_scheduler.core.memory.block_table import CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.host import HostTier
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_scheduler.core.tiers.windows import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE

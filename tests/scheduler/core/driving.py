@@ -8,6 +8,7 @@ from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, has
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
@@ -40,8 +41,8 @@ def expected_beams(request: Request) -> list[list[int]]:
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
-    windows = tuple(group.window for group in scheduler.kv.windows)
-    executor = CheckingExecutor(tiers, scheduler.kv.block_size, windows)
+    shape = scheduler.kv.shape if isinstance(scheduler.kv, GroupedKVCacheManager) else None
+    executor = CheckingExecutor(tiers, scheduler.kv.block_size, shape)
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor

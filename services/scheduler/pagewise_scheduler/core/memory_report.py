@@ -12,12 +12,14 @@ from pagewise_shared.reports import (
     LinkReport,
     MemoryReport,
     TierReport,
+    WindowReport,
 )
 
 from pagewise_scheduler.core.console.prefixes import TreeWalk, saved_blocks
 from pagewise_scheduler.core.request_report import Room, request_report
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
+from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_PEERS = 1024
 
@@ -33,7 +35,13 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
         block_endpoint=scheduler.recoveries.endpoint,
         block_size=kv.block_size,
         device=DeviceReport(
-            pool.num_blocks, pool.num_free, pool.num_cached, pool.num_in_use, kv.num_retiring, pool.num_remote_pins
+            kv.num_total,
+            kv.num_free,
+            kv.num_available - kv.num_free,
+            kv.num_in_use,
+            kv.num_retiring,
+            pool.num_remote_pins,
+            [_group_report(group) for group in kv.windows],
         ),
         tiers={
             tier_name(tier.number): TierReport(
@@ -49,6 +57,13 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
         costs=_cost_report(scheduler.costs, names),
         saved_blocks=saved_blocks(scheduler),
         tree_blocks=pool.tree.num_blocks,
+    )
+
+
+def _group_report(group: WindowGroup) -> WindowReport:
+    num_used, num_cached = group.num_used, group.num_cached
+    return WindowReport(
+        group.window, group.chunked, group.pages_per_block, num_cached, num_used - num_cached, len(group.at)
     )
 
 

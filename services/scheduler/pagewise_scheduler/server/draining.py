@@ -100,9 +100,9 @@ class Draining:
         """Whether the others have rows and blocks for the running requests; also if there are no others."""
         others = [other.scheduler for other in self._others(executor)]
         rows = sum(one.limits.max_num_seqs - one.num_running - one.num_waiting for one in others)
-        blocks = sum(one.kv.pool.num_available * one.kv.block_size for one in others)
+        blocks = sum(one.kv.num_available * one.kv.block_size for one in others)
         own = executor.scheduler
-        return not others or (rows >= own.num_running and blocks >= own.kv.pool.num_in_use * own.kv.block_size)
+        return not others or (rows >= own.num_running and blocks >= own.kv.num_in_use * own.kv.block_size)
 
     def _done(self, drain: _Drain, now: float) -> bool:
         """Whether a drain is over: all requests run elsewhere and all copies are made, or no executor stays, or time is

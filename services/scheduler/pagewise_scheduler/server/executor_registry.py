@@ -43,9 +43,10 @@ from pagewise_scheduler.server.executor_checks import (
     costs_of,
     hello_error,
     incompatibility,
+    shape_of,
     sizes_of,
 )
-from pagewise_scheduler.server.executor_handle import ExecutorHandle, ExecutorLostError, Life
+from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT, ExecutorHandle, ExecutorLostError, Life
 from pagewise_scheduler.server.router import Router
 from pagewise_scheduler.server.router_socket import RouterSocket
 from pagewise_scheduler.server.sessions import ImpossibleError, Loss, Session, Sessions, spoken_version
@@ -214,7 +215,10 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.enter(session)
         self._session_of[executor] = session
         self._share(executor, key)
-        keeps = hello.inventory is not None and self._expect(executor, hello.inventory)
+        # Of several groups only the device is managed yet: windows neither go to other tiers nor outlive a scheduler.
+        if hello.groups and (hello.tiers or hello.block_endpoint):
+            log.warning("executor %s: its lower tiers and peers are not used: its layers have groups", session.name)
+        keeps = hello.inventory is not None and not hello.groups and self._expect(executor, hello.inventory)
         self.socket.send(identity, executor.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info("executor %s joined: %s", hello.executor_id, _described(hello))
         self.router.joined(executor)
@@ -224,7 +228,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         """Let other executors fetch blocks from this one, and it from them. ``key``: its public key."""
         hello, scheduler = executor.hello, executor.scheduler
         endpoint = hello.block_endpoint
-        if endpoint and endpoint not in self.directory.peers:
+        if endpoint and endpoint not in self.directory.peers and not hello.groups:
             block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
             # When other executors have read its blocks, there may be room again for sequences that had to wait.
             scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, executor.touch, key))
@@ -249,17 +253,16 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
     def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
         config = self._config
         longest = hello.max_model_len if config.max_model_len == "auto" else config.max_model_len
+        budget = _limit(config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS)
         return Scheduler(
             features=FeatureOptions(hello.adapters, hello.max_grammars, self._speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
             max_num_seqs=_limit(config.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
-            max_num_batched_tokens=_limit(
-                config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
-            ),
+            max_num_batched_tokens=budget,
             epoch=epoch,
-            tiers=sizes_of(hello),
+            tiers={} if hello.groups else sizes_of(hello),
             costs=costs_of(hello),
             recovery=config.recovery,
             eviction=self._eviction,
@@ -267,6 +270,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             virtual_tokens=self._virtual_tokens,
             salted=config.storage_salted,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
+            shape=shape_of(hello, MAX_STEPS_IN_FLIGHT * budget),
         )
 
     # ---- messages ------------------------------------------------------------------------------------
@@ -360,8 +364,9 @@ def _described(hello: Hello) -> str:
     lower = "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers)
     kernels = hello.kernels and f" by {hello.kernels}"
     role = f", for {hello.role}" if hello.role != "both" else ""
+    device = f"{hello.num_pages} pages for {len(hello.groups)} groups" if hello.groups else f"{hello.num_blocks} blocks"
     return (
-        f"{hello.num_blocks} blocks of {hello.block_size} tokens{lower}, {hello.device} {hello.dtype}{kernels}{role}"
+        f"{device} of {hello.block_size} tokens{lower}, {hello.device} {hello.dtype}{kernels}{role}"
         f"{spoken_version(hello)}"
     )
 

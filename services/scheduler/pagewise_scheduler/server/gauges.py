@@ -62,13 +62,13 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
 
 
 def _state(executor: ExecutorHandle) -> ExecutorState:
-    scheduler, pool = executor.scheduler, executor.scheduler.kv.pool
+    scheduler, kv = executor.scheduler, executor.scheduler.kv
     return ExecutorState(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
-        free=pool.num_free,
-        cached=pool.num_cached,
-        in_use=pool.num_in_use,
+        free=kv.num_free,
+        cached=kv.num_available - kv.num_free,
+        in_use=kv.num_in_use,
         tasks=executor.num_tasks,
         fallback=int(executor.hello.fallback),
     )

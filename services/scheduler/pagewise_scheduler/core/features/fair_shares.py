@@ -12,11 +12,12 @@ Preemption costs time, because the dropped blocks may have to be computed again.
   tokens that were dropped.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pagewise_scheduler.core.features.feature import Feature
+from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
 from pagewise_scheduler.core.requests.virtual_tokens import Account
 
@@ -87,9 +88,9 @@ class FairShares(Feature):
         if not self.contended:
             return None
         lowest = max(sequence.request.params.priority for sequence in running)
-        held = _blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
+        held = self._blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
         account, most = held.most_common(1)[0]
-        over = most > self._share(self._kv.pool.num_blocks)
+        over = most > self._share(self._kv.num_total)
         return self.scheduler.recoveries.choose_victim(running, account) if over else None
 
     def begin_step(self, step: int) -> None:
@@ -109,11 +110,11 @@ class FairShares(Feature):
     def _victims(self, head: RequestSequence, step: int, needed: int) -> list[RequestSequence]:
         """The sequences to preempt before ``step`` so that ``head`` can start soon, which takes ``needed`` blocks; none
         if no choice suffices."""
-        scheduler, pool = self.scheduler, self._kv.pool
+        scheduler, kv = self.scheduler, self._kv
         self._preempts_at = step + PATIENCE_STEPS
         running = scheduler.running
-        rows, held = _rows_of(running), _blocks_of(running)
-        row_share, block_share = self._share(scheduler.limits.max_num_seqs), self._share(pool.num_blocks)
+        rows, held = _rows_of(running), self._blocks_of(running)
+        row_share, block_share = self._share(scheduler.limits.max_num_seqs), self._share(kv.num_total)
         lacks_row, missing = self._lacks(needed)
         account = head.request.account
         if (lacks_row and rows[account] >= row_share) or held[account] + needed > block_share:
@@ -125,7 +126,7 @@ class FairShares(Feature):
         chosen: dict[RequestSequence, int] = {}
         while lacks_row or missing > sum(chosen.values()):
             victim = self._victim_above_share(over_rows if lacks_row else over_blocks, candidates)
-            if victim is None or not (frees := lacks_row + pool.num_freed(victim.table.blocks)):
+            if victim is None or not (frees := lacks_row + kv.num_freed(victim.table)):
                 return []
             chosen[victim] = frees - lacks_row
             candidates.remove(victim)
@@ -133,7 +134,8 @@ class FairShares(Feature):
             over_blocks[victim.request.account] -= chosen[victim]
             lacks_row = False
         self._admission.favoured = head
-        steps = -(-sum(chosen.values()) * self._kv.block_size // scheduler.limits.max_num_batched_tokens)
+        tokens = sum(chosen.values()) * kv.block_size // kv.num_for_next
+        steps = -(-tokens // scheduler.limits.max_num_batched_tokens)
         self._preempts_at = step + PATIENCE_STEPS * max(1, steps)
         return list(chosen)
 
@@ -143,10 +145,17 @@ class FairShares(Feature):
         num_decoding, in_flight = len(scheduler.decoding), len(scheduler.steps_in_flight)
         # Blocks that are freed now are available only after the steps in flight. Until then decoding sequences take
         # further blocks, ``coming`` on average.
-        coming = 1 + (1 + in_flight) * num_decoding // kv.block_size
+        coming = (1 + (1 + in_flight) * num_decoding // kv.block_size) * kv.num_for_next
         owed = scheduler.prefilling.blocks_owed()
         missing = needed + owed + coming - kv.num_available - kv.num_retiring
         return not scheduler.prefilling.has_row(num_decoding), missing
+
+    def _blocks_of(self, sequences: Iterable[RequestSequence]) -> Counter[Account]:
+        """The number of blocks that the sequences of each key hold; blocks that they share count once."""
+        tables = defaultdict[Account, list[BlockTable]](list)
+        for sequence in sequences:
+            tables[sequence.request.account].append(sequence.table)
+        return Counter({account: self._kv.num_held(held) for account, held in tables.items()})
 
     def _victim_above_share(
         self, over: dict[Account, int], candidates: list[RequestSequence]
@@ -175,11 +184,3 @@ def _is_preemptible(sequence: RequestSequence, head: RequestSequence) -> bool:
 
 def _rows_of(running: Iterable[RequestSequence]) -> Counter[Account]:
     return Counter(sequence.request.account for sequence in running)
-
-
-def _blocks_of(sequences: Iterable[RequestSequence]) -> Counter[Account]:
-    """The number of blocks that the sequences of each key hold; blocks that they share count once."""
-    blocks: dict[Account, set[int]] = {}
-    for sequence in sequences:
-        blocks.setdefault(sequence.request.account, set()).update(sequence.table.blocks)
-    return Counter({account: len(held) for account, held in blocks.items()})

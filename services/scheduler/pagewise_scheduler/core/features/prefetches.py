@@ -11,10 +11,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix
 from pagewise_scheduler.core.tiers.peer import PeerTiers
 from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads

@@ -1,4 +1,4 @@
-"""A sequence's page tables: which block holds its tokens."""
+"""A sequence's page tables: which block holds its tokens, and the cached prefix with which they begin."""
 
 from dataclasses import dataclass, field
 
@@ -21,6 +21,26 @@ class WindowTable:
     def end(self) -> int:
         """The number of blocks up to the last one that it holds."""
         return self.first + len(self.blocks)
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """KV with which a sequence can begin: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
+
+    ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
+    tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
+    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
+    number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
+    """
+
+    blocks: list[CachedBlock]
+    partial_block: int
+    partial_tokens: int
+    num_tokens: int
+    offloaded: list[CachedBlock] = field(default_factory=list)
+    gap: int = 0
+    windows: tuple[WindowTable, ...] = ()
+    junction: int = 0
 
 
 class BlockTable:

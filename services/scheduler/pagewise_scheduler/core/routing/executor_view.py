@@ -359,15 +359,14 @@ class ExecutorView:
         return tokens, max(0.0, seconds - done)
 
     def room_seconds(self, query: PrefixQuery, num_blocks: int, now: float) -> float:
-        """Seconds until there are a row and ``num_blocks`` blocks for a prompt, predicted from the rate at which
-        sequences have ended lately."""
-        scheduler = self.scheduler
-        pool = scheduler.kv.pool
+        """Seconds until there are a row and ``num_blocks`` blocks (see ``KVCacheManager.num_available``) for a prompt,
+        predicted from the rate at which sequences have ended lately."""
+        scheduler, kv = self.scheduler, self.scheduler.kv
         rows = self.load + query.params.num_sequences - scheduler.limits.max_num_seqs
-        blocks = num_blocks + self._num_blocks - pool.num_available
+        blocks = num_blocks + self._num_blocks - kv.num_available
         if rows <= 0 and blocks <= 0:
             return 0.0
-        missing = max(rows, blocks * max(1, scheduler.num_running) / max(1, pool.num_in_use))
+        missing = max(rows, blocks * max(1, scheduler.num_running) / max(1, kv.num_in_use))
         return missing * _LATELY / max(1.0, self._ended.sum(now))
 
     def adapter_seconds(self, query: PrefixQuery) -> float:
@@ -381,15 +380,15 @@ class ExecutorView:
 
     def eviction_seconds(self, num_blocks: int) -> float:
         """The expected seconds for recovering the blocks that are evicted if a prompt takes ``num_blocks`` blocks."""
-        pool = self.scheduler.kv.pool
-        evicted = num_blocks - max(0, pool.num_free - self._num_blocks)
+        kv, pool = self.scheduler.kv, self.scheduler.kv.pool
+        evicted = num_blocks - max(0, kv.num_free - self._num_blocks)
         victim = pool.next_evicted() if evicted > 0 else None
         if victim is None:
             return 0.0
         if victim is not self._victim:
             lost = self.costs.seconds_lost(victim.depth, DEVICE)
             self._victim, self._victim_seconds = victim, pool.policy.probability(victim) * lost
-        return evicted * self._victim_seconds
+        return evicted * self._victim_seconds / kv.pages_per_block
 
     # ---- placements ----------------------------------------------------------------------------------
 
@@ -402,7 +401,7 @@ class ExecutorView:
         steps, *features = self.costs.features(start, num_tokens, self.share)
         seconds = self.costs.prefill.predict(0, *features)
         # Fetched tokens take blocks too.
-        num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
+        num_blocks = kv.room_for(query.num_tokens, match.expected // kv.block_size)
         predicted = estimate.first_token
         placement = Placement(self, request, query, reason, predicted, now, start, seconds, num_blocks)
         self._computed.add(seconds + steps * self.costs.prefill.constants[0], now)

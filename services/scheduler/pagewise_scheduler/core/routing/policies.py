@@ -148,7 +148,7 @@ def estimate_costs(
     """The predicted costs of a candidate at the time ``now``, in seconds."""
     executor, query = candidate.executor, candidate.query
     kv, match = executor.scheduler.kv, candidate.match
-    num_blocks = kv.blocks_for(query.num_tokens) - match.expected // kv.block_size
+    num_blocks = kv.room_for(query.num_tokens, match.expected // kv.block_size)
     seconds, start = predict(candidate, holder)
     return CostEstimate(
         executor.queue_seconds(query.params.priority, now)
@@ -278,7 +278,7 @@ class AfterPrompt:
     def _num_blocks(self, decoder: ExecutorView) -> int:
         """The number of blocks that the prompt takes beside its cached blocks on the device."""
         kv = decoder.scheduler.kv
-        return kv.blocks_for(self._query.num_tokens) - self._decoders[decoder].device // kv.block_size
+        return kv.room_for(self._query.num_tokens, self._decoders[decoder].device // kv.block_size)
 
     def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
         """Seconds from the end of the prompt until its KV and its adapter are at ``decoder``; infinite if it cannot

@@ -13,7 +13,7 @@ from weakref import proxy
 
 from pagewise_shared.protocol.limits import MAX_JOINED_BYTES
 
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
@@ -22,7 +22,7 @@ from pagewise_scheduler.core.requests.virtual_tokens import OUTPUT_WEIGHT, PROMP
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue, queue_time
 from pagewise_scheduler.core.scheduling.missed_prefix import find_missed
 from pagewise_scheduler.core.scheduling.step import Chunks, StepInFlight
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryPlan
 
 if TYPE_CHECKING:
@@ -450,8 +450,7 @@ class PrefillSet:
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
-        if kv.windows:
-            kv.expect_snapshots(table, prefix, sequence.num_tokens)
+        kv.expect_snapshots(table, prefix, sequence.num_tokens)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.

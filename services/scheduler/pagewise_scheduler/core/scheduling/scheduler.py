@@ -29,6 +29,7 @@ from pagewise_scheduler.core.scheduling.step import (
     take_tokens,
 )
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode, RecoveryPolicy
@@ -78,10 +79,13 @@ class Scheduler:
         sizes = {number: size for number, size in (tiers or {}).items() if size}
         self.costs = model = CostModel(costs or Costs(), block_size, max_num_batched_tokens, sizes)
         policy = RecoveryPolicy(model, recovery)
-        self.kv = KVCacheManager(
-            num_blocks, block_size, {number: (size, model.tiers[number]) for number, size in sizes.items()},
-            make_policy(eviction, model, num_blocks), policy, model_fingerprint, salted=salted, shape=shape,
-        )  # fmt: skip
+        lower = {number: (size, model.tiers[number]) for number, size in sizes.items()}
+        memory = block_size, lower, make_policy(eviction, model, num_blocks), policy, model_fingerprint
+        self.kv = (
+            KVCacheManager(num_blocks, *memory, salted=salted)
+            if shape is None
+            else GroupedKVCacheManager(shape, *memory, salted=salted)
+        )
         self.recoveries = Recoveries(self.kv, model, policy)
         self.limits, self.waiting = StepLimits(max_num_seqs, max_num_batched_tokens), WaitingQueue(virtual_tokens)
         self.num_preemptions, self.last_step = 0, 0
@@ -148,7 +152,7 @@ class Scheduler:
         if segments:
             slots += self.features.segments.num_slots(segments)
             longest = max(longest, self.features.segments.longest_original(segments))
-        return self.kv.fits(slots) and longest <= self.max_model_len
+        return slots <= self.kv.capacity_tokens and longest <= self.max_model_len
 
     def add(self, request: Request) -> None:
         """Queue a request. If it already has sequences with tokens (from another executor), it continues from them.
@@ -369,7 +373,8 @@ class Scheduler:
         ending = self.decoding.length_due(step + 1)
         drafts = self.plan.drafts
         self.steps_in_flight.append(StepInFlight(step, decoding, chunks, completed, ending, drafts))
-        plan = self.plan.build(self.epoch, step, [load.copies(key) for key, load in loads.items()])
+        copies = [load.copies(key) for key, load in loads.items()]
+        plan = self.plan.build(self.epoch, step, copies, self.kv.take_unmapped())
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in leaving:

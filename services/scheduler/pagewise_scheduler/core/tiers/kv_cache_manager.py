@@ -2,48 +2,26 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
-from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.eviction_history import LossLog, LossReason, RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors, block_keys, hash_chain
-from pagewise_scheduler.core.tiers.arena import Arena, SharedBlockPool
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowGroup
+from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _RECOVERABLE = attrgetter("recoverable")
-
-
-@dataclass(slots=True)
-class CachedPrefix:
-    """KV with which a sequence can begin: whole ``blocks``, then ``partial_tokens`` of the block ``partial_block``.
-
-    ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
-    tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
-    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
-    number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
-    """
-
-    blocks: list[CachedBlock]
-    partial_block: int
-    partial_tokens: int
-    num_tokens: int
-    offloaded: list[CachedBlock] = field(default_factory=list)
-    gap: int = 0
-    windows: tuple[WindowTable, ...] = ()
-    junction: int = 0
 
 
 class KVCacheManager:
@@ -58,10 +36,12 @@ class KVCacheManager:
     the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
 
-    ``shape``: set for a model with several groups of layers. Then ``num_total``, ``num_available``, ``num_taken``,
-    ``num_missing`` and ``num_retiring`` count pages of the arena instead of blocks. ``windows``: the groups of windowed
-    layers.
+    A model with several groups of layers has a ``GroupedKVCacheManager``, which counts pages instead of blocks wherever
+    memory is counted. ``windows``: the groups of windowed layers. ``pages_per_block``: of the other layers, else 1.
     """
+
+    windows: tuple[WindowGroup, ...] = ()
+    pages_per_block = 1
 
     def __init__(
         self,
@@ -73,11 +53,10 @@ class KVCacheManager:
         model_fingerprint: str = "",
         *,
         salted: bool = True,
-        shape: ArenaShape | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
-        self.block_size, self._shape = block_size, shape
+        self.block_size = block_size
         self.capacity_tokens = num_blocks * block_size
         self._lower = lower or {}
         self._demotion = demotion
@@ -101,82 +80,61 @@ class KVCacheManager:
             else:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
-        self.windows: tuple[WindowGroup, ...] = ()
-        if self._shape is None:
-            self.pool = BlockPool(num_blocks, tree, policy, counters, below)
-        else:
-            self.pool = self._shared_pool(self._shape, tree, policy, counters, below)
+        self.pool = self._make_pool(num_blocks, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
 
-    def _shared_pool(
-        self, shape: ArenaShape, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
+    def _make_pool(
+        self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
-        self._arena = arena = Arena(shape.num_pages)
-        pool = SharedBlockPool(shape.num_pages // shape.pages_per_block, tree, policy, counters, below)
-        pool.share(arena, shape.pages_per_block, self._forget_snapshots)
-        self.windows = tuple(
-            WindowGroup(number, one.window, one.pages_per_block, self.block_size, shape.most_tokens, arena, policy)
-            for number, one in enumerate(shape.windows, 1)
-        )
-        return pool
-
-    def _forget_snapshots(self, node: CachedBlock) -> None:
-        for group in self.windows:
-            group.forget(node)
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be handed out now."""
-        return self.pool.num_available if self._shape is None else self._arena.num_available
+        """The device's blocks."""
+        return BlockPool(num_blocks, tree, policy, counters, below)
 
     @property
     def num_total(self) -> int:
         """Blocks of the device."""
-        return self.pool.num_blocks if self._shape is None else self._shape.num_pages
+        return self.pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.pool.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: free ones, and cached ones, which are evicted for it."""
+        return self.pool.num_available
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks with references."""
+        return self.num_total - self.num_available
 
     @property
     def num_retiring(self) -> int:
         """Blocks that are retiring."""
-        if self._shape is None:
-            return self._num_retiring
-        windows = sum(group.num_retiring * group.pages_per_block for group in self.windows)
-        return self._num_retiring * self._shape.pages_per_block + windows
+        return self._num_retiring
 
-    def room_for(self, num_tokens: int) -> int:
-        """By how much ``num_available`` falls at most if a sequence holds ``num_tokens`` tokens of its own."""
-        if self._shape is None:
-            return self.blocks_for(num_tokens)
-        windows = sum(group.blocks_for(num_tokens) * group.pages_per_block for group in self.windows)
-        return self.blocks_for(num_tokens) * self._shape.pages_per_block + windows
+    def room_for(self, num_tokens: int, num_shared: int = 0) -> int:
+        """By how much ``num_available`` falls at most if a sequence holds ``num_tokens`` tokens, of which others use
+        ``num_shared`` full blocks."""
+        return self.blocks_for(num_tokens) - num_shared
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens fits if it has the memory to itself."""
-        if self._shape is None:
-            return num_tokens <= self.capacity_tokens
-        return self.room_for(num_tokens) <= self._shape.num_pages
+    def num_held(self, tables: Sequence[BlockTable]) -> int:
+        """Blocks that ``tables`` hold; blocks that they share count once."""
+        return len({block for table in tables for block in table.blocks})
+
+    def num_freed(self, table: BlockTable) -> int:
+        """By how much ``num_available`` rises if ``table`` lets go of its blocks."""
+        return self.pool.num_freed(table.blocks)
 
     def num_missing(self, table: BlockTable, num_tokens: int) -> int:
         """By how much ``num_available`` falls at most if ``table`` grows to ``num_tokens`` tokens."""
-        missing = table.blocks_missing(num_tokens)
-        if self._shape is None:
-            return missing
-        windows = zip(self.windows, table.windows, strict=True)
-        further = (
-            max(0, group.blocks_for(num_tokens) - len(one.blocks)) * group.pages_per_block for group, one in windows
-        )
-        return missing * self._shape.pages_per_block + sum(further)
+        return table.blocks_missing(num_tokens)
 
     @property
     def num_for_next(self) -> int:
         """By how much ``num_available`` falls at most if a sequence gets its next block."""
-        if self._shape is None:
-            return 1
-        return self._shape.pages_per_block + sum(group.pages_per_block for group in self.windows)
-
-    @property
-    def usage(self) -> float:
-        """Share of the pool that is in use, 0 to 1; blocks that are only cached do not count."""
-        return self.pool.num_in_use / self.pool.num_blocks
+        return 1
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks it takes to hold ``num_tokens`` tokens."""
@@ -244,8 +202,6 @@ class KVCacheManager:
         on_device = len(blocks)
         while on_device and blocks[on_device - 1].block < 0:
             on_device -= 1
-        if self.windows:
-            return self._begin_at_snapshot(blocks[:on_device])
         if on_device < len(blocks):
             further = blocks[on_device:]
             gap = sum(1 for _ in takewhile(lambda node: not node.num_tiers, further))
@@ -262,26 +218,11 @@ class KVCacheManager:
 
     def nothing(self) -> CachedPrefix:
         """Return the prefix of a sequence that begins with nothing."""
-        return CachedPrefix([], -1, 0, 0, windows=tuple(WindowTable() for _ in self.windows))
-
-    def _begin_at_snapshot(self, blocks: list[CachedBlock]) -> CachedPrefix:
-        """The longest of these prefixes of which every group of windowed layers has a snapshot."""
-        length = junction = len(blocks)
-        while length and not all(blocks[length - 1] in group.at for group in self.windows):
-            length -= 1
-        del blocks[length:]
-        windows = tuple(self._window_of(group, blocks[-1] if blocks else None) for group in self.windows)
-        return CachedPrefix(blocks, -1, 0, length * self.block_size, windows=windows, junction=junction)
-
-    @staticmethod
-    def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
-        held = group.blocks_at(node) if node is not None else None
-        return WindowTable(node.depth - len(held), held) if node is not None and held is not None else WindowTable()
+        return CachedPrefix([], -1, 0, 0)
 
     def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
-        windows = zip(self.windows, table.windows, strict=True)
-        return all(one.first <= group.first_needed(num_tokens) for group, one in windows)
+        return True
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
         """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
@@ -289,11 +230,7 @@ class KVCacheManager:
         assert table.num_known >= full
         blocks = [node for node in ancestors(table.last_node) if node.depth <= full]
         blocks.reverse()
-        last, windows = self.blocks_for(num_tokens), list[WindowTable]()
-        for group, one in zip(self.windows, table.windows, strict=True):
-            first = max(one.first, group.first_needed(num_tokens))
-            windows.append(WindowTable(first, one.blocks[first - one.first : last - one.first]))
-        return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens, windows=tuple(windows))
+        return CachedPrefix(blocks, table.blocks[full] if rest else -1, rest, num_tokens)
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
@@ -301,21 +238,11 @@ class KVCacheManager:
         shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
         # The source of the copy must not be evicted to make room for the copy.
         kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
-        if self._shape is None:
-            return self.blocks_for(num_tokens) - shared + kept
-        windows = 0
-        for group, one in zip(self.windows, prefix.windows or (WindowTable(),) * len(self.windows), strict=True):
-            in_use = sum(1 for block in one.blocks if group.users(block))
-            windows += (group.blocks_for(num_tokens) - in_use + kept) * group.pages_per_block
-        return (self.blocks_for(num_tokens) - shared + kept) * self._shape.pages_per_block + windows
+        return self.blocks_for(num_tokens) - shared + kept
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
-        if self.windows and prefix.partial_tokens:
-            return self._begin_at_snapshot([*prefix.blocks])
-        return CachedPrefix(
-            prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.offloaded, prefix.gap, prefix.windows
-        )
+        return CachedPrefix(prefix.blocks, -1, 0, len(prefix.blocks) * self.block_size, prefix.offloaded, prefix.gap)
 
     def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
@@ -328,8 +255,6 @@ class KVCacheManager:
         shared = [node.block for node in prefix.blocks]
         self.pool.pin(shared)
         table.last_node = prefix.blocks[-1] if prefix.blocks else None
-        if self.windows:
-            return self._take_windows(table, prefix, shared)
         if not prefix.partial_tokens:
             table.blocks = shared
             return ()
@@ -341,51 +266,11 @@ class KVCacheManager:
         table.blocks = [*shared, target]
         return (*copies, (DEVICE, source, DEVICE, target))
 
-    def _take_windows(self, table: BlockTable, prefix: CachedPrefix, shared: list[int]) -> Copies:
-        """Begin a table as ``take`` does, with the windows of the prefix."""
-        for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
-            group.pin(held.blocks)
-            one.first, one.blocks = held.first, held.blocks
-            if not prefix.partial_tokens and prefix.blocks and prefix.blocks[-1] in group.at:
-                group.used(prefix.blocks[-1])
-        table.blocks = shared
-        if not prefix.partial_tokens:
-            return ()
-        self.pool.pin([prefix.partial_block])
-        (target,), copies = self._reserve(1, [table])
-        made = [*copies, (DEVICE, prefix.partial_block, DEVICE, target)]
-        self.pool.release([prefix.partial_block])
-        table.blocks.append(target)
-        self.pool.counters.copied += 1
-        for group, one in zip(self.windows, table.windows, strict=True):
-            (target,), copies = group.reserve(1)
-            made += copies
-            group.release(one.blocks[-1:])
-            one.source, one.blocks[-1] = one.blocks[-1], target
-        return made
-
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
-        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
-
-        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
-        """
-        end, begin = num_tokens // self.block_size, len(prefix.blocks)
-        table.due = [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
-        table.due += [end] if begin < end else []
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
 
     def take_due_snapshots(self, table: BlockTable) -> None:
         """Take the snapshots whose nodes the table has reached."""
-        while table.due and table.due[0] <= table.num_known:
-            depth = table.due.pop(0)
-            node = next(one for one in ancestors(table.last_node) if one.depth == depth)
-            for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one)
-
-    def take_snapshots(self, table: BlockTable) -> None:
-        """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
-        if table.last_node is not None and table.last_node.depth:
-            for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(table.last_node, one)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -437,18 +322,9 @@ class KVCacheManager:
     def grow_windows(
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
     ) -> tuple[list[tuple[int, int]], Copies]:
-        """Let the table hold in each group of windowed layers what the tokens from ``start`` to ``num_tokens`` see.
-
-        The blocks before that are dropped, at once or when ``in_flight_step`` returns. Returns the groups and blocks
-        that were added, and copies as ``grow`` does.
-        """
-        copies: list[BlockCopy] = []
-        added: list[tuple[int, int]] = []
-        for group, one in zip(self.windows, table.windows, strict=True):
-            end = one.end
-            copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
-            added += [(group.number, block) for block in one.blocks[end - one.first :]]
-        return added, copies
+        """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
+        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
+        return [], ()
 
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
         """Let each table have one block more; returns copies as ``grow`` does.
@@ -476,13 +352,16 @@ class KVCacheManager:
         if ending is not None and self.pool.policy.learns:
             self.pool.policy.used(reversed(list(ancestors(table.last_node))), ending)
         if table.windows:
-            self.take_snapshots(table)
-            for group, one in zip(self.windows, table.windows, strict=True):
-                group.drop(one.blocks, in_flight_step)
-                one.first, one.blocks, one.source = 0, [], -1
-            table.due = []
+            self._free_windows(table, in_flight_step)
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
+
+    def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
+        """Drop the references of a table's windows as ``free`` does."""
+
+    def take_unmapped(self) -> bytes:
+        """The blocks that have lost their pages since the last call, as ``StepPlan.unmapped`` has them."""
+        return b""
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
         """Drop one reference on each of ``blocks`` (in a sequence's order), at once or when the step returns."""
@@ -501,8 +380,6 @@ class KVCacheManager:
             blocks = retiring.popleft()[1]
             self._num_retiring -= len(blocks)
             self.pool.release(reversed(blocks))
-        for group in self.windows:
-            group.step_returned(step)
 
     def close(self, reason: LossReason = "executor lost") -> None:
         """The executor is gone, or all its KV is: drop the prefix tree and the tiers at once.

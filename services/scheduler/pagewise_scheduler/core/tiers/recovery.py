@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from pagewise_shared.protocol import DEVICE, Copied, unpack_int32s
 
+from pagewise_scheduler.core.memory.block_table import CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.requests.virtual_tokens import Account
 from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel, Link, together
 from pagewise_scheduler.core.tiers.hashed import HashedTier
-from pagewise_scheduler.core.tiers.kv_cache_manager import CachedPrefix, KVCacheManager
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, RecoveryPolicy, compose
 from pagewise_scheduler.core.tiers.tier import Location
@@ -90,7 +91,8 @@ class Recoveries:
         """
         start = len(prefix.blocks)
         offers = self._offers_below(start, prefix.gap, prefix.offloaded)
-        if sequence is not None and sequence.sampling.prompt_logprobs is None:
+        # Windows are in no other tier, so a sequence could not go on behind blocks of the full layers.
+        if sequence is not None and not self._kv.windows and sequence.sampling.prompt_logprobs is None:
             offers += self._offers_elsewhere(start, sequence)
         plans = self._plans(start, offers, share)
         self.policy.note(plans)
@@ -189,7 +191,7 @@ class Recoveries:
 
     def can_fetch_from(self, peer: str) -> bool:
         """Whether that peer's blocks would be of use here, and nothing speaks against asking for them."""
-        if self.directory is None or self.policy.mode == "recompute":
+        if self.directory is None or self.policy.mode == "recompute" or self._kv.windows:
             return False
         own, other = self.directory.peers.get(self.endpoint), self.directory.peers.get(peer)
         if own is None or other is None or own is other:
@@ -217,8 +219,8 @@ class Recoveries:
             return inf
         start, link = (len(blocks) - freed) * costs.block_size, costs.link_below(DEVICE)
         if link is None:
-            return costs.compute_seconds(start, freed * costs.block_size) / freed
-        return min(costs.estimate(start, freed, link).by_method.values()) / freed
+            return costs.compute_seconds(start, freed * costs.block_size) / self._kv.num_freed(sequence.table)
+        return min(costs.estimate(start, freed, link).by_method.values()) / self._kv.num_freed(sequence.table)
 
     # ---- running -------------------------------------------------------------------------------------
 

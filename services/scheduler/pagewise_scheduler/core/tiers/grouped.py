@@ -1,0 +1,232 @@
+"""The KV memory of a model with several groups of layers: those that see all tokens, and windows."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from pagewise_shared.protocol import DEVICE, pack_int32s
+
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, WindowTable
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
+from pagewise_scheduler.core.tiers.arena import Arena, SharedBlockPool
+from pagewise_scheduler.core.tiers.cost_model import TierCosts
+from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowGroup
+
+
+class GroupedKVCacheManager(KVCacheManager):
+    """The blocks of layers that see all tokens lie in the prefix tree as in models without groups. A sequence has a
+    table in each group of windowed layers beside its block table, and begins at snapshots alone (see ``windows``)."""
+
+    def __init__(
+        self,
+        shape: ArenaShape,
+        block_size: int,
+        lower: Mapping[int, tuple[int | str, TierCosts]] | None = None,
+        policy: EvictionPolicy | None = None,
+        demotion: DemotionPolicy | None = None,
+        model_fingerprint: str = "",
+        *,
+        salted: bool = True,
+    ) -> None:
+        self.shape, self.pages_per_block = shape, shape.pages_per_block
+        num_blocks = shape.num_pages // shape.pages_per_block
+        super().__init__(num_blocks, block_size, lower, policy, demotion, model_fingerprint, salted=salted)
+        lengths = range(0, (num_blocks + 1) * block_size, block_size)
+        self.capacity_tokens = lengths[bisect_right(lengths, shape.num_pages, key=self.room_for) - 1]
+
+    def _make_pool(
+        self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
+    ) -> BlockPool:
+        shape, self._arena = self.shape, Arena(self.shape.num_pages)
+        pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
+        pool.share(self._arena, shape.pages_per_block, self._forget_snapshots)
+        self.windows = tuple(
+            WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy)
+            for number, one in enumerate(shape.windows, 1)
+        )
+        return pool
+
+    def _forget_snapshots(self, node: CachedBlock) -> None:
+        for group in self.windows:
+            group.forget(node)
+
+    # ---- pages ---------------------------------------------------------------------------------------
+
+    @property
+    def num_total(self) -> int:
+        """Pages of the device."""
+        return self._arena.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return self._arena.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out now: free ones, and those of cached blocks, which are evicted for it."""
+        return self._arena.num_available
+
+    @property
+    def num_retiring(self) -> int:
+        """Pages of retiring blocks."""
+        windows = sum(group.num_retiring * group.pages_per_block for group in self.windows)
+        return self._num_retiring * self.pages_per_block + windows
+
+    def room_for(self, num_tokens: int, num_shared: int = 0) -> int:
+        """By how much ``num_available`` falls at most, as ``KVCacheManager`` describes."""
+        windows = sum(group.blocks_for(num_tokens) * group.pages_per_block for group in self.windows)
+        return super().room_for(num_tokens, num_shared) * self.pages_per_block + windows
+
+    def num_held(self, tables: Sequence[BlockTable]) -> int:
+        """Pages that ``tables`` hold; blocks that they share count once."""
+        held = super().num_held(tables) * self.pages_per_block
+        for index, group in enumerate(self.windows):
+            blocks = {block for table in tables for block in table.windows[index].blocks}
+            held += len(blocks) * group.pages_per_block
+        return held
+
+    def num_freed(self, table: BlockTable) -> int:
+        """By how much ``num_available`` rises if ``table`` lets go of its blocks."""
+        freed = super().num_freed(table) * self.pages_per_block
+        for group, one in zip(self.windows, table.windows, strict=True):
+            freed += sum(group.users(block) == 1 for block in one.blocks) * group.pages_per_block
+        return freed
+
+    def num_missing(self, table: BlockTable, num_tokens: int) -> int:
+        """By how much ``num_available`` falls at most if ``table`` grows to ``num_tokens`` tokens."""
+        missing = super().num_missing(table, num_tokens) * self.pages_per_block
+        for group, one in zip(self.windows, table.windows, strict=True):
+            missing += max(0, group.blocks_for(num_tokens) - len(one.blocks)) * group.pages_per_block
+        return missing
+
+    @property
+    def num_for_next(self) -> int:
+        """By how much ``num_available`` falls at most if a sequence gets its next block."""
+        return self.pages_per_block + sum(group.pages_per_block for group in self.windows)
+
+    def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
+        """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
+        taken = super().num_taken(prefix, num_tokens) * self.pages_per_block
+        kept = 1 if prefix.partial_tokens else 0
+        for group, one in zip(self.windows, prefix.windows, strict=True):
+            in_use = sum(1 for block in one.blocks if group.users(block))
+            taken += (group.blocks_for(num_tokens) - in_use + kept) * group.pages_per_block
+        return taken
+
+    def take_unmapped(self) -> bytes:
+        """The blocks that have lost their pages since the last call, as ``StepPlan.unmapped`` has them."""
+        blocks, self._arena.unmapped = self._arena.unmapped, {}
+        return pack_int32s([number for block in blocks for number in (DEVICE, *block)]) if blocks else b""
+
+    # ---- sharing -------------------------------------------------------------------------------------
+
+    def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
+        """The longest cached prefix on the device of which every group of windowed layers has a snapshot."""
+        length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
+        while length and not self._can_begin(blocks[length - 1]):
+            length -= 1
+        windows = tuple(self._window_of(group, blocks[length - 1] if length else None) for group in self.windows)
+        return CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, junction=junction)
+
+    def _can_begin(self, node: CachedBlock) -> bool:
+        return all(group.blocks_at(node) is not None for group in self.windows)
+
+    @staticmethod
+    def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
+        if node is None:
+            return WindowTable()
+        held = group.blocks_at(node)
+        assert held is not None
+        return WindowTable(node.depth - len(held), [*held])
+
+    def nothing(self) -> CachedPrefix:
+        """Return the prefix of a sequence that begins with nothing."""
+        return self.begin_with(None, [], b"")
+
+    def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
+        windows = zip(self.windows, table.windows, strict=True)
+        return all(one.first <= group.first_needed(num_tokens) for group, one in windows)
+
+    def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
+        """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
+        prefix, last, windows = super().fork(table, num_tokens), self.blocks_for(num_tokens), list[WindowTable]()
+        for group, one in zip(self.windows, table.windows, strict=True):
+            first = max(one.first, group.first_needed(num_tokens))
+            windows.append(WindowTable(first, one.blocks[first - one.first : last - one.first]))
+        prefix.windows = tuple(windows)
+        return prefix
+
+    def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
+        """The same prefix without the part that would have to be copied."""
+        return self.begin_with(None, prefix.blocks, b"") if prefix.partial_tokens else prefix
+
+    def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
+        """Begin a table as ``KVCacheManager.take`` does, with the windows of the prefix."""
+        for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
+            group.pin(held.blocks)
+            one.first, one.blocks = held.first, held.blocks
+            if not prefix.partial_tokens and prefix.blocks:
+                group.used(prefix.blocks[-1])
+        made = [*super().take(table, prefix)]
+        for group, one in zip(self.windows, table.windows, strict=True) if prefix.partial_tokens else ():
+            (target,), copies = group.reserve(1)
+            made += copies
+            group.release(one.blocks[-1:])
+            one.source, one.blocks[-1] = one.blocks[-1], target
+        return made
+
+    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
+
+        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
+        """
+        end, begin = num_tokens // self.block_size, len(prefix.blocks)
+        table.due = [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
+        table.due += [end] if begin < end else []
+
+    def take_due_snapshots(self, table: BlockTable) -> None:
+        """Take the snapshots whose nodes the table has reached."""
+        while table.due and table.due[0] <= table.num_known:
+            depth = table.due.pop(0)
+            node = next(one for one in ancestors(table.last_node) if one.depth == depth)
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.take_snapshot(node, one)
+
+    def take_snapshots(self, table: BlockTable) -> None:
+        """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
+        if table.last_node is not None and table.last_node.depth:
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.take_snapshot(table.last_node, one)
+
+    # ---- growing and letting go ----------------------------------------------------------------------
+
+    def grow_windows(
+        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
+    ) -> tuple[list[tuple[int, int]], Copies]:
+        """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
+        copies: list[BlockCopy] = []
+        added: list[tuple[int, int]] = []
+        for group, one in zip(self.windows, table.windows, strict=True):
+            end = one.end
+            copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
+            added += [(group.number, block) for block in one.blocks[end - one.first :]]
+        return added, copies
+
+    def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
+        self.take_snapshots(table)
+        for group, one in zip(self.windows, table.windows, strict=True):
+            group.drop(one.blocks, in_flight_step)
+            one.first, one.blocks, one.source = 0, [], -1
+        table.due = []
+
+    def step_returned(self, step: int) -> None:
+        """Steps up to and including ``step`` have returned: the blocks that they touched may be reused."""
+        super().step_returned(step)
+        for group in self.windows:
+            group.step_returned(step)
