@@ -58,9 +58,7 @@ class KVCacheManager:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self.capacity_tokens = num_blocks * block_size
-        self._lower = lower or {}
-        self._demotion = demotion
-        self._salted = salted
+        self._lower, self._demotion, self._salted = lower or {}, demotion, salted
         self.eviction_history = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
