@@ -1,7 +1,7 @@
 """Sequences that one GPU's memory serves at the same time, with one group of layers and with groups.
 
 The real scheduler core, with models at their real sizes and without weights. Two tables: sequences of equal length in
-a fixed number of GiB; and, under a load of short and long sequences in a quarter of it, the share that nothing can use.
+a fixed number of GiB; and, under a load of short and long sequences in an eighth of it, the share that nothing can use.
 """
 
 import argparse
@@ -76,7 +76,7 @@ class Watched(Scheduler):
 
 
 def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[str, float]:
-    """Serve prompts of 128 to 65,536 tokens with answers of 256 to 8,192.
+    """Serve prompts of 128 to 16,384 tokens with answers of 256 to 8,192.
 
     Returns in per cent of the memory: the largest share that lies in used pages and holds no layer, and the largest
     share that was available when a sequence was preempted for lack of it.
@@ -84,7 +84,7 @@ def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[st
     rng, layout = random.Random(seed), model.layout
     scheduler = scheduler_of(model, num_bytes, STEP_TOKENS, grouped=True, kind=Watched)
     for number in range(num_requests):
-        scheduler.add(request_of(number, int(2 ** rng.uniform(7, 16)), int(2 ** rng.uniform(8, 13))))
+        scheduler.add(request_of(number, int(2 ** rng.uniform(7, 14)), int(2 ** rng.uniform(8, 13))))
     results, wasted = deque[StepResult](), 0
     empty = [
         group.pages_per_block * layout.page_bytes
@@ -105,7 +105,7 @@ def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=int, default=64, help="memory for KV (default: 64)")
-    parser.add_argument("--requests", type=int, default=60, help="of the load of short and long sequences")
+    parser.add_argument("--requests", type=int, default=100, help="of the load of short and long sequences")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     num_bytes, rows = args.gib << 30, list[dict[str, Any]]()
@@ -121,7 +121,7 @@ def main() -> None:
                 "served": {
                     str(length): {"before": before, "groups": after} for length, (before, after) in sizes.items()
                 },
-                "mixed": mixed(model, num_bytes // 4, args.requests, 0),
+                "mixed": mixed(model, num_bytes // 8, args.requests, 0),
             }
         )
         shown = "".join(f"{before:>12} -> {after:<8}" for before, after in sizes.values())
