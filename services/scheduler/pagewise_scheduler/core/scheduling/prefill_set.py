@@ -297,6 +297,8 @@ class PrefillSet:
         self._take_row(sequence)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.num_tokens - 1
         sequence.request.account.served += OUTPUT_WEIGHT
+        if self._kv.windows:  # blocks behind the windows go before the plan names them, not with the chunk
+            self.grow_windows(sequence, sequence.num_tokens - 1, sequence.num_tokens - 1)
         self._join(sequence, sequence.num_tokens - 1)
         return True
 
