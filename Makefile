@@ -169,6 +169,8 @@ bench-gpu: ## Measure on a GPU: kernels beside their peers, the engine beside ot
 experiments: setup ## The experiments of docs/experiments.md: tables and figures anew (about an hour)
 	$(PY) -m benchmarks.orca.run --json benchmarks/results/orca.json --plot docs/figures/orca.svg
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
+	$(PY) -m benchmarks.layer_groups.run --json benchmarks/results/layer-groups.json
+	$(PY) -m benchmarks.layer_groups.hits --json benchmarks/results/layer-groups-hits.json
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
 	$(PY) -m benchmarks.recovery.storage --json benchmarks/results/recovery-storage-cpu.json
 	$(PY) -m benchmarks.kv_mapping.run --json benchmarks/results/kv-mapping.json --plot docs/figures/kv-mapping.svg

@@ -32,6 +32,18 @@ COMMON = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+GEMMA_3_27B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "vocab_size": 262_208,
+    "tie_word_embeddings": True,
+}
 CASES = [
     ("8B", 24, 1, "none", "auto"),
     ("8B", 24, 1, "fp8", "auto"),
@@ -103,6 +115,21 @@ def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
     assert two.weights == one.weights // 2
     with pytest.raises(PagewiseError, match="numbers of ranks that work: 1, 2, 4, 8"):
         sizing(ExecutorConfig(tensor_parallel=3), path, 24 * GIB)
+
+
+def test_windowed_layers_keep_their_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = directory(tmp_path, GEMMA_3_27B)
+    assert main([str(path), "--gpu-memory", "80GiB", "--max-num-batched-tokens", "2048", "--max-num-seqs", "256"]) == 0
+    printed = capsys.readouterr().out
+    assert printed in DOCUMENT.read_text(), f"docs/sizing.md should have this:\n{printed}"
+    found = sizing(ExecutorConfig(), path, 80 * GIB)
+    assert [(group.layers, group.window) for group in found.groups] == [(10, 0), (52, 1024)]
+    assert [group.kv_per_token for group in found.groups] == [10 * 2 * 16 * 128 * 2, 52 * 2 * 16 * 128 * 2]
+    assert found.kv_per_token * 131_072 / found.sequences[-1].decoding > 5.9
+    assert found.full_sequences < 1
+    longest = sizing(ExecutorConfig(max_model_len="auto"), path, 80 * GIB)
+    assert longest.max_model_len == found.pool_tokens < 131_072
+    assert longest.full_sequences == 1
 
 
 def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from pagewise_shared.cpu_threads import openmp_threads
 
 log = logging.getLogger(__name__)
 
+STEPS_IN_FLIGHT = 2
+"""Most steps that the scheduler plans ahead."""
 _LARGE_MEMORY = 70 * 2**30
 _LARGE_MAJOR = 9
 _LARGE_NUM_SEQS, _LARGE_BATCHED_TOKENS = 1024, 8192
@@ -28,6 +30,11 @@ class SizedConfig(ExecutorConfig, frozen=True, kw_only=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Most tokens that steps in flight compute at the same time."""
+        return STEPS_IN_FLIGHT * self.max_num_batched_tokens
 
 
 def with_threads(config: ExecutorConfig, count: Callable[[], int]) -> ExecutorConfig:

@@ -18,11 +18,13 @@ from pagewise_shared.config import ExecutorConfig, build_config, parse_size
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
@@ -32,6 +34,28 @@ from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
+SHORT = 4096
+"""Tokens of a short sequence."""
+
+
+@dataclass(slots=True, frozen=True)
+class GroupSizing:
+    """A group of ``layers`` layers that see ``window`` tokens, 0: all of them. ``kv_per_token``: bytes."""
+
+    layers: int
+    window: int
+    kv_per_token: int
+
+
+@dataclass(slots=True, frozen=True)
+class SequenceSizing:
+    """A sequence of ``tokens`` tokens. ``decoding``: bytes of KV that it holds while it decodes; ``prefilling``: most
+    bytes while its prompt is computed. ``fit``: the number of such sequences, of which one computes its prompt."""
+
+    tokens: int
+    decoding: int
+    prefilling: int
+    fit: float
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +65,10 @@ class Sizing:
     Fields:
         allowed: the executor's share of a GPU. ``weights``, ``context``, ``steps``, ``graphs``: the parts of it before
             the KV pool. ``kv_per_token``: K and V of all layers. ``pool``: the rest; negative if there is none.
-        pool_tokens: tokens that the pool holds. ``full_sequences``: sequences of ``max_model_len`` tokens.
+        pool_tokens: tokens of one sequence that has the pool to itself. ``full_sequences``: sequences of
+            ``max_model_len`` tokens that fit.
+        groups: groups of layers that see the same tokens. ``page_bytes``: bytes of a page, of which the blocks of all
+            groups are made. ``sequences``: a short sequence, and one of ``max_model_len`` tokens.
     """
 
     allowed: int
@@ -54,6 +81,9 @@ class Sizing:
     pool_tokens: int
     max_model_len: int
     full_sequences: float
+    groups: tuple[GroupSizing, ...]
+    page_bytes: int
+    sequences: tuple[SequenceSizing, ...]
 
 
 def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
@@ -78,8 +108,9 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     shard_config(config.model, text, config.tensor_parallel)
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
-    shapes = [layers[source].kv_shape for source in sorted(set(kv_sources(attention, text)))]
-    block = bytes_per_block(shapes, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype)
+    kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
+    memory, groups = _groups(kinds, config.block_size, kv_dtype, longest)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
@@ -89,19 +120,49 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     graphs = len(sizes) * len(layers) * BYTES_PER_LAYER if config.cuda_graphs else 0
     allowed = int(gpu_memory * config.gpu_memory_utilization)
     pool = allowed - weights - CONTEXT_BYTES - steps - graphs
-    tokens = max(0, pool) // block * config.block_size
+    pages, in_flight = max(0, pool) // memory.page_bytes, limits.tokens_in_flight
+    tokens = memory.longest_sequence(pages, in_flight)
+    longest = min(longest, tokens or longest) if config.max_model_len == "auto" else longest
+    lengths = sorted({min(SHORT, longest), longest})
+    sequences = tuple(_sequence(memory, pages, length, in_flight) for length in lengths)
     return Sizing(
         allowed=allowed,
         weights=weights,
         context=CONTEXT_BYTES,
         steps=steps,
         graphs=graphs,
-        kv_per_token=block // config.block_size,
+        kv_per_token=sum(group.kv_per_token for group in groups),
         pool=pool,
         pool_tokens=tokens,
         max_model_len=longest,
-        full_sequences=round(tokens / longest, 1),
+        full_sequences=sequences[-1].fit,
+        groups=groups,
+        page_bytes=memory.page_bytes,
+        sequences=sequences,
     )
+
+
+def _groups(
+    kinds: Sequence[KVLayerKind], block_size: int, kv_dtype: torch.dtype, longest: int
+) -> tuple[PageLayout, tuple[GroupSizing, ...]]:
+    """Return the pages of a model with layers of these kinds, and its groups."""
+    memory = page_layout(kinds, block_size, kv_dtype, longest)
+    memory = memory or single_group([kind.shape for kind in kinds], block_size, kv_dtype)
+    shapes = [[kinds[layer].shape for layer in group.layers] for group in memory.groups]
+    return memory, tuple(
+        GroupSizing(len(group.layers), group.window, bytes_per_block(own, block_size, kv_dtype) // block_size)
+        for group, own in zip(memory.groups, shapes, strict=True)
+    )
+
+
+def _kind(layer: AttentionShape) -> KVLayerKind:
+    chunk = layer.attention_chunk
+    return KVLayerKind(layer.kv_shape, layer.window or chunk or 0, chunk is not None)
+
+
+def _sequence(memory: PageLayout, pages: int, tokens: int, in_flight: int) -> SequenceSizing:
+    decoding, prefilling = (memory.page_bytes * memory.pages_for(tokens, most) for most in (0, in_flight))
+    return SequenceSizing(tokens, decoding, prefilling, round(memory.sequences_that_fit(pages, tokens, in_flight), 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,9 +210,20 @@ def _print_table(found: Sizing, ranks: int) -> None:
     if not found.pool_tokens:
         print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
         return
-    print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
-    print(f"  each token of KV takes {found.kv_per_token / 1024:.4g}KiB")
-    print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
+    if len(found.groups) == 1:
+        print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
+        print(f"  each token of KV takes {found.kv_per_token / 1024:.4g}KiB")
+        print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
+        return
+    print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: a sequence of up to {found.pool_tokens:,} tokens")
+    for group in found.groups:
+        seen = f"the last {group.window:,} tokens" if group.window else "all tokens"
+        print(f"  each token of KV takes {group.kv_per_token / 1024:.4g}KiB in {group.layers} layers that see {seen}")
+    for one in found.sequences:
+        sizes = (
+            f"{one.decoding / 2**30:.2f} GiB, and up to {one.prefilling / 2**30:.2f} GiB while its prompt is computed"
+        )
+        print(f"  a sequence of {one.tokens:,} tokens takes {sizes}: {one.fit:g} fit")
 
 
 if __name__ == "__main__":

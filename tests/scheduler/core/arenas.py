@@ -34,7 +34,7 @@ def check_arena(scheduler: Scheduler) -> None:
     assert 0 <= arena.num_free == arena.num_pages - used
     for group in kv.windows:
         held = [0] * group.num_blocks
-        for snapshot in group.at.values():
+        for snapshot in set(group.at.values()):
             for block in snapshot.blocks:
                 held[block] += 1
         assert held == group._snapshots

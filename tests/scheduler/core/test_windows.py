@@ -6,31 +6,38 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.windows import WindowShape
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.windows import MARGIN, WindowShape
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.arenas import check_arena, create
 from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for, expected_tokens, run
 
 
-def test_a_sequence_keeps_its_window_alone() -> None:
-    scheduler = create(200, 1, (WindowShape(8, 1),))
-    executor = executor_for(scheduler)
-    request = create_request(prompt=40, max_tokens=60)
+def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3) -> Request:
+    """Serve a request alone, and check its tokens."""
+    request = create_request(prompt=prompt, max_tokens=max_tokens)
     scheduler.add(request)
     run(scheduler, executor)
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
     check_arena(scheduler)
-    assert scheduler.kv.pool.num_used == 99 // 4
-    assert scheduler.kv.windows[0].num_used <= 2 * 3
+    return request
+
+
+def test_a_sequence_keeps_its_window_alone() -> None:
+    scheduler = create(200, 1, (WindowShape(8, 1),))
+    begin(scheduler, executor_for(scheduler), [*range(140)], 60)
+    assert scheduler.kv.pool.num_used == 199 // 4
+    assert scheduler.kv.windows[0].num_used <= 2 * 3 + MARGIN // 4
 
 
 def test_a_prompt_begins_where_a_chunk_ends() -> None:
     """No token behind the end of a chunk sees the tokens before it, so no snapshot is needed there."""
-    scheduler = create(200, 1, (WindowShape(16, 1, chunked=True),))
+    scheduler = create(400, 1, (WindowShape(80, 1, chunked=True),))
     executor = executor_for(scheduler)
-    for tokens, cached in ((range(40), 0), (range(38), 32), (range(34), 32), (range(31), 16), (range(15), 0)):
+    for tokens, cached in ((range(200), 0), (range(198), 196), (range(170), 168), (range(158), 80), (range(70), 0)):
         request = create_request(prompt=[*tokens, 7, 7], max_tokens=30)
         scheduler.add(request)
         run(scheduler, executor)
@@ -51,19 +58,26 @@ def test_blocks_keep_their_pages_while_no_other_group_needs_them() -> None:
 
 
 def test_a_prompt_begins_at_a_snapshot() -> None:
-    scheduler = create(200, 1, (WindowShape(8, 1),))
+    scheduler = create(400, 1, (WindowShape(8, 1),))
     executor = executor_for(scheduler)
-    first = create_request(prompt=[*range(40)], max_tokens=12)
-    scheduler.add(first)
-    run(scheduler, executor)
+    first = begin(scheduler, executor, [*range(200)], 12)
     answer = first.sequences[0].output_token_ids.tolist()
-    for tokens, cached in (([*range(40), *answer, 7, 7], 48), ([*range(40), 9, 9], 40), ([*range(30), 9, 9], 0)):
-        request = create_request(prompt=tokens, max_tokens=3)
-        scheduler.add(request)
-        run(scheduler, executor)
-        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-        assert request.num_cached_tokens == cached
-    check_arena(scheduler)
+    for tokens, cached in (
+        ([*range(200), *answer, 7, 7], 208),
+        ([*range(200), 9, 9], 200),
+        ([*range(200 - MARGIN), 9, 9], 200 - MARGIN),
+        ([*range(199 - MARGIN), 9, 9], 0),
+    ):
+        assert begin(scheduler, executor, tokens).num_cached_tokens == cached
+
+
+def test_the_second_prompt_that_leaves_a_path_takes_a_snapshot_there() -> None:
+    scheduler = create(1000, 1, (WindowShape(8, 1), WindowShape(13, 2)))
+    executor = executor_for(scheduler)
+    shared = [*range(400)]
+    for number, cached in enumerate((0, 0, 400, 400)):
+        own = [1000 * (number + 1) + i for i in range(100)]
+        assert begin(scheduler, executor, [*shared, *own]).num_cached_tokens == cached
 
 
 @settings(max_examples=40, deadline=None)

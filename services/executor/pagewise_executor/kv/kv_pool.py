@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.start_checks import check_pool
 
 from pagewise_executor.device_defaults import SizedConfig
+
+if TYPE_CHECKING:
+    from pagewise_executor.kv.layer_groups import PageLayout
 
 log = logging.getLogger(__name__)
 
@@ -266,14 +269,16 @@ def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dty
 
 
 def pool_size(
-    config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0, on_host: int = 1
-) -> int:
+    config: SizedConfig, block_bytes: int, device: torch.device, max_model_len: int, reserved: int = 0,
+    on_host: int = 1, layout: "PageLayout | None" = None,
+) -> int:  # fmt: skip
     """Return the number of blocks of the pool: ``--num-blocks``, or as many as fit into ``--kv-memory``, the executor's
-    share of a GPU's memory, or the free memory of the CPU.
+    share of a GPU's memory, or the free memory of the CPU. With ``layout``, of a model with several groups of layers,
+    return the number of pages in the same memory.
 
-    ``reserved``: bytes that steps need beside the pool. ``on_host``: ranks that share this host's memory, of which none
-    has taken anything yet. The pool never gets more than ``max_num_seqs`` sequences of
-    full length can use, unless it is asked for. On a GPU the weights have been loaded.
+    ``block_bytes``: of a block of all layers. ``reserved``: bytes that steps need beside the pool. ``on_host``: ranks
+    that share this host's memory, of which none has taken anything yet. The pool never gets more than ``max_num_seqs``
+    sequences of full length can use, unless it is asked for. On a GPU the weights have been loaded.
 
     Raises:
         ModelError: not one block fits, or more memory is asked for than is free.
@@ -285,6 +290,9 @@ def pool_size(
         wanted = parse_size(config.kv_memory)
     else:
         useful = config.max_num_seqs * -(-max_model_len // config.block_size) * block_bytes
+        if layout is not None:
+            pages = layout.pages_for_all(config.max_num_seqs, max_model_len, config.tokens_in_flight)
+            useful = pages * layout.page_bytes
         if device.type == "cuda":
             room = _cuda_room(config, device, free, reserved)
         else:
@@ -299,7 +307,7 @@ def pool_size(
         )
     if wanted < block_bytes:
         check_pool(0, config.block_size, block_bytes, max_model_len)
-    return wanted // block_bytes
+    return wanted // (block_bytes if layout is None else layout.page_bytes)
 
 
 def _cuda_room(config: SizedConfig, device: torch.device, free: int, reserved: int) -> int:

@@ -29,7 +29,8 @@ class CachedPrefix:
 
     ``num_tokens``: the tokens of both, which are on the device. Behind ``blocks`` come ``gap`` blocks that lie in no
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
-    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too.
+    ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
+    number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
     """
 
     blocks: list[CachedBlock]
@@ -39,6 +40,7 @@ class CachedPrefix:
     offloaded: list[CachedBlock] = field(default_factory=list)
     gap: int = 0
     windows: tuple[WindowTable, ...] = ()
+    junction: int = 0
 
 
 class BlockTable:
@@ -46,10 +48,11 @@ class BlockTable:
 
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
-    of the sequence. ``windows``: its tables in the groups of windowed layers.
+    of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which snapshots of
+    these are to be taken while its prompt is computed, in order.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "last_node", "owner", "windows")
+    __slots__ = ("block_size", "blocks", "cache_salt", "due", "last_node", "owner", "windows")
 
     def __init__(
         self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None, num_windows: int = 0
@@ -58,6 +61,7 @@ class BlockTable:
         self.cache_salt = cache_salt
         self.owner = owner
         self.blocks: list[int] = []
+        self.due: list[int] = []
         self.last_node: CachedBlock | None = None
         self.windows = tuple(WindowTable() for _ in range(num_windows)) if num_windows else ()
 

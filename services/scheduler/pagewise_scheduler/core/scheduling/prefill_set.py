@@ -452,6 +452,7 @@ class PrefillSet:
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
         self._plan.copy(kv.take(table, prefix))
+        kv.expect_snapshots(table, prefix, sequence.num_tokens)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.

@@ -8,7 +8,7 @@ from pagewise_shared.protocol import DEVICE, pack_int32s
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, SharedBlockPool
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -127,11 +127,11 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
         """The longest cached prefix on the device of which every group of windowed layers has a snapshot."""
-        length = len(blocks)
-        while length and (blocks[length - 1].block < 0 or not self._can_begin(blocks[length - 1])):
+        length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
+        while length and not self._can_begin(blocks[length - 1]):
             length -= 1
         windows = tuple(self._window_of(group, blocks[length - 1] if length else None) for group in self.windows)
-        return CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows)
+        return CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, junction=junction)
 
     def _can_begin(self, node: CachedBlock) -> bool:
         return all(group.blocks_at(node) is not None for group in self.windows)
@@ -181,6 +181,23 @@ class GroupedKVCacheManager(KVCacheManager):
             one.source, one.blocks[-1] = one.blocks[-1], target
         return made
 
+    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
+
+        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
+        """
+        end, begin = num_tokens // self.block_size, len(prefix.blocks)
+        table.due = [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
+        table.due += [end] if begin < end else []
+
+    def take_due_snapshots(self, table: BlockTable) -> None:
+        """Take the snapshots whose nodes the table has reached."""
+        while table.due and table.due[0] <= table.num_known:
+            depth = table.due.pop(0)
+            node = next(one for one in ancestors(table.last_node) if one.depth == depth)
+            for group, one in zip(self.windows, table.windows, strict=True):
+                group.take_snapshot(node, one)
+
     def take_snapshots(self, table: BlockTable) -> None:
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
@@ -197,7 +214,7 @@ class GroupedKVCacheManager(KVCacheManager):
         added: list[tuple[int, int]] = []
         for group, one in zip(self.windows, table.windows, strict=True):
             end = one.end
-            copies += group.grow(one, start, num_tokens, in_flight_step)
+            copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
             added += [(group.number, block) for block in one.blocks[end - one.first :]]
         return added, copies
 
@@ -206,6 +223,7 @@ class GroupedKVCacheManager(KVCacheManager):
         for group, one in zip(self.windows, table.windows, strict=True):
             group.drop(one.blocks, in_flight_step)
             one.first, one.blocks, one.source = 0, [], -1
+        table.due = []
 
     def step_returned(self, step: int) -> None:
         """Steps up to and including ``step`` have returned: the blocks that they touched may be reused."""

@@ -58,9 +58,7 @@ class KVCacheManager:
             raise ValueError(f"a block holds at least one token, not {block_size}")
         self.block_size = block_size
         self.capacity_tokens = num_blocks * block_size
-        self._lower = lower or {}
-        self._demotion = demotion
-        self._salted = salted
+        self._lower, self._demotion, self._salted = lower or {}, demotion, salted
         self.eviction_history = LossLog()
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
@@ -266,8 +264,11 @@ class KVCacheManager:
         table.blocks = [*shared, target]
         return (*copies, (DEVICE, source, DEVICE, target))
 
-    def take_snapshots(self, table: BlockTable) -> None:
-        """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
+    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
+
+    def take_due_snapshots(self, table: BlockTable) -> None:
+        """Take the snapshots whose nodes the table has reached."""
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]

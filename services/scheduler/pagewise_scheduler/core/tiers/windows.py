@@ -4,12 +4,16 @@ A window slides with its token, or contexts are cut into chunks, of which a toke
 keeps the blocks of its window. A block behind the window goes as soon as no step in flight
 reads it. Whoever begins with a cached prefix needs the window at its end, not only the full layers' blocks. So at the
 end of a prompt and of an answer a *snapshot* keeps the window there: references on its blocks, which hang on the node
-of the prefix tree. A prefix can be begun with at its snapshots alone.
+of the prefix tree. A prefix can be begun with at its snapshots alone. The next prompt often ends the common path a few
+tokens before the end of the last one, whose template it changes there. So a snapshot also has the blocks with which
+sequences can begin at the last nodes before its end. Where a prompt leaves a path behind its last snapshot, it takes a
+snapshot too: a system prompt that conversations share ends at such a junction.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
@@ -42,18 +46,23 @@ class ArenaShape:
     most_tokens: int
 
 
-class Snapshot:
-    """A window at the end of the prefix of ``node``: ``blocks``, the last of which is that of the node.
+MARGIN = 64
+"""Tokens before the end of a snapshot in which sequences can begin with it, too."""
 
-    ``kind``, ``last_used``: as of ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the
-    root, from which on everything would be computed again without this one.
+
+class Snapshot:
+    """A window at the end of the prefix of ``node``: ``blocks``, of which ``first`` is the number of the first one.
+
+    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
+    ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
+    would be computed again without this one.
     """
 
-    __slots__ = ("blocks", "kind", "last_used", "node", "since")
+    __slots__ = ("blocks", "first", "kind", "last_used", "node", "points", "since")
 
-    def __init__(self, node: CachedBlock, blocks: list[int], since: int) -> None:
-        self.node, self.blocks, self.since = node, blocks, since
-        self.kind = node.kind
+    def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
+        self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
+        self.kind = self.node.kind
         self.last_used = 0
 
 
@@ -88,7 +97,8 @@ class WindowGroup:
         self.number, self.block_size = number, block_size
         self.window, self.pages_per_block, self.chunked = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
-        self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3
+        self.margin = -(-MARGIN // block_size)
+        self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
         self.at: dict[CachedBlock, Snapshot] = {}
         self._arena, self._policy = arena, policy
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
@@ -120,13 +130,19 @@ class WindowGroup:
 
     # ---- tables --------------------------------------------------------------------------------------
 
-    def grow(self, table: WindowTable, start: int, num_tokens: int, in_flight_step: int | None) -> Copies:
+    def grow(
+        self, table: WindowTable, start: int, num_tokens: int, in_flight_step: int | None, due: Sequence[int] = ()
+    ) -> Copies:
         """Let a table hold what the tokens from ``start`` to ``num_tokens`` read and write.
 
-        Blocks before that are dropped when ``in_flight_step`` has returned. Returns copies as ``Pool.reserve`` does.
+        Blocks before that are dropped when ``in_flight_step`` has returned, except those of snapshots that are ``due``
+        (see ``BlockTable``). Returns copies as ``Pool.reserve`` does.
         """
         # Two blocks more: a snapshot at the last full block is taken when the steps behind that block are planned.
-        gone = self.first_needed(start - 2 * self.block_size) - table.first
+        first = self.first_needed(start - 2 * self.block_size)
+        if due:
+            first = min(first, self.first_needed(due[0] * self.block_size) - self.margin)
+        gone = first - table.first
         if gone > 0:
             self.drop(table.blocks[:gone], in_flight_step)
             del table.blocks[:gone]
@@ -193,21 +209,30 @@ class WindowGroup:
 
         No block is needed where a chunk ends, or if a token sees itself alone.
         """
-        if self.first_needed(node.depth * self.block_size) >= node.depth:
+        needed = self.first_needed(node.depth * self.block_size)
+        if needed >= node.depth:
             return []
-        return self.at[node].blocks if node in self.at else None
+        snapshot = self.at.get(node)
+        return snapshot.blocks[needed - snapshot.first : node.depth - snapshot.first] if snapshot is not None else None
 
     def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
-        """Keep the window at the end of ``node``, if the table still has it."""
-        first = self.first_needed(node.depth * self.block_size)
+        """Keep the window at the end of ``node``, if the table still has it.
+
+        The windows at the nodes before it are kept too, up to ``MARGIN`` tokens and as far as the table has them.
+        """
+        needed = self.first_needed(node.depth * self.block_size)
         if node in self.at:
             self._use(self.at[node])
             return
-        if first < table.first or node.depth > table.end or first == node.depth:
+        if needed < table.first or node.depth > table.end or needed == node.depth:
             return
+        first = max(table.first, needed - self.margin)
         blocks = table.blocks[first - table.first : node.depth - table.first]
         since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
-        self.at[node] = snapshot = Snapshot(node, blocks, since)
+        near = takewhile(lambda one: self.first_needed(one.depth * self.block_size) >= first, ancestors(node))
+        points = [one for one in near if one not in self.at]
+        snapshot = Snapshot(points, first, blocks, since)
+        self.at |= dict.fromkeys(points, snapshot)
         for block in blocks:
             self._snapshots[block] += 1
         self._use(snapshot)
@@ -223,16 +248,26 @@ class WindowGroup:
         self._queue.shrink(len(self.at))
 
     def forget(self, node: CachedBlock) -> None:
-        """Drop the snapshot of a node, if there is one."""
-        snapshot = self.at.pop(node, None)
-        for block in snapshot.blocks if snapshot is not None else ():
+        """No sequence can begin behind a node any more: its block has left."""
+        if (snapshot := self.at.pop(node, None)) is not None:
+            snapshot.points.remove(node)
+            if not snapshot.points:
+                self._drop_snapshot(snapshot)
+            elif node is snapshot.node:
+                snapshot.node = snapshot.points[0]
+
+    def _drop_snapshot(self, snapshot: Snapshot) -> None:
+        for node in snapshot.points:
+            del self.at[node]
+        snapshot.points.clear()
+        for block in snapshot.blocks:
             self._snapshots[block] -= 1
             if not self._snapshots[block] and not self._users[block]:
                 self.num_cached -= 1
                 self._free.append(block)
 
     def _rank(self, snapshot: Snapshot) -> int | None:
-        return NEAREST if self.at.get(snapshot.node) is snapshot else None
+        return NEAREST if snapshot.points else None
 
     def next_value(self) -> float | None:
         """The value of a page of the next snapshot; None: there is none."""
@@ -250,5 +285,5 @@ class WindowGroup:
             self._queue.push(one, NEAREST)
         if snapshot is None:
             return False
-        self.forget(snapshot.node)
+        self._drop_snapshot(snapshot)
         return True
