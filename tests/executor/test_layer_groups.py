@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, KVCacheManager, WindowShape
 
 
 def layout_of(kinds: list[KVLayerKind], max_model_len: int = 131072) -> PageLayout | None:
@@ -48,3 +51,42 @@ def test_without_full_layers_the_largest_window_counts_as_full() -> None:
 
 def test_layers_of_unequal_shapes_that_see_the_same_tokens_are_not_grouped() -> None:
     assert layout_of([KVLayerKind((8, 128)), KVLayerKind((8, 64)), KVLayerKind((8, 128), 512)]) is None
+
+
+def manager(layout: PageLayout, num_pages: int, in_flight: int) -> KVCacheManager:
+    """The scheduler's memory of such a model."""
+    full, *windowed = layout.groups
+    windows = tuple(WindowShape(group.window, group.pages_per_block) for group in windowed)
+    shape = ArenaShape(num_pages, full.pages_per_block, windows, in_flight)
+    return KVCacheManager(num_pages // full.pages_per_block, layout.block_size, shape=shape)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from((0, 0, 1, 7, 16, 100, 1024)), min_size=2, max_size=12),
+    st.integers(12, 3000), st.integers(1, 400), st.integers(1, 5000),
+)  # fmt: skip
+def test_the_scheduler_counts_the_same_pages(windows: list[int], num_pages: int, in_flight: int, tokens: int) -> None:
+    layout = layout_of([KVLayerKind((8, 128), window) for window in windows])
+    if layout is None:
+        layout = single_group([(8, 128)] * len(windows), 16, torch.bfloat16)
+    kv = manager(layout, num_pages, in_flight)
+    assert kv.room_for(tokens) == layout.pages_for(tokens, in_flight)
+    longest = layout.longest_sequence(num_pages, in_flight)
+    assert not longest or kv.fits(longest)
+    assert not kv.fits(longest + 1)
+    fitting = layout.sequences_that_fit(num_pages, tokens, in_flight)
+    assert (fitting >= 1) == kv.fits(tokens)
+    if fitting >= 1:
+        assert layout.pages_for_all(int(fitting), tokens, in_flight) <= num_pages
+        assert layout.pages_for_all(int(fitting) + 1, tokens, in_flight) > num_pages
+
+
+def test_a_long_sequence_of_gemma_3_27b_takes_a_sixth() -> None:
+    kinds = alternating(10, 52, (16, 128), 1024)
+    layout = layout_of(kinds)
+    assert layout is not None
+    whole = single_group([one.shape for one in kinds], 16, torch.bfloat16)
+    before = whole.pages_for(131_072) * whole.page_bytes
+    assert layout.pages_for(131_072) * layout.page_bytes < before / 5.9
+    assert layout.pages_for(131_072, 2 * 2048) * layout.page_bytes < before / 5

@@ -6,6 +6,7 @@ of a number of layers of one group; the pages of a block may lie anywhere. vLLM 
 and wastes the rest, and SGLang gives each group a fixed share.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from pagewise_executor.kv.kv_pool import KVShape, bytes_per_block
 
 _MOST_WASTE = 0.02
 """The share of a block's pages that may hold nothing, if smaller pages would hold more."""
+_BLOCKS_BEHIND = 3
+"""Blocks that a table keeps beside its window: two for a snapshot at the last full block, and the block that a step
+begins to fill while steps in flight still read the first."""
 
 
 class KVLayerKind(NamedTuple):
@@ -53,12 +57,42 @@ class Group:
 class PageLayout:
     """The groups of a model, of which the first sees all tokens, and the size of a page in bytes.
 
-    ``waste``: the largest share of a block's pages that holds nothing, over all groups.
+    ``waste``: the largest share of a block's pages that holds nothing, over all groups. ``block_size``: in tokens.
+
+    The scheduler counts pages by the same rules. ``in_flight``: most tokens that steps in flight compute at the same
+    time, because a table holds the windows of all of them.
     """
 
     groups: tuple[Group, ...]
     page_bytes: int
     waste: float
+    block_size: int
+
+    def pages_for(self, num_tokens: int, in_flight: int = 0) -> int:
+        """Pages that a sequence of ``num_tokens`` tokens holds while it decodes; with ``in_flight``, most pages that it
+        holds while its prompt is computed."""
+        blocks, pages = -(-num_tokens // self.block_size), 0
+        for group in self.groups:
+            seen = -(-(group.window - 1 + in_flight) // self.block_size) + _BLOCKS_BEHIND
+            pages += group.pages_per_block * (min(blocks, seen) if group.window else blocks)
+        return pages
+
+    def pages_for_all(self, num_sequences: int, num_tokens: int, in_flight: int) -> int:
+        """Pages for ``num_sequences`` sequences of ``num_tokens`` tokens. Steps share the tokens in flight, so it is
+        enough if one of the sequences computes its prompt and the others decode."""
+        return (num_sequences - 1) * self.pages_for(num_tokens) + self.pages_for(num_tokens, in_flight)
+
+    def sequences_that_fit(self, num_pages: int, num_tokens: int, in_flight: int) -> float:
+        """The number of sequences of ``num_tokens`` tokens for which ``num_pages`` pages suffice, as ``pages_for_all``
+        counts; a fraction if not one fits."""
+        most = self.pages_for(num_tokens, in_flight)
+        return 1 + (num_pages - most) / self.pages_for(num_tokens) if num_pages >= most else num_pages / most
+
+    def longest_sequence(self, num_pages: int, in_flight: int) -> int:
+        """The most tokens of a sequence that has ``num_pages`` pages to itself."""
+        blocks = range(1, num_pages // self.groups[0].pages_per_block + 1)
+        size = self.block_size
+        return size * bisect_right(blocks, num_pages, key=lambda count: self.pages_for(count * size, in_flight))
 
 
 def page_layout(
@@ -93,5 +127,12 @@ def page_layout(
             1 - len(one.layers) * size / (one.pages_per_block * page)
             for one, size in zip(groups, sizes.values(), strict=True)
         )
-        layouts.append(PageLayout(groups, page, waste))
+        layouts.append(PageLayout(groups, page, waste, block_size))
     return max(layouts, key=lambda one: (-max(one.waste, _MOST_WASTE), one.page_bytes))
+
+
+def single_group(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> PageLayout:
+    """Return the layout of a model with one group, as ``page_layout`` would describe it: a page is a block of all
+    layers. (Its layers may have unequal shapes.)"""
+    whole = Group(tuple(range(len(shapes))), shapes[0], 0, False, len(shapes))
+    return PageLayout((whole,), bytes_per_block(shapes, block_size, dtype), 0.0, block_size)
