@@ -17,7 +17,8 @@ class CopyJob:
     """One list of a step's copies, which has been checked.
 
     ``pairs``: if a target is named more than once, the last of its sources counts. A block of a tier without ids is an
-    index in ``names``. ``peer``: the executor whose tier ``source`` is; None for a tier of this executor.
+    index in ``names``. ``peer``: the executor whose tier ``source`` is; None for a tier of this executor. ``group``: of
+    layers.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class CopyJob:
     pairs: Pairs
     peer: RemoteTier | None = None
     names: Sequence[BlockName] = ()
+    group: int = 0
 
     def is_of(self, cancelled: CancelCopies) -> bool:
         """Return whether ``cancelled`` means these copies."""
